@@ -1,0 +1,11 @@
+"""The errors that a user's input can cause; everything else that is raised is a defect of ours."""
+
+from __future__ import annotations
+
+
+class ConfigurationError(ValueError):
+    """A value given by the user cannot work: the message names the value, the limit and the cure in one sentence."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, damaged or of another shape: the message names the file, what is wrong and the cure."""
