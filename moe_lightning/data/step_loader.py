@@ -1,0 +1,226 @@
+"""A DataLoader over a StepSampler, with the position counted where batches are consumed.
+
+Lightning leaves such a loader as it is (no sampler is injected), saves and restores it through `state_dict` and
+`load_state_dict` (saved with the fit loop's progress, restored before the first iterator of a resumed fit), and takes
+`len()` as the batches of an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from moe_lightning.data.step_sampler import StepSampler, StepSlice, mixed_seed
+from moe_lightning.errors import ConfigurationError
+
+_KEPT_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+class StepLoader:
+    """This rank's batches of a StepSampler, resumable mid-epoch.
+
+    A training iterator runs from the sampler's position to the end of its epoch, and the next one begins the next
+    epoch; an evaluation iterator always begins at the first sample. `bind` and `load_state_dict` reach an iterator that
+    is under way: it drops what its workers fetched ahead and goes on from the new position. One iterator is meant to be
+    in use at a time.
+
+    Args:
+        dataset: map-style data set of `sampler.num_samples` samples.
+        sampler: which of them, and when.
+        options: passed to torch's DataLoader (num_workers, collate_fn, ...). Without a `generator`, workers are seeded
+            by (sampler.seed, rank, position where the iterator begins), and the global random stream is left alone.
+
+    Attributes:
+        step_sampler: what decides the samples; it holds the position.
+        current: the slice of the batch yielded last, or None before the first.
+    """
+
+    def __init__(self, dataset: Dataset[Any], sampler: StepSampler, **options: Any) -> None:
+        self.dataset = dataset
+        self.step_sampler = sampler
+        self.current: StepSlice | None = None
+        # Lightning's prediction writers read the indices from this wrapper; training would only pile them up.
+        self.batch_sampler = None if sampler.drop_last else _IndexBatchSamplerWrapper(sampler)
+        self._own_generator = None
+        if options.get("generator") is None:
+            options["generator"] = self._own_generator = torch.Generator()
+        batches: Any = sampler if self.batch_sampler is None else self.batch_sampler
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=batches, **options)
+        self._moves = 0  # how often the position or the world was set from outside
+
+    @classmethod
+    def from_dataloader(
+        cls,
+        loader: DataLoader[Any],
+        *,
+        rank: int,
+        world_size: int,
+        num_micros: int = 1,
+        seed: int = 0,
+        training: bool,
+    ) -> StepLoader:
+        """The same data and options under a StepSampler.
+
+        The loader's batch size is taken as the *global* micro-batch: a training step has `batch_size * num_micros`
+        samples over all ranks. Training drops the samples beyond the last whole step of an epoch; evaluation uses all
+        of them, whatever the loader's `drop_last`. A DistributedSampler is replaced, its shuffling kept.
+
+        Raises:
+            ConfigurationError: an iterable data set, no automatic batching, or a sampler or iteration of one's own.
+        """
+        if isinstance(loader.dataset, IterableDataset):
+            raise ConfigurationError(
+                f"The data set {type(loader.dataset).__name__} is iterable and has no indices to share among ranks; "
+                "use a map-style Dataset with __getitem__ and __len__."
+            )
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            raise ConfigurationError(
+                f"{type(loader).__name__} iterates in its own way, which cutting its batches over ranks would lose; "
+                "return a torch DataLoader or a StepLoader."
+            )
+        batch_size, shuffle = _batch_size_and_shuffle(loader)
+        sampler = StepSampler(
+            num_samples=len(loader.dataset),  # type: ignore[arg-type]
+            global_batch_size=batch_size * (num_micros if training else 1),
+            num_micros=num_micros,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=training,
+        )
+        return cls(loader.dataset, sampler, **{name: getattr(loader, name) for name in _KEPT_OPTIONS})
+
+    # ------------------------------------------------------------------ iteration
+
+    def __len__(self) -> int:
+        """Micro-batches in a whole epoch, also under `limit_epoch` (the Trainer applies its limit to this itself)."""
+        return len(self.step_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler = self.step_sampler
+        if not sampler.drop_last:
+            sampler.consumed = 0
+        end = sampler.epoch_end
+        while sampler.consumed < end:
+            yield from self._until_moved()
+
+    def _until_moved(self) -> Iterator[Any]:
+        sampler, moves = self.step_sampler, self._moves
+        if self._own_generator is not None:
+            self._own_generator.manual_seed(mixed_seed(sampler.seed, sampler.rank, sampler.consumed))
+        for batch in self._loader:
+            self.current = sampler.slice_at(sampler.consumed)
+            sampler.consumed += self.current.micro_total
+            yield batch
+            if self._moves != moves:
+                return
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of this rank in the first micro-batch of an epoch, the largest it gets."""
+        return self.step_sampler.slice_at(0).count
+
+    # ------------------------------------------------------------------ state and world
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch yielded last: {"consumed": samples of the global stream}."""
+        return self.step_sampler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at a saved position; raises ConfigurationError as StepSampler.load_state_dict."""
+        self.step_sampler.load_state_dict(state_dict)
+        self._moved()
+
+    def bind(self, *, rank: int | None = None, world_size: int | None = None, num_micros: int | None = None) -> None:
+        """Cut the same stream for another world; raises ConfigurationError as StepSampler.bind."""
+        self.step_sampler.bind(rank=rank, world_size=world_size, num_micros=num_micros)
+        self._moved()
+
+    def limit_epoch(self, limit_batches: int | float) -> None:
+        """Let epochs end where Trainer(limit_train_batches=limit_batches) ends them: each begins a fresh permutation.
+
+        Args:
+            limit_batches: micro-batches as an int, or the fraction of the epoch as a float.
+
+        Raises:
+            ConfigurationError: the limit does not end on a whole step: the last step would have a smaller batch.
+        """
+        batches = min(limit_batches, len(self)) if isinstance(limit_batches, int) else int(len(self) * limit_batches)
+        num_micros = self.step_sampler.num_micros
+        if batches % num_micros:
+            raise ConfigurationError(
+                f"limit_train_batches={limit_batches} ends an epoch after {batches} micro-batches, not a multiple of "
+                f"accumulate_grad_batches={num_micros}; set it to {max(1, batches // num_micros) * num_micros}."
+            )
+        self.step_sampler.limit_epoch(batches // num_micros)
+        self._moved()
+
+    def _moved(self) -> None:
+        self.current = None
+        self._moves += 1
+
+    # Lightning sets this one on loaders whose workers it seeds (seed_everything(workers=True)).
+    @property
+    def worker_init_fn(self) -> Callable[[int], None] | None:
+        """What every worker process calls first, as in torch's DataLoader."""
+        return self._loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Callable[[int], None] | None) -> None:
+        self._loader.worker_init_fn = function
+
+
+def _batch_size_and_shuffle(loader: DataLoader[Any]) -> tuple[int, bool]:
+    """The batch size of a stock loader and whether its sampler shuffles."""
+    batches: object = loader.batch_sampler
+    if isinstance(batches, _IndexBatchSamplerWrapper):  # what Lightning makes of a loader it predicts with
+        batches = batches._batch_sampler
+    if batches is None:
+        raise ConfigurationError(
+            "The DataLoader has batch_size=None, which leaves nothing to cut over ranks; give it an integer batch_size."
+        )
+    if type(batches) is not BatchSampler:
+        raise ConfigurationError(
+            f"The DataLoader's batch sampler {type(batches).__name__} cannot be cut over ranks exactly; "
+            "give the DataLoader a batch_size and shuffle=True or False instead, or return a StepLoader."
+        )
+    return batches.batch_size, _shuffles(batches.sampler)
+
+
+def _shuffles(sampler: object) -> bool:
+    if isinstance(sampler, DistributedSamplerWrapper | UnrepeatedDistributedSamplerWrapper):
+        return _shuffles(sampler.dataset._sampler)  # type: ignore[attr-defined]
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) is DistributedSampler:
+        return bool(sampler.shuffle)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return True
+    raise ConfigurationError(
+        f"The DataLoader's sampler {type(sampler).__name__} (or its options) cannot be made exact over ranks; "
+        "use shuffle=True or False without a sampler of your own, or return a StepLoader."
+    )

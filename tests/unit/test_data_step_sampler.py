@@ -1,0 +1,196 @@
+"""The step sampler: the same global batches for every world, from one integer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.data.step_sampler import StepSampler, cut
+from moe_lightning.errors import ConfigurationError
+
+PROPERTY = settings(deadline=None, max_examples=60)
+
+
+def walk(sampler: StepSampler, micro_batches: int) -> list[tuple[int, list[int]]]:
+    """(step, this rank's indices) of the next micro-batches, across epochs, moving the sampler as a consumer does."""
+    seen = []
+    for _ in range(micro_batches):
+        here = sampler.slice_at(sampler.consumed)
+        seen.append((here.step, sampler.indices_at(sampler.consumed)))
+        sampler.consumed += here.micro_total
+    return seen
+
+
+def epoch_order(sampler: StepSampler) -> list[int]:
+    """The indices of the sampler's next whole epoch, in order, seen by a single rank."""
+    return [index for _, indices in walk(sampler, len(sampler)) for index in indices]
+
+
+def steps_of(world_size: int, num_micros: int, steps: int, **options: Any) -> list[list[int]]:
+    """The ordered global batch of each step, put together from every rank's slices at the offsets they name."""
+    batches: list[list[int | None]] = [[None] * options["global_batch_size"] for _ in range(steps)]
+    for rank in range(world_size):
+        sampler = StepSampler(rank=rank, world_size=world_size, num_micros=num_micros, **options)
+        for _ in range(steps * num_micros):
+            here = sampler.slice_at(sampler.consumed)
+            place = slice(here.offset, here.offset + here.count)
+            assert batches[here.step][place] == [None] * here.count
+            batches[here.step][place] = sampler.indices_at(sampler.consumed)
+            sampler.consumed += here.micro_total
+    assert all(index is not None for batch in batches for index in batch)
+    return batches
+
+
+@given(total=st.integers(0, 300), parts=st.integers(1, 40))
+@PROPERTY
+def test_cut_is_even_and_complete(total: int, parts: int) -> None:
+    bounds = cut(total, parts)
+    sizes = [b - a for a, b in pairwise(bounds)]
+    assert len(sizes) == parts
+    assert bounds[0] == 0
+    assert sum(sizes) == total
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(
+    world_size=st.integers(1, 6),
+    num_micros=st.integers(1, 4),
+    extra=st.integers(0, 9),
+    beyond=st.integers(0, 50),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 5),
+)
+@PROPERTY
+def test_every_world_sees_the_same_ordered_steps(
+    world_size: int, num_micros: int, extra: int, beyond: int, shuffle: bool, seed: int
+) -> None:
+    batch = world_size * num_micros + extra
+    options = {"num_samples": 2 * batch + beyond, "global_batch_size": batch, "seed": seed, "shuffle": shuffle}
+    assert steps_of(world_size, num_micros, 5, **options) == steps_of(1, 1, 5, **options)
+
+
+@given(n=st.integers(1, 200), batch=st.integers(1, 64), world_size=st.integers(1, 5))
+@PROPERTY
+def test_evaluation_sees_every_sample_once_in_equally_many_batches(n: int, batch: int, world_size: int) -> None:
+    batches = -(-n // batch)
+    options = {"num_samples": n, "global_batch_size": batch, "shuffle": False, "drop_last": False}
+    if n // batches < world_size:
+        with pytest.raises(ConfigurationError, match="use fewer ranks"):
+            StepSampler(world_size=world_size, **options)
+        return
+    ranks = [list(StepSampler(rank=rank, world_size=world_size, **options)) for rank in range(world_size)]
+    assert {len(slices) for slices in ranks} == {batches}
+    in_order = [index for parts in zip(*ranks, strict=True) for part in parts for index in part]
+    assert in_order == list(range(n))
+    sizes = [sum(map(len, parts)) for parts in zip(*ranks, strict=True)]
+    assert max(sizes) <= batch
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(
+    done=st.integers(0, 9),
+    before=st.sampled_from([(1, 1), (3, 1), (2, 2)]),
+    after=st.sampled_from([(1, 1), (5, 1), (2, 3)]),
+)
+@PROPERTY
+def test_resumes_at_a_step_border_in_another_world(done: int, before: tuple[int, int], after: tuple[int, int]) -> None:
+    options = {"num_samples": 45, "global_batch_size": 12, "seed": 3}
+    saved = StepSampler(world_size=before[0], num_micros=before[1], **options)
+    walk(saved, done * before[1])
+    state = saved.state_dict()
+    assert state == {"consumed": done * 12}
+
+    expected = steps_of(1, 1, done + 4, **options)[done:]
+    resumed: list[list[int]] = [[] for _ in expected]
+    samplers = [StepSampler(rank=rank, world_size=after[0], num_micros=after[1], **options) for rank in range(after[0])]
+    for sampler in samplers:
+        sampler.load_state_dict(state)
+    for _ in range(4 * after[1]):
+        for sampler in samplers:
+            here = sampler.slice_at(sampler.consumed)
+            resumed[here.step - done] += sampler.indices_at(sampler.consumed)
+            sampler.consumed += here.micro_total
+    assert resumed == expected
+
+
+def test_epochs_permute_anew_and_never_repeat_a_sample() -> None:
+    sampler = StepSampler(num_samples=50, global_batch_size=10)
+    first, second = epoch_order(sampler), epoch_order(sampler)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert epoch_order(StepSampler(num_samples=50, global_batch_size=10, seed=1)) != first
+
+
+def test_iterating_runs_to_the_end_of_the_epoch_and_moves_nothing() -> None:
+    sampler = StepSampler(num_samples=23, global_batch_size=5, num_micros=2)
+    assert len(sampler) == len(list(sampler)) == 8
+    assert sampler.consumed == 0
+    walk(sampler, 3)
+    assert len(list(sampler)) == 5
+    walk(sampler, 5)
+    assert sampler.epoch == 1
+    assert len(list(sampler)) == 8
+
+
+def test_a_limited_epoch_ends_early_and_the_next_one_permutes_anew() -> None:
+    sampler, whole = (StepSampler(num_samples=40, global_batch_size=4) for _ in range(2))
+    sampler.limit_epoch(3)
+    assert [step for step, _ in walk(sampler, 6)] == [0, 1, 2, 3, 4, 5]
+    sampler.consumed = 0
+    assert walk(sampler, 3) == walk(whole, 3)
+    whole.consumed = whole.epoch_size
+    assert [indices for _, indices in walk(sampler, 3)] == [indices for _, indices in walk(whole, 3)]
+
+
+def test_binding_that_cannot_work_changes_nothing() -> None:
+    sampler = StepSampler(num_samples=64, global_batch_size=12, num_micros=3, world_size=2, rank=1)
+    walk(sampler, 1)
+    before = sampler.slice_at(sampler.consumed)
+    with pytest.raises(ConfigurationError, match="4 samples inside a step of 12"):
+        sampler.bind(num_micros=2)
+    with pytest.raises(ConfigurationError, match="rank=5 is outside"):
+        sampler.bind(rank=5)
+    assert sampler.slice_at(sampler.consumed) == before
+    sampler.bind(num_micros=6)  # a finer cut has a border there
+    assert sampler.slice_at(sampler.consumed).micro == 2
+    sampler.bind(rank=0, world_size=1)
+    assert sampler.slice_at(sampler.consumed).count == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_samples": 0}, "num_samples=0"),
+        ({"global_batch_size": 0}, "global_batch_size=0"),
+        ({"global_batch_size": 8.0}, "global_batch_size=8.0"),
+        ({"num_micros": 0}, "num_micros=0"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"rank": 1}, "rank=1 is outside 0..0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_samples": 7}, "7 samples, fewer than one step of 8"),
+        ({"world_size": 5, "num_micros": 2}, "set it to at least 10"),
+    ],
+)
+def test_wrong_values_are_one_sentence(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        StepSampler(**({"num_samples": 100, "global_batch_size": 8} | change))
+
+
+@pytest.mark.parametrize("state", [{}, {"consumed": -1}, {"consumed": 1.5}, {"consumed": True}, {"consumed": 3}])
+def test_wrong_positions_are_one_sentence(state: dict[str, Any]) -> None:
+    sampler = StepSampler(num_samples=100, global_batch_size=8)
+    with pytest.raises(ConfigurationError, match=r"resume (with|from)"):
+        sampler.load_state_dict(state)
+    assert sampler.consumed == 0
+
+
+@pytest.mark.parametrize(("drop_last", "steps"), [(True, 0), (True, 13), (False, 1)])
+def test_wrong_limits_are_one_sentence(drop_last: bool, steps: int) -> None:
+    sampler = StepSampler(num_samples=100, global_batch_size=8, drop_last=drop_last)
+    with pytest.raises(ConfigurationError, match="limit"):
+        sampler.limit_epoch(steps)
