@@ -1,0 +1,323 @@
+"""The step loader: position counted at the consumer, conversion of stock loaders, and resuming under Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.step_sampler import StepSampler
+from moe_lightning.errors import ConfigurationError
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Sample i is the number i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+def step_loader(size: int = 23, batch: int = 4, drop_last: bool = True, workers: int = 0, **options: Any) -> StepLoader:
+    sampler = StepSampler(num_samples=size, global_batch_size=batch, drop_last=drop_last, **options)
+    return StepLoader(Numbers(size), sampler, num_workers=workers)
+
+
+def read(batches: Iterator[torch.Tensor] | StepLoader) -> list[list[int]]:
+    return [[int(x) for x in batch] for batch in batches]
+
+
+# ---------------------------------------------------------------------- iteration and position
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_position_is_counted_where_batches_are_consumed(workers: int) -> None:
+    whole = read(step_loader())
+    loader = step_loader(workers=workers)
+    assert len(loader) == len(whole) == 5
+    assert loader.current is None
+    iterator = iter(loader)
+    for step in range(2):
+        assert read(iter([next(iterator)])) == [whole[step]]
+        assert loader.current is not None
+        assert (loader.current.step, loader.current.count) == (step, 4)
+        assert loader.state_dict() == {"consumed": 4 * (step + 1)}
+    resumed = step_loader(workers=workers)
+    resumed.load_state_dict(loader.state_dict())
+    assert read(resumed) == whole[2:]
+    assert resumed.state_dict() == {"consumed": 20}
+
+
+def test_the_next_iterator_begins_the_next_epoch() -> None:
+    loader = step_loader()
+    first, second = read(loader), read(loader)
+    assert len(first) == len(second) == 5
+    assert first != second
+    assert loader.current is not None
+    assert loader.current.step == 9
+
+
+def test_evaluation_always_begins_at_the_first_sample() -> None:
+    loader = step_loader(drop_last=False, shuffle=False)
+    assert len(list(islice(loader, 2))) == 2
+    for _ in range(2):
+        assert [index for batch in read(loader) for index in batch] == list(range(23))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_binding_reaches_an_iterator_under_way(workers: int) -> None:
+    """What a recovery does: a rank is lost after two steps, the second one is run again by the world that is left."""
+    alone = read(step_loader())
+    loader = step_loader(workers=workers, rank=0, world_size=2)
+    iterator = iter(loader)
+    assert read(islice(iterator, 2)) == [alone[0][:2], alone[1][:2]]
+    loader.bind(rank=0, world_size=1)
+    loader.load_state_dict({"consumed": 4})
+    assert loader.current is None
+    assert read(iterator) == alone[1:]
+
+
+def test_persistent_workers_serve_the_new_world() -> None:
+    sampler = StepSampler(num_samples=23, global_batch_size=4, rank=1, world_size=2)
+    loader = StepLoader(Numbers(23), sampler, num_workers=1, persistent_workers=True)
+    alone = read(step_loader())
+    iterator = iter(loader)
+    assert read(islice(iterator, 1)) == [alone[0][2:]]
+    loader.bind(rank=0, world_size=1)
+    assert read(iterator) == alone[1:]
+
+
+def test_local_batch_size_is_what_the_first_slice_holds() -> None:
+    assert step_loader(batch=7, world_size=2, num_micros=2, rank=0).batch_size == 2
+    assert step_loader(batch=7, world_size=3, rank=0).batch_size == 3
+
+
+def test_the_global_random_stream_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    read(step_loader())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_limited_epochs_begin_fresh_permutations() -> None:
+    loader, whole = step_loader(num_micros=2), step_loader(num_micros=2)
+    loader.limit_epoch(4)
+    first, second = read(loader), read(loader)
+    assert first == read(whole)[:4]
+    assert second == read(whole)[:4]
+    assert len(loader) == 10
+    loader.limit_epoch(0.4)
+    assert len(read(loader)) == 4
+    with pytest.raises(ConfigurationError, match=r"3 micro-batches, not a multiple .* set it to 2"):
+        loader.limit_epoch(3)
+
+
+# ---------------------------------------------------------------------- conversion of stock loaders
+
+
+def convert(loader: DataLoader[Any], training: bool = True, **options: Any) -> StepLoader:
+    return StepLoader.from_dataloader(loader, **({"rank": 0, "world_size": 1, "training": training} | options))
+
+
+@pytest.mark.parametrize(
+    ("build", "shuffle"),
+    [
+        (lambda data: DataLoader(data, batch_size=4, shuffle=True), True),
+        (lambda data: DataLoader(data, batch_size=4), False),
+        (lambda data: DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0)), True),
+        (lambda data: DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0, shuffle=False)), False),
+    ],
+)
+def test_a_stock_loader_keeps_its_shuffling(build: Any, shuffle: bool) -> None:
+    loader = convert(build(Numbers(24)), num_micros=3, world_size=2)
+    assert loader.step_sampler.shuffle is shuffle
+    assert loader.step_sampler.global_batch_size == 12
+    assert len(loader) == 6
+    assert loader.batch_size == 2
+    assert isinstance(loader, _Stateful)
+
+
+def test_a_stock_loader_keeps_its_options() -> None:
+    stock = DataLoader(
+        Numbers(24),
+        batch_size=4,
+        collate_fn=len,
+        num_workers=1,
+        prefetch_factor=3,
+        persistent_workers=True,
+        timeout=5,
+        worker_init_fn=print,
+        multiprocessing_context="fork",
+        generator=torch.Generator(),
+    )
+    inner = convert(stock)._loader
+    for name in (
+        "dataset",
+        "collate_fn",
+        "num_workers",
+        "prefetch_factor",
+        "persistent_workers",
+        "timeout",
+        "generator",
+    ):
+        assert getattr(inner, name) == getattr(stock, name)
+    assert inner.multiprocessing_context == stock.multiprocessing_context
+    loader = convert(DataLoader(Numbers(24), batch_size=4, collate_fn=len))
+    assert list(loader) == [4] * 6
+    loader.worker_init_fn = print
+    assert loader.worker_init_fn is print
+
+
+def test_evaluation_ignores_drop_last_and_accumulation() -> None:
+    stock = DataLoader(Numbers(10), batch_size=4, drop_last=True)
+    loader = convert(stock, training=False, num_micros=4)
+    assert read(loader) == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+DATA = Numbers(24)
+
+
+@pytest.mark.parametrize(
+    ("stock", "sentence"),
+    [
+        (DataLoader(Stream(), batch_size=2), "use a map-style Dataset"),
+        (DataLoader(DATA, batch_size=None), "integer batch_size"),
+        (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), "batch sampler OwnBatches"),
+        (DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), "sampler SubsetRandomSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "sampler RandomSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=5)), "sampler RandomSampler"),
+        (OwnIteration(DATA, batch_size=2), "OwnIteration iterates in its own way"),
+        (DataLoader(DATA, batch_size=2), "leaves 2 samples for 3 ranks"),
+        (DataLoader(DATA, batch_size=25), "fewer than one step of 25"),
+    ],
+)
+def test_loaders_that_cannot_be_exact_are_refused(stock: DataLoader[Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        convert(stock, world_size=3)
+
+
+# ---------------------------------------------------------------------- under Lightning
+
+
+class Recorder(LightningModule):
+    """Keeps what it is fed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.trained: list[list[int]] = []
+        self.validated: list[list[int]] = []
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.trained.append([int(x) for x in batch])
+        return self.layer(batch).mean() * 0
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        self.validated.append([int(x) for x in batch])
+
+    def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(path: Path, resume: Path | None = None, limit: int | None = None, **options: Any) -> Recorder:
+    module = Recorder()
+    trainer = Trainer(
+        default_root_dir=path,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_train_batches=limit,
+        **{"enable_checkpointing": False} | options,
+    )
+    train = step_loader()
+    if limit is not None:
+        train.limit_epoch(limit)
+    trainer.fit(module, train, step_loader(size=7, drop_last=False, shuffle=False), ckpt_path=resume)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("saved_after", [2, 3, 5, 7])
+def test_a_resumed_fit_sees_exactly_the_remaining_batches(tmp_path: Path, saved_after: int, limit: int | None) -> None:
+    whole = fit(tmp_path, max_epochs=3, limit=limit).trained
+    assert len(whole) == 3 * (limit or 5)
+    keep = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(tmp_path, max_steps=saved_after, limit=limit, callbacks=[keep], enable_checkpointing=True)
+    resumed = fit(tmp_path, max_epochs=3, limit=limit, resume=tmp_path / f"step={saved_after}.ckpt")
+    assert resumed.trained == whole[saved_after:]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_validation_inside_an_epoch_is_whole_and_disturbs_nothing(tmp_path: Path) -> None:
+    module = fit(tmp_path, max_epochs=2, val_check_interval=2, num_sanity_val_steps=1)
+    assert module.trained == fit(tmp_path, max_epochs=2, limit_val_batches=0).trained
+    every_sample = [[0, 1, 2, 3], [4, 5, 6]]
+    assert module.validated == [every_sample[0]] + 4 * every_sample
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__(write_interval="batch")
+        self.indices: list[Any] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, *_: Any) -> None:
+        assert [int(x) for x in prediction] == batch_indices
+        self.indices.append(batch_indices)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_prediction_writers_get_the_indices_of_their_rank(tmp_path: Path) -> None:
+    writer = Writer()
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[writer],
+    )
+    trainer.predict(Recorder(), step_loader(size=7, drop_last=False, shuffle=False, rank=1, world_size=2))
+    assert writer.indices == [[2, 3], [6]]
