@@ -1,0 +1,110 @@
+"""How many replicas each expert gets: Lazarus' eq. 1, and water-filling, which leaves the busiest replica less to do.
+
+Both fill all slots, give every expert at least `min_replicas` and never give a busier expert fewer replicas than an
+idler one. Eq. 1 rounds down in ascending order of load, so all of its rounding goes to the hottest experts;
+water-filling gives one replica at a time to the expert with most tokens per replica and is optimal for that measure
+(ALGORITHMS 1.1; Lazarus 4.1).
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Literal, get_args
+
+import numpy as np
+
+from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.errors import ConfigurationError
+
+AllocationPolicy = Literal["eq1", "waterfill"]
+
+
+def allocate_replicas(
+    load: IntArray,
+    *,
+    slots: int,
+    num_nodes: int,
+    min_replicas: int = 2,
+    policy: AllocationPolicy = "waterfill",
+    max_replicas: int | None = None,
+) -> IntArray:
+    """Replicas of each expert of one layer.
+
+    Args:
+        load: int64 [E], tokens of each expert since the last rebalance; all zeros means unknown, which is treated as
+            equal.
+        slots: room for replicas in the whole cluster.
+        num_nodes: failure domains; no expert is promised more than this many distinct ones.
+        min_replicas: fault-tolerance threshold f; lowered to what the slots allow (see `affordable_replicas`).
+        policy: "waterfill" or "eq1".
+        max_replicas: most replicas of one expert, for callers that hold at most one per rank ("waterfill" only).
+
+    Returns:
+        int64 [E] that sums to `slots`, or to E * max_replicas where that is less.
+
+    Raises:
+        ConfigurationError: fewer slots than experts, a negative load, an unknown policy, or limits that contradict each
+            other.
+    """
+    if policy not in get_args(AllocationPolicy):
+        raise ConfigurationError(
+            f"allocation policy {policy!r} is unknown: use one of {list(get_args(AllocationPolicy))}"
+        )
+    if load.ndim != 1 or not load.size or (load < 0).any():
+        raise ConfigurationError(f"loads must be non-negative token counts [experts], not {load.tolist()}")
+    if max_replicas is not None and policy == "eq1":
+        raise ConfigurationError('max_replicas has no meaning in eq. 1: use policy="waterfill"')
+    floor = affordable_replicas(len(load), slots=slots, num_nodes=num_nodes, min_replicas=min_replicas)
+    if max_replicas is not None and max_replicas < floor:
+        raise ConfigurationError(f"max_replicas={max_replicas} is below the {floor} replicas that each expert needs")
+    if policy == "eq1":
+        return _proportional(load, slots, floor)
+    return _water_filling(load, slots, floor, slots if max_replicas is None else max_replicas)
+
+
+def affordable_replicas(num_experts: int, *, slots: int, num_nodes: int, min_replicas: int) -> int:
+    """The fault-tolerance threshold that the slots allow: min_replicas, or as many as fit, at least 1 and at most one
+    per node.
+
+    Raises:
+        ConfigurationError: fewer slots than experts, or min_replicas below 1.
+    """
+    if min_replicas < 1:
+        raise ConfigurationError(f"min_replicas={min_replicas} would lose experts: use at least 1")
+    if slots < num_experts:
+        raise ConfigurationError(
+            f"{slots} slots cannot hold {num_experts} experts: add ranks or slots, or restore elsewhere"
+        )
+    return min(min_replicas, slots // num_experts, num_nodes)
+
+
+def _proportional(load: IntArray, slots: int, floor: int) -> IntArray:
+    """Eq. 1: in ascending order of load, a share of the remaining slots in proportion to the remaining tokens, but at
+    least floor.
+    """
+    replicas = np.zeros(len(load), dtype=np.int64)
+    order = np.lexsort((np.arange(len(load)), load))
+    remaining, suffix = slots, int(load.sum())
+    for position, expert in enumerate(order):
+        tokens = int(load[expert])
+        share = tokens * remaining // suffix if suffix else remaining // (len(load) - position)
+        replicas[expert] = max(share, floor)
+        remaining -= int(replicas[expert])
+        suffix -= tokens
+    assert remaining == 0
+    return replicas
+
+
+def _water_filling(load: IntArray, slots: int, floor: int, cap: int) -> IntArray:
+    """One replica at a time to the expert with most tokens per replica; ties to fewer replicas, then the lower id."""
+    replicas = np.full(len(load), floor, dtype=np.int64)
+    heap = [(-tokens / floor, floor, expert) for expert, tokens in enumerate(load.tolist())] if floor < cap else []
+    heapq.heapify(heap)
+    for _ in range(slots - floor * len(load)):
+        if not heap:
+            break
+        _, count, expert = heapq.heappop(heap)
+        replicas[expert] = count + 1
+        if count + 1 < cap:
+            heapq.heappush(heap, (-int(load[expert]) / (count + 1), count + 1, expert))
+    return replicas

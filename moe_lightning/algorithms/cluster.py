@@ -1,0 +1,70 @@
+"""The shape of a world of ranks: which node each rank lives on and how many expert slots it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Ranks, their nodes (failure domains) and their slots.
+
+    Attributes:
+        node_of: node of each rank, [N]; nodes are numbered 0..max without gaps, and may have different numbers of
+            ranks.
+        slots_per_rank: resident experts that every rank has room for.
+
+    Raises:
+        ConfigurationError: no ranks, a gap in the node numbers, or fewer than one slot.
+    """
+
+    node_of: tuple[int, ...]
+    slots_per_rank: int
+
+    def __post_init__(self) -> None:
+        if not self.node_of:
+            raise ConfigurationError("a cluster of 0 ranks holds no experts: give at least 1 rank")
+        if set(self.node_of) != set(range(max(self.node_of) + 1)):
+            raise ConfigurationError(
+                f"node numbers {sorted(set(self.node_of))} have gaps: number the nodes 0, 1, 2, ..."
+            )
+        if self.slots_per_rank < 1:
+            raise ConfigurationError(f"slots_per_rank={self.slots_per_rank} leaves no room for experts: use at least 1")
+
+    @classmethod
+    def of(cls, num_ranks: int, slots_per_rank: int, ranks_per_node: int = 1) -> Cluster:
+        """Consecutive ranks share a node; the last node may have fewer."""
+        if ranks_per_node < 1:
+            raise ConfigurationError(f"ranks_per_node={ranks_per_node} is not a node: use at least 1")
+        return cls(node_of=tuple(n // ranks_per_node for n in range(num_ranks)), slots_per_rank=slots_per_rank)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.node_of)
+
+    @property
+    def num_nodes(self) -> int:
+        return max(self.node_of) + 1
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_ranks * self.slots_per_rank
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """The ranks of a node, ascending."""
+        return tuple(rank for rank, home in enumerate(self.node_of) if home == node)
+
+    def node_slots(self) -> IntArray:
+        """int64 [nodes]: slots of all ranks of each node together."""
+        return np.bincount(self.node_of, minlength=self.num_nodes).astype(np.int64) * self.slots_per_rank
+
+    def by_node(self, per_rank: IntArray) -> IntArray:
+        """Sum the last axis from ranks to nodes: int64 [..., N] -> int64 [..., nodes]."""
+        membership = np.equal.outer(np.array(self.node_of), np.arange(self.num_nodes)).astype(np.int64)
+        per_node: IntArray = per_rank @ membership
+        return per_node

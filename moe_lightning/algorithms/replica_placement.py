@@ -1,0 +1,246 @@
+"""Where replicas go: Lazarus' maximum rank overlap (MRO), its repair MRO+, and the baselines spread and compact.
+
+These work on nodes, the units that fail: they take replicas int64 [E] and the slots of each node int64 [N] and return a
+table int64 [E, N]. `deal_to_ranks` then deals a node's replicas to its ranks. ALGORITHMS 1.2 and 1.3; Lazarus 4.1.
+
+Nodes may have different numbers of slots, which the paper does not consider: MRO's groups are then as large as the
+smallest node, and what larger nodes have beyond that is filled like any other vacancy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.placement import IntArray, Placement
+from moe_lightning.algorithms.recovery_probability import fatal_counts, fatal_sets, supports
+from moe_lightning.errors import ConfigurationError
+
+MAX_SEARCH_NODES = 12
+"""MRO+ searches up to this many nodes; every move needs a table of all failed sets."""
+
+_BATCH_CELLS = 1 << 22
+
+
+def mro(replicas: IntArray, node_slots: IntArray) -> IntArray:
+    """Maximum rank overlap: experts with similar replica counts share nodes, so that few node sets hold the last copy
+    of anything.
+
+    Groups of consecutive experts (ascending by replicas) live on disjoint blocks of nodes, each as long as its rarest
+    expert has replicas. Optimal for every number of failures unless the last block is truncated (`is_truncated`); see
+    `mro_plus`.
+
+    Returns:
+        int64 [E, N] with row sums `replicas`.
+
+    Raises:
+        ConfigurationError: the replicas do not fit the slots, or the groups do not fit the nodes.
+    """
+    _check(replicas, node_slots)
+    order = np.lexsort((np.arange(len(replicas)), replicas))
+    table = np.zeros((len(replicas), len(node_slots)), dtype=np.int64)
+    size = int(node_slots.min())
+    if len(order) <= size:
+        for expert in order:
+            table[expert, : replicas[expert]] = 1  # nested supports
+    else:
+        start = 0
+        for group, length in enumerate(mro_blocks(replicas, node_slots)):
+            table[order[group * size : (group + 1) * size], start : start + length] = 1
+            start += length
+    _fill_vacancies(table, replicas, node_slots, order)
+    return table
+
+
+def mro_blocks(replicas: IntArray, node_slots: IntArray) -> tuple[int, ...]:
+    """Lengths of MRO's node blocks; one live node in each is enough to recover.
+
+    Raises:
+        ConfigurationError: more groups of experts than nodes (only possible where nodes differ in slots).
+    """
+    counts = np.sort(replicas)
+    size, num_nodes = int(node_slots.min()), len(node_slots)
+    representatives = counts[::size]
+    if len(representatives) > num_nodes:
+        raise ConfigurationError(
+            f"{len(counts)} experts on {num_nodes} nodes with as few as {size} slots cannot be grouped: "
+            "use nodes of equal size, or another placement policy"
+        )
+    blocks: list[int] = []
+    for group, count in enumerate(representatives):
+        later = len(representatives) - 1 - group
+        blocks.append(min(int(count), num_nodes - sum(blocks) - later))
+    return tuple(blocks)
+
+
+def is_truncated(replicas: IntArray, node_slots: IntArray) -> bool:
+    """Whether some block is shorter than its rarest expert has replicas: then Lazarus' Theorem 1 does not hold
+    (ALGORITHMS 1.2).
+    """
+    if len(replicas) <= node_slots.min():
+        return False
+    representatives = np.sort(replicas)[:: int(node_slots.min())]
+    return int(representatives.sum()) > len(node_slots)
+
+
+def mro_plus(replicas: IntArray, node_slots: IntArray) -> IntArray:
+    """MRO where it is optimal, otherwise the best of MRO and spread after hill climbing.
+
+    A move swaps a replica on one node with a replica on another; the objective is the vector of fatal sets of 1, 2, ...
+    failed nodes, smallest failures first. Beyond `MAX_SEARCH_NODES` nodes it is the number of distinct supports of 1,
+    2, ... nodes (the leading terms of the same vector) and there is no climbing. Either way fewer failures than the
+    rarest expert has replicas are never fatal.
+    """
+    _check(replicas, node_slots)
+    if len(np.sort(replicas)[:: int(node_slots.min())]) > len(node_slots):
+        starts = [spread(replicas, node_slots)]
+    elif not is_truncated(replicas, node_slots):
+        return mro(replicas, node_slots)
+    else:
+        starts = [mro(replicas, node_slots), spread(replicas, node_slots)]
+    if len(node_slots) <= MAX_SEARCH_NODES:
+        starts = [_climb(table) for table in starts]
+    return min(starts, key=_vulnerability)
+
+
+def spread(replicas: IntArray, node_slots: IntArray) -> IntArray:
+    """Replicas by expert id to successive nodes with a running cursor that skips full nodes."""
+    _check(replicas, node_slots)
+    table = np.zeros((len(replicas), len(node_slots)), dtype=np.int64)
+    free = node_slots.copy()
+    cursor = 0
+    for expert, count in enumerate(replicas):
+        for _ in range(count):
+            nodes = (cursor + np.arange(len(free))) % len(free)
+            nodes = nodes[free[nodes] > 0]
+            node = nodes[np.argmin(table[expert, nodes])]  # the first of those that hold the expert least often
+            table[expert, node] += 1
+            free[node] -= 1
+            cursor = int(node) + 1
+    return table
+
+
+def compact(replicas: IntArray, node_slots: IntArray) -> IntArray:
+    """Replicas concatenated by expert id and cut into nodes: what a naive launcher does."""
+    _check(replicas, node_slots)
+    table = np.zeros((len(replicas), len(node_slots)), dtype=np.int64)
+    experts = np.repeat(np.arange(len(replicas)), replicas)
+    nodes = np.repeat(np.arange(len(node_slots)), node_slots)[: len(experts)]
+    np.add.at(table, (experts, nodes), 1)
+    return table
+
+
+PLACEMENT_RULES: dict[str, Callable[[IntArray, IntArray], IntArray]] = {
+    "mro": mro,
+    "mro+": mro_plus,
+    "spread": spread,
+    "compact": compact,
+}
+
+
+def deal_to_ranks(table: IntArray, cluster: Cluster, load: IntArray | None = None) -> Placement:
+    """Deal every node's replicas to its ranks, experts with most tokens per replica first, each to the emptiest rank.
+
+    Replicas of one expert go to different ranks where they can. Without loads all replicas weigh the same, which is
+    round-robin by expert id (ALGORITHMS 1.1).
+
+    Args:
+        table: int64 [E, nodes], at most `cluster.node_slots()` in each column.
+        cluster: the ranks of each node and their slots.
+        load: int64 [E] tokens of each expert, or None.
+    """
+    assert (table.sum(axis=0) <= cluster.node_slots()).all()
+    count = table.sum(axis=1)
+    weight = np.ones(len(table)) if load is None else load / np.maximum(count, 1)
+    order = np.argsort(-weight, kind="stable")
+    replicas = np.zeros((len(table), cluster.num_ranks), dtype=np.int64)
+    for node in range(cluster.num_nodes):
+        ranks = cluster.ranks_of(node)
+        used, carried = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0)
+        for expert in order:
+            for _ in range(table[expert, node]):
+                rank = min(
+                    (rank for rank in ranks if used[rank] < cluster.slots_per_rank),
+                    key=lambda rank: (replicas[expert, rank], carried[rank], used[rank], rank),
+                )
+                replicas[expert, rank] += 1
+                used[rank] += 1
+                carried[rank] += float(weight[expert])
+    return Placement(replicas=replicas)
+
+
+def _check(replicas: IntArray, node_slots: IntArray) -> None:
+    if (replicas < 1).any():
+        raise ConfigurationError(f"every expert needs at least 1 replica, not {int(replicas.min())}")
+    if replicas.sum() > node_slots.sum():
+        raise ConfigurationError(f"{replicas.sum()} replicas do not fit {node_slots.sum()} slots: allocate fewer")
+
+
+def _fill_vacancies(table: IntArray, replicas: IntArray, node_slots: IntArray, order: IntArray) -> None:
+    """Fill free slots, nodes ascending, each with the expert of most left-over replicas that its node lacks; ties to
+    the idler one.
+    """
+    left = replicas - table.sum(axis=1)
+    for node in range(len(node_slots)):
+        for _ in range(int(node_slots[node] - table[:, node].sum())):
+            candidates = order[left[order] > 0]
+            if not candidates.size:
+                return
+            absent = candidates[table[candidates, node] == 0]
+            candidates = absent if absent.size else candidates
+            expert = candidates[np.argmax(left[candidates])]
+            table[expert, node] += 1
+            left[expert] -= 1
+
+
+def _vulnerability(table: IntArray) -> tuple[int, ...]:
+    """Smaller is safer: fatal sets of 1, 2, ... nodes, or beyond MAX_SEARCH_NODES the distinct supports of 1, 2, ...
+    nodes.
+    """
+    num_nodes = table.shape[1]
+    if num_nodes <= MAX_SEARCH_NODES:
+        return tuple(fatal_counts(fatal_sets(supports([table]), num_nodes)).tolist())
+    sizes = np.unique(table > 0, axis=0).sum(axis=1)
+    return tuple(np.bincount(sizes, minlength=num_nodes + 1).tolist())
+
+
+def _climb(table: IntArray) -> IntArray:
+    """Steepest descent over all swaps of two replicas on different nodes."""
+    best, best_value = table, _vulnerability(table)
+    while True:
+        improved = False
+        for candidates in _swaps(best):
+            masks = (candidates > 0) @ (np.int64(1) << np.arange(table.shape[1]))
+            counts = fatal_counts(fatal_sets(masks, table.shape[1]))
+            first = int(np.lexsort(counts.T[::-1])[0])
+            value = tuple(counts[first].tolist())
+            if value < best_value:
+                step, best_value, improved = candidates[first], value, True
+        if not improved:
+            return best
+        best = step
+
+
+def _swaps(table: IntArray) -> Iterator[IntArray]:
+    """Batches [M, E, N] of the tables that differ by one swap of expert x on node a with expert y on node b."""
+    num_experts, num_nodes = table.shape
+    moves = [
+        (x, a, y, b)
+        for a in range(num_nodes)
+        for b in range(a + 1, num_nodes)
+        for x in range(num_experts)
+        for y in range(num_experts)
+        if x != y and table[x, a] and table[y, b]
+    ]
+    size = max(1, _BATCH_CELLS >> num_nodes)
+    for start in range(0, len(moves), size):
+        x, a, y, b = np.array(moves[start : start + size]).T
+        index = np.arange(len(x))
+        batch = np.repeat(table[None], len(x), axis=0)
+        batch[index, x, a] -= 1
+        batch[index, y, b] -= 1
+        batch[index, x, b] += 1
+        batch[index, y, a] += 1
+        yield batch

@@ -1,0 +1,72 @@
+"""Packing for balance: valid, protected, and balanced wherever the slots allow it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.algorithms.allocation import affordable_replicas
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.packing import packed_placement
+from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.errors import ConfigurationError
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[np.ndarray, Cluster]:
+    ranks_per_node = draw(st.integers(1, 3))
+    cluster = Cluster.of(
+        ranks_per_node * draw(st.integers(1, 6)), draw(st.integers(1, 5)), ranks_per_node=ranks_per_node
+    )
+    load = draw(st.lists(st.integers(0, 10**5), min_size=1, max_size=min(cluster.num_slots, 24)))
+    return np.array(load, dtype=np.int64), cluster
+
+
+@settings(deadline=None, max_examples=150)
+@given(problem=problems(), floor=st.integers(1, 3))
+def test_slots_distinct_nodes_and_coverage_hold(problem: tuple[np.ndarray, Cluster], floor: int) -> None:
+    load, cluster = problem
+    table = packed_placement(load, cluster, floor).replicas
+    assert table.max() == 1
+    assert table.sum(axis=0).max() <= cluster.slots_per_rank
+    promised = affordable_replicas(len(load), slots=cluster.num_slots, num_nodes=cluster.num_nodes, min_replicas=floor)
+    assert ((cluster.by_node(table) > 0).sum(axis=1) >= promised).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(problem=problems())
+def test_loads_that_can_be_cut_evenly_are(problem: tuple[np.ndarray, Cluster]) -> None:
+    """Enough slots for E + N - 1 pieces: the busiest rank computes the mean, up to the quota's own precision."""
+    load, cluster = problem
+    assume(cluster.num_slots >= len(load) + cluster.num_ranks - 1 and load.sum() > 1000 * cluster.num_ranks)
+    quota = balanced_quota(load, packed_placement(load, cluster, 1).replicas, rounds=400)
+    assert quota.sum(axis=0).max() <= 1.05 * load.sum() / cluster.num_ranks + len(load)
+
+
+def test_unequal_nodes_and_unknown_loads() -> None:
+    cluster = Cluster(node_of=(0, 0, 1, 2, 2), slots_per_rank=2)
+    table = packed_placement(np.zeros(4, dtype=np.int64), cluster, 2).replicas
+    assert ((cluster.by_node(table) > 0).sum(axis=1) >= 2).all()
+    assert (table.sum(axis=0) == 2).all()
+
+
+def test_too_few_slots_say_so() -> None:
+    with pytest.raises(ConfigurationError, match="3 slots cannot hold 4 experts"):
+        packed_placement(np.ones(4, dtype=np.int64), Cluster.of(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"node_of": (), "slots_per_rank": 1}, "0 ranks"),
+        ({"node_of": (0, 2), "slots_per_rank": 1}, "gaps"),
+        ({"node_of": (0, 1), "slots_per_rank": 0}, "slots_per_rank=0"),
+    ],
+)
+def test_clusters_are_checked(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Cluster(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="ranks_per_node=0"):
+        Cluster.of(2, 1, ranks_per_node=0)

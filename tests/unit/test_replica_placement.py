@@ -1,0 +1,234 @@
+"""MRO, MRO+, spread and compact: validity, optimality against every placement where the theorem holds, the repair where
+it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.recovery_probability import (
+    block_recovery,
+    fatal_counts,
+    fatal_sets,
+    recovery_probabilities,
+    sampled_recovery,
+    supports,
+)
+from moe_lightning.algorithms.replica_placement import (
+    PLACEMENT_RULES,
+    compact,
+    deal_to_ranks,
+    is_truncated,
+    mro,
+    mro_blocks,
+    mro_plus,
+    spread,
+)
+from moe_lightning.errors import ConfigurationError
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def fatal(table: np.ndarray) -> list[int]:
+    """Fatal sets of 0..N failed nodes, by definition rather than by the closure under test."""
+    num_nodes = table.shape[1]
+    return [
+        sum(
+            not (np.delete(table, list(dead), axis=1) > 0).any(axis=1).all()
+            for dead in combinations(range(num_nodes), k)
+        )
+        for k in range(num_nodes + 1)
+    ]
+
+
+@st.composite
+def instances(draw: st.DrawFn, max_nodes: int = 6, max_slots: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Replicas that fill equal nodes, each expert at least once."""
+    num_nodes, size = draw(st.integers(1, max_nodes)), draw(st.integers(1, max_slots))
+    total = num_nodes * size
+    num_experts = draw(st.integers(1, total))
+    extra = draw(st.lists(st.integers(0, num_experts - 1), min_size=total - num_experts, max_size=total - num_experts))
+    return 1 + np.bincount(extra, minlength=num_experts).astype(np.int64), np.full(num_nodes, size)
+
+
+@pytest.mark.parametrize("rule", sorted(PLACEMENT_RULES))
+@settings(deadline=None, max_examples=60)
+@given(instance=instances())
+def test_every_replica_gets_one_slot(rule: str, instance: tuple[np.ndarray, np.ndarray]) -> None:
+    replicas, node_slots = instance
+    table = PLACEMENT_RULES[rule](replicas, node_slots)
+    assert table.min() >= 0
+    assert (table.sum(axis=1) == replicas).all()
+    assert (table.sum(axis=0) == node_slots).all()
+
+
+@pytest.mark.parametrize("rule", sorted(PLACEMENT_RULES))
+def test_nodes_of_different_sizes_are_filled(rule: str) -> None:
+    table = PLACEMENT_RULES[rule](ints(2, 2, 3, 4), ints(2, 4, 3, 2))
+    assert table.sum(axis=1).tolist() == [2, 2, 3, 4]
+    assert table.sum(axis=0).tolist() == [2, 4, 3, 2]
+
+
+def every_placement(replicas: np.ndarray, size: int, num_nodes: int) -> Iterator[np.ndarray]:
+    """All ways to support each expert by min(r_e, N) distinct nodes with at most `size` experts on a node.
+
+    Doubling up on a node only shrinks supports, so these contain an optimum.
+    """
+    choices = [list(combinations(range(num_nodes), min(r, num_nodes))) for r in replicas]
+    for nodes in product(*choices):
+        table = np.zeros((len(replicas), num_nodes), dtype=np.int64)
+        for expert, held in enumerate(nodes):
+            table[expert, list(held)] = 1
+        if (table.sum(axis=0) <= size).all():
+            yield table
+
+
+@settings(deadline=None, max_examples=40)
+@given(instance=instances(max_nodes=4, max_slots=3))
+def test_theorem_holds_where_the_last_block_is_whole(instance: tuple[np.ndarray, np.ndarray]) -> None:
+    replicas, node_slots = instance
+    assume(len(replicas) <= 5 and not is_truncated(replicas, node_slots))
+    reached = fatal(mro(replicas, node_slots))
+    for table in every_placement(replicas, int(node_slots[0]), len(node_slots)):
+        assert all(ours <= theirs for ours, theirs in zip(reached, fatal(table), strict=True))
+
+
+@settings(deadline=None, max_examples=60)
+@given(instance=instances())
+def test_experts_that_divide_into_nodes_are_never_truncated(instance: tuple[np.ndarray, np.ndarray]) -> None:
+    replicas, node_slots = instance
+    assume(len(replicas) % int(node_slots[0]) == 0)
+    assert not is_truncated(replicas, node_slots)
+
+
+def test_truncated_mro_breaks_the_guarantee_and_the_repair_keeps_it() -> None:
+    replicas, node_slots = ints(2, 2, 2), ints(2, 2, 2)
+    assert is_truncated(replicas, node_slots)
+    assert fatal(mro(replicas, node_slots)) == [0, 1, 3, 1]  # node 2 holds both replicas of expert 2
+    assert fatal(mro_plus(replicas, node_slots)) == [0, 0, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "num_nodes", "size", "failures", "by_mro", "by_spread", "at_least"),
+    [
+        (ints(3, 3, 4), 5, 2, 3, 0.6, 0.8, 0.8),
+        (ints(7, 7, 7, 7, 8, 8, 8, 8), 10, 6, 6, 0.833, 1.0, 1.0),
+        (ints(7, 7, 7, 7, 8, 8, 8, 8), 10, 6, 7, 0.7, 0.967, 0.967),
+    ],
+)
+def test_spread_beats_truncated_mro_and_mro_plus_beats_both(
+    replicas: np.ndarray, num_nodes: int, size: int, failures: int, by_mro: float, by_spread: float, at_least: float
+) -> None:
+    node_slots = np.full(num_nodes, size)
+    assert recovery_probabilities([mro(replicas, node_slots)])[failures] == pytest.approx(by_mro, abs=1e-3)
+    assert recovery_probabilities([spread(replicas, node_slots)])[failures] == pytest.approx(by_spread, abs=1e-3)
+    assert recovery_probabilities([mro_plus(replicas, node_slots)])[failures] >= at_least - 1e-3
+
+
+def test_mro_plus_reaches_the_optimum_of_nearly_all_small_truncated_instances() -> None:
+    total = reached = better_than_mro = 0
+    for num_nodes, size in ((3, 2), (4, 2), (5, 2), (3, 3)):
+        for num_experts in range(size + 1, min(num_nodes * size, 4) + 1):
+            for replicas in product(range(1, num_nodes + 1), repeat=num_experts):
+                counts, node_slots = np.array(replicas), np.full(num_nodes, size)
+                if sum(replicas) != num_nodes * size or list(replicas) != sorted(replicas):
+                    continue
+                if not is_truncated(counts, node_slots):
+                    continue
+                best = min(fatal(table) for table in every_placement(counts, size, num_nodes))
+                ours = fatal(mro_plus(counts, node_slots))
+                total += 1
+                reached += ours == best
+                better_than_mro += ours < fatal(mro(counts, node_slots))
+    assert total >= 10
+    assert reached >= 0.98 * total
+    assert better_than_mro >= 1
+
+
+def test_beyond_the_search_limit_the_repair_still_keeps_the_guarantee() -> None:
+    replicas, node_slots = np.full(19, 2), np.full(13, 3)  # seven blocks of two nodes do not fit thirteen nodes
+    assert is_truncated(replicas, node_slots)
+    assert ((mro(replicas, node_slots) > 0).sum(axis=1) == 1).any()
+    assert ((mro_plus(replicas, node_slots) > 0).sum(axis=1) == 2).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(instance=instances(max_nodes=5))
+def test_exact_counts_agree_with_the_definition(instance: tuple[np.ndarray, np.ndarray]) -> None:
+    for rule in (mro, spread, compact):
+        table = rule(*instance)
+        assert fatal_counts(fatal_sets(supports([table]), table.shape[1])).tolist() == fatal(table)
+
+
+@settings(deadline=None, max_examples=60)
+@given(instance=instances())
+def test_closed_form_of_mro(instance: tuple[np.ndarray, np.ndarray]) -> None:
+    replicas, node_slots = instance
+    num_nodes = len(node_slots)
+    assume(len(replicas) > node_slots[0] and not is_truncated(replicas, node_slots))
+    exact = recovery_probabilities([mro(replicas, node_slots)])
+    blocks = mro_blocks(replicas, node_slots)
+    assert exact == pytest.approx([block_recovery(blocks, num_nodes, k) for k in range(num_nodes + 1)])
+
+
+def test_nested_supports_survive_while_the_rarest_expert_does() -> None:
+    exact = recovery_probabilities([mro(ints(2, 3, 5), ints(2, 2, 2, 2, 2))])
+    assert exact[3] == pytest.approx(block_recovery(mro_blocks(ints(2, 3, 5), np.full(5, 2)), 5, 3))
+    rarest = recovery_probabilities([mro(ints(2, 4, 4), np.full(5, 3))])
+    assert rarest[:5] == pytest.approx([block_recovery((2,), 5, k) for k in range(5)])
+
+
+def test_blocks_of_two_and_three_of_five_nodes_fail_four_times_in_ten() -> None:
+    assert 1 - block_recovery((2, 3), 5, 3) == pytest.approx(0.4)
+
+
+def test_sampling_agrees_with_enumeration_over_all_layers_together() -> None:
+    tables = [mro(ints(2, 2, 3, 5), np.full(6, 2)), spread(ints(2, 3, 3, 4), np.full(6, 2))]
+    exact = recovery_probabilities(tables)
+    assert exact[3] <= min(recovery_probabilities([table])[3] for table in tables)
+    assert sampled_recovery(tables, 3, samples=20_000, seed=1) == pytest.approx(exact[3], abs=0.02)
+    with pytest.raises(ConfigurationError, match="7 failed nodes"):
+        sampled_recovery(tables, 7)
+
+
+def test_too_many_nodes_to_enumerate_says_so() -> None:
+    with pytest.raises(ConfigurationError, match="use sampled_recovery"):
+        recovery_probabilities([np.ones((2, 24), dtype=np.int64)])
+
+
+@settings(deadline=None, max_examples=60)
+@given(instance=instances(), ranks_per_node=st.integers(1, 3))
+def test_dealing_keeps_replicas_on_their_nodes_and_ranks_within_their_slots(
+    instance: tuple[np.ndarray, np.ndarray], ranks_per_node: int
+) -> None:
+    replicas, node_slots = instance
+    cluster = Cluster.of(len(node_slots) * ranks_per_node, -(-int(node_slots[0]) // ranks_per_node), ranks_per_node)
+    table = spread(replicas, node_slots)
+    for load in (None, np.arange(len(replicas)) ** 2):
+        placement = deal_to_ranks(table, cluster, load)
+        assert (cluster.by_node(placement.replicas) == table).all()
+        assert placement.replicas.sum(axis=0).max() <= cluster.slots_per_rank
+
+
+def test_copies_on_a_node_go_to_different_ranks() -> None:
+    placement = deal_to_ranks(ints(2, 2).reshape(2, 1), Cluster.of(2, 2, ranks_per_node=2))
+    assert (placement.replicas == 1).all()
+
+
+def test_wrong_input_is_one_sentence() -> None:
+    with pytest.raises(ConfigurationError, match="5 replicas do not fit 4 slots"):
+        mro(ints(2, 3), ints(2, 2))
+    with pytest.raises(ConfigurationError, match="at least 1 replica"):
+        spread(ints(0, 3), ints(2, 2))
+    with pytest.raises(ConfigurationError, match="cannot be grouped"):
+        mro(ints(1, 1, 1, 1), ints(1, 3))
+    assert mro_plus(ints(1, 1, 1, 1), ints(1, 3)).sum() == 4  # falls back to spread
