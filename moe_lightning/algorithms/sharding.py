@@ -1,0 +1,214 @@
+"""Who writes what: the shards of a checkpoint over the data-parallel ranks, and the bytes each rank is predicted to
+write.
+
+EE deals the selected experts over the expert-parallel groups that hold the same experts; EN spreads the non-expert
+modules evenly over all ranks; AN does the same on top of the experts' bytes of this very checkpoint, so that ranks
+without a selected expert take more. Modules that are larger than a rank's fair share (embeddings) are split by rows.
+Only replicated state can be sharded so; state that is already sharded (ZeRO-3, FSDP) is written by its owners.
+Sources: PEC 3.2, MoC-System 4; ALGORITHMS 4.
+
+Rank layout: data-parallel rank r has expert-parallel rank r mod D_ep in group r div D_ep, and expert-parallel rank q
+owns experts [q * E / D_ep, (q + 1) * E / D_ep) of every layer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from moe_lightning.algorithms.placement import IntArray, cut
+from moe_lightning.algorithms.selection import Selection
+from moe_lightning.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A unit of non-expert state.
+
+    Attributes:
+        name: its key.
+        nbytes: bytes of all its saved state.
+        rows: rows into which it may be cut, 1 where it may not be.
+    """
+
+    name: str
+    nbytes: int
+    rows: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Rows [first_row, last_row) of a module, written by one rank."""
+
+    module: str
+    rank: int
+    first_row: int
+    last_row: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """Which rank writes which experts and pieces of modules.
+
+    Attributes:
+        expert_writer: (layer, expert) -> rank, for every selected expert.
+        pieces: every module exactly once, cut into one or more pieces.
+        rank_bytes: predicted payload bytes of each rank.
+    """
+
+    expert_writer: Mapping[tuple[int, int], int]
+    pieces: tuple[Piece, ...]
+    rank_bytes: tuple[int, ...]
+
+    @property
+    def bottleneck_bytes(self) -> int:
+        return max(self.rank_bytes)
+
+
+def longest_processing_time(
+    sizes: Sequence[int], num_ranks: int, initial_load: Sequence[int] | None = None
+) -> list[int]:
+    """Greedy assignment: by size descending (ties in input order) to the rank with the least load (ties to the lowest
+    rank).
+
+    Without initial load the largest load is at most 4/3 - 1/(3 * num_ranks) of the optimum.
+
+    Returns:
+        The rank of each item.
+    """
+    heap = [(load, rank) for rank, load in enumerate(initial_load or [0] * num_ranks)]
+    heapq.heapify(heap)
+    ranks = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        load, rank = heapq.heappop(heap)
+        ranks[item] = rank
+        heapq.heappush(heap, (load + sizes[item], rank))
+    return ranks
+
+
+def equal_expert_writers(selection: Selection, *, dp_size: int, ep_size: int) -> dict[tuple[int, int], int]:
+    """EE: each expert-parallel rank's selected experts, in layer order, cut into equal contiguous chunks over the
+    groups.
+
+    Raises:
+        ConfigurationError: ep_size does not divide dp_size or the number of experts.
+    """
+    if dp_size % ep_size or selection.num_experts % ep_size:
+        raise ConfigurationError(
+            f"ep_size={ep_size} must divide dp_size={dp_size} and the {selection.num_experts} experts"
+        )
+    groups, per_rank = dp_size // ep_size, selection.num_experts // ep_size
+    writers: dict[tuple[int, int], int] = {}
+    for q in range(ep_size):
+        mine = [
+            (layer, expert)
+            for layer, chosen in enumerate(selection.experts)
+            for expert in sorted(chosen)
+            if expert // per_rank == q
+        ]
+        bounds = cut(len(mine), groups)
+        for group in range(groups):
+            writers.update(dict.fromkeys(mine[bounds[group] : bounds[group + 1]], group * ep_size + q))
+    return writers
+
+
+def balanced_expert_writers(
+    selection: Selection, holders: Sequence[Sequence[Sequence[int]]], num_ranks: int
+) -> dict[tuple[int, int], int]:
+    """EE for any placement: each selected expert is written by that of its holders that writes fewest so far (ties:
+    lowest rank).
+
+    Experts with the fewest holders choose first. `holders[layer][expert]` are the ranks with a replica.
+    """
+    writers: dict[tuple[int, int], int] = {}
+    written = [0] * num_ranks
+    pairs = [(layer, expert) for layer, chosen in enumerate(selection.experts) for expert in sorted(chosen)]
+    for layer, expert in sorted(pairs, key=lambda pair: len(holders[pair[0]][pair[1]])):
+        rank = min(holders[layer][expert], key=lambda r: (written[r], r))
+        written[rank] += 1
+        writers[layer, expert] = rank
+    return writers
+
+
+def shard_checkpoint(
+    expert_writer: Mapping[tuple[int, int], int],
+    *,
+    expert_bytes: int,
+    modules: Sequence[Module],
+    num_ranks: int,
+    adaptive: bool = True,
+) -> ShardPlan:
+    """EN (adaptive=False) or AN sharding of the non-expert modules beside the given experts.
+
+    Args:
+        expert_writer: the rank that writes each selected (layer, expert).
+        expert_bytes: bytes saved per expert.
+        modules: non-expert modules; those above a rank's fair share of them are cut by rows where they have rows.
+        adaptive: balance on top of the experts' bytes; a function of this checkpoint's selection, equal on every rank.
+    """
+    load = [0] * num_ranks
+    for rank in expert_writer.values():
+        load[rank] += expert_bytes
+    fair_share = -(-sum(m.nbytes for m in modules) // num_ranks)
+    parts = [part for module in modules for part in _split(module, fair_share)]
+    ranks = longest_processing_time([p.nbytes for p in parts], num_ranks, load if adaptive else None)
+    pieces = []
+    for part, rank in zip(parts, ranks, strict=True):
+        load[rank] += part.nbytes
+        pieces.append(
+            Piece(module=part.module, rank=rank, first_row=part.first_row, last_row=part.last_row, nbytes=part.nbytes)
+        )
+    return ShardPlan(expert_writer=dict(expert_writer), pieces=tuple(pieces), rank_bytes=tuple(load))
+
+
+def _split(module: Module, fair_share: int) -> list[Piece]:
+    """The module in as few pieces of rows, none above the fair share where rows allow."""
+    count = min(module.rows, max(1, -(-module.nbytes // max(1, fair_share))))
+    bounds = cut(module.rows, count)
+    pieces = []
+    for first, last in pairwise(bounds):
+        nbytes = module.nbytes * last // module.rows - module.nbytes * first // module.rows
+        pieces.append(Piece(module=module.name, rank=-1, first_row=first, last_row=last, nbytes=nbytes))
+    return pieces
+
+
+def experts_imbalanced(*, k: int, num_layers: int, dp_size: int, ep_size: int) -> bool:
+    """Whether EE leaves ranks with unequal numbers of experts under sequential selection (MoC-System eq. 9)."""
+    selected = k * num_layers
+    return selected % ep_size != 0 or (selected // ep_size) % (dp_size // ep_size) != 0
+
+
+def sharded_rank_bytes(
+    *, dense_params: int, expert_params: int, weight_bytes: int, optimizer_bytes: int, dp_size: int
+) -> float:
+    """Bytes per rank of a fully sharded full checkpoint.
+
+    MoC-System's eq. 8 divides optimizer state by D_ep although ZeRO shards it over D_dp, and expert weights by D_ep
+    although EE spreads them over D_dp; the ranks' bytes would not sum to one checkpoint. Here everything is divided by
+    D_dp.
+    """
+    return (dense_params + expert_params) * (weight_bytes + optimizer_bytes) / dp_size
+
+
+def sharded_rank_bytes_printed(
+    *, dense_params: int, expert_params: int, weight_bytes: int, optimizer_bytes: int, dp_size: int, ep_size: int
+) -> float:
+    """Eq. 8 as MoC-System prints it; right only where dp_size equals ep_size."""
+    optimizer = (dense_params + expert_params) * optimizer_bytes / ep_size
+    return optimizer + dense_params * weight_bytes / dp_size + expert_params * weight_bytes / ep_size
+
+
+def baseline_rank_bytes(
+    *, dense_params: int, expert_params: int, weight_bytes: int, optimizer_bytes: int, dp_size: int, ep_size: int
+) -> IntArray:
+    """int64 [dp_size]: Megatron-DeepSpeed's layout (MoC-System 4): rank 0 writes all non-expert weights, the first
+    expert-parallel group the experts' weights, and every rank its ZeRO shard of the optimizer."""
+    load = np.full(dp_size, (dense_params + expert_params) * optimizer_bytes // dp_size, dtype=np.int64)
+    load[:ep_size] += expert_params * weight_bytes // ep_size
+    load[0] += dense_params * weight_bytes
+    return load

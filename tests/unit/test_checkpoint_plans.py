@@ -1,0 +1,284 @@
+"""Sharding, the overhead model and checkpoint sizes: bounds by brute force and the papers' numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.algorithms.checkpoint_size import (
+    FULL_SCOPE_ACCOUNTING,
+    MIXED_PRECISION_BYTES,
+    MOC_ACCOUNTING,
+    PEC_ACCOUNTING,
+    Accounting,
+    checkpoint_size,
+    gpt_moe_tensors,
+    parameter_count,
+)
+from moe_lightning.algorithms.overhead import OverheadModel, adapt, free_k, partial_wins
+from moe_lightning.algorithms.selection import Selection, parse_scopes, sequential_selection
+from moe_lightning.algorithms.sharding import (
+    Module,
+    balanced_expert_writers,
+    baseline_rank_bytes,
+    equal_expert_writers,
+    experts_imbalanced,
+    longest_processing_time,
+    shard_checkpoint,
+    sharded_rank_bytes,
+    sharded_rank_bytes_printed,
+)
+from moe_lightning.errors import ConfigurationError
+
+GPT_350M_16E = gpt_moe_tensors(width=1024, num_layers=24, num_experts=16)
+GPT_125M_8E = gpt_moe_tensors(width=768, num_layers=12, num_experts=8, tied=False, causal_mask_buffers=True)
+
+
+# --- sharding -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
+def test_greedy_assignment_is_within_its_bound(sizes: list[int], ranks: int) -> None:
+    assigned = longest_processing_time(sizes, ranks)
+    load = Counter[int]()
+    for size, rank in zip(sizes, assigned, strict=True):
+        load[rank] += size
+    best = min(
+        max(sum(s for s, r in zip(sizes, choice, strict=True) if r == rank) for rank in range(ranks))
+        for choice in itertools.product(range(ranks), repeat=len(sizes))
+    )
+    assert max(load.values()) <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
+
+
+def test_imbalance_criterion_is_exact() -> None:
+    checked = 0
+    for ep_size, groups, layers, per_rank in itertools.product((1, 2, 4), (1, 2, 3), (1, 4, 6), (1, 2)):
+        num_experts = ep_size * per_rank
+        for k in range(1, num_experts + 1):
+            dp_size = ep_size * groups
+            selection = sequential_selection(
+                ordinal=1, k=k, num_layers=layers, num_experts=num_experts, ep_size=ep_size
+            )
+            load = Counter(equal_expert_writers(selection, dp_size=dp_size, ep_size=ep_size).values())
+            unequal = len({load[rank] for rank in range(dp_size)}) > 1
+            assert unequal == experts_imbalanced(k=k, num_layers=layers, dp_size=dp_size, ep_size=ep_size)
+            checked += 1
+    assert checked > 72
+
+
+def test_equal_expert_sharding_follows_the_papers_example() -> None:
+    """Rank 0 of group 0 saves the first half of its experts, rank 2 of group 1 the second half."""
+    selection = Selection(experts=((0, 1),) * 4, num_experts=2)
+    writers = equal_expert_writers(selection, dp_size=4, ep_size=2)
+    assert [writers[layer, 0] for layer in range(4)] == [0, 0, 2, 2]
+    assert [writers[layer, 1] for layer in range(4)] == [1, 1, 3, 3]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 40)), min_size=1, max_size=8),
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_every_row_is_written_once(shapes: list[tuple[int, int]], ranks: int, experts: int, adaptive: bool) -> None:
+    modules = [Module(name=f"m{i}", nbytes=nbytes, rows=rows) for i, (nbytes, rows) in enumerate(shapes)]
+    writers = {(0, expert): expert % ranks for expert in range(experts)}
+    plan = shard_checkpoint(writers, expert_bytes=700, modules=modules, num_ranks=ranks, adaptive=adaptive)
+    for module in modules:
+        pieces = sorted((p.first_row, p.last_row) for p in plan.pieces if p.module == module.name)
+        assert pieces[0][0] == 0
+        assert pieces[-1][1] == module.rows
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+        assert sum(p.nbytes for p in plan.pieces if p.module == module.name) == module.nbytes
+    assert sum(plan.rank_bytes) == sum(m.nbytes for m in modules) + 700 * experts
+
+
+def test_adaptive_sharding_fills_the_ranks_without_experts() -> None:
+    modules = [Module(name=f"m{i}", nbytes=10) for i in range(8)]
+    writers = {(0, 0): 0, (1, 0): 0}
+    equal = shard_checkpoint(writers, expert_bytes=20, modules=modules, num_ranks=4, adaptive=False)
+    adaptive = shard_checkpoint(writers, expert_bytes=20, modules=modules, num_ranks=4)
+    assert equal.bottleneck_bytes == 60
+    assert adaptive.bottleneck_bytes == 40
+    assert sum(adaptive.rank_bytes) == 120
+
+
+def test_writers_under_any_placement() -> None:
+    selection = Selection(experts=((0, 1, 2), (0, 1, 2)), num_experts=3)
+    holders = [[(0, 1), (0,), (0, 1, 2)]] * 2
+    writers = balanced_expert_writers(selection, holders, 3)
+    assert all(rank in holders[layer][expert] for (layer, expert), rank in writers.items())
+    assert Counter(writers.values()) == {0: 2, 1: 2, 2: 2}
+
+
+def test_bytes_per_rank_of_a_full_checkpoint() -> None:
+    sizes = {"dense_params": 100, "expert_params": 60, "weight_bytes": 2, "optimizer_bytes": 12}
+    assert sharded_rank_bytes(**sizes, dp_size=4) * 4 == 160 * 14
+    assert sharded_rank_bytes_printed(**sizes, dp_size=4, ep_size=4) == sharded_rank_bytes(**sizes, dp_size=4)
+    assert sharded_rank_bytes_printed(**sizes, dp_size=4, ep_size=2) * 4 != 160 * 14
+    assert baseline_rank_bytes(**sizes, dp_size=4, ep_size=2).sum() == 160 * 14
+
+
+@pytest.mark.parametrize(("dp_size", "ep_size", "printed"), [(8, 8, 0.119), (16, 16, 0.216), (16, 8, 0.285)])
+def test_full_sharding_saves_what_the_paper_reports(dp_size: int, ep_size: int, printed: float) -> None:
+    """MoC-System 6.2.1: the bottleneck rank of a full checkpoint of GPT-350M-16E, weights in two-byte, ZeRO shards
+    left alone."""
+    dense, expert = (parameter_count(GPT_350M_16E, experts=kind) for kind in (False, True))
+    baseline = baseline_rank_bytes(
+        dense_params=dense, expert_params=expert, weight_bytes=2, optimizer_bytes=12, dp_size=dp_size, ep_size=ep_size
+    )
+    modules = [
+        Module(name=t.name, nbytes=2 * t.numel, rows=2 if t.name == "embedding" else 1)
+        for t in GPT_350M_16E
+        if not t.experts
+    ]
+    per_expert = 2 * expert // (12 * 16)
+    selection = sequential_selection(ordinal=0, k=16, num_layers=12, num_experts=16, ep_size=ep_size)
+    writers = equal_expert_writers(selection, dp_size=dp_size, ep_size=ep_size)
+    plan = shard_checkpoint(writers, expert_bytes=per_expert, modules=modules, num_ranks=dp_size)
+    sharded = plan.bottleneck_bytes + (dense + expert) * 12 / dp_size
+    assert 1 - sharded / baseline.max() == pytest.approx(printed, abs=0.001)
+
+
+def test_row_splitting_removes_the_embedding_as_the_bottleneck() -> None:
+    def workload(rows: int) -> float:
+        modules = [
+            Module(name=t.name, nbytes=12 * t.numel, rows=rows if t.name in ("embedding", "head.weight") else 1)
+            for t in GPT_125M_8E
+            if not t.experts and not t.buffer
+        ]
+        selection = sequential_selection(ordinal=0, k=1, num_layers=6, num_experts=8, ep_size=8)
+        writers = equal_expert_writers(selection, dp_size=8, ep_size=8)
+        expert_bytes = 12 * 4722432
+        plan = shard_checkpoint(writers, expert_bytes=expert_bytes, modules=modules, num_ranks=8)
+        dense = checkpoint_size([t for t in GPT_125M_8E if not t.experts], accounting=PEC_ACCOUNTING).total_bytes
+        return plan.bottleneck_bytes / (dense + 6 * expert_bytes)
+
+    assert 1 - workload(rows=1) == pytest.approx(0.769, abs=0.0005)  # PEC: -76.9 percent per rank
+    assert workload(rows=50257) < 0.6 * workload(rows=1)
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def test_parameter_counts_of_the_papers_models() -> None:
+    assert parameter_count(GPT_350M_16E) / 2**30 == pytest.approx(1.738, abs=0.001)  # printed 1.7G
+    assert parameter_count(gpt_moe_tensors(width=768, num_layers=12, num_experts=8)) == pytest.approx(322.8e6, rel=1e-3)
+
+
+def test_composition_of_a_full_checkpoint() -> None:
+    total = checkpoint_size(GPT_350M_16E, accounting=MOC_ACCOUNTING).total_bytes
+    dense, expert = (parameter_count(GPT_350M_16E, experts=kind) for kind in (False, True))
+    shares = [100 * part / total for part in (2 * expert, 2 * dense, 12 * expert, 12 * dense)]
+    assert shares == pytest.approx([12.3, 1.9, 74.0, 11.7], abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "printed"),
+    [({"weight"}, 0.884), ({"exp_avg", "exp_avg_sq"}, 0.537), ({"weight", "exp_avg", "exp_avg_sq"}, 0.422)],
+)
+def test_sizes_of_moc_system(scopes: set[str], printed: float) -> None:
+    accounting = Accounting(scope_bytes=MIXED_PRECISION_BYTES, partial=parse_scopes(scopes))
+    full = checkpoint_size(GPT_350M_16E, accounting=accounting).total_bytes
+    assert checkpoint_size(GPT_350M_16E, accounting=accounting, k=1).total_bytes / full == pytest.approx(
+        printed, abs=0.0006
+    )
+
+
+def test_true_partial_checkpoint_is_under_a_fifth() -> None:
+    full = checkpoint_size(GPT_350M_16E, accounting=FULL_SCOPE_ACCOUNTING).total_bytes
+    one = checkpoint_size(GPT_350M_16E, accounting=FULL_SCOPE_ACCOUNTING, k=1).total_bytes
+    assert one / full == pytest.approx(0.190, abs=0.0006)
+    assert one < 0.2 * full
+
+
+def test_sizes_of_pec() -> None:
+    full = checkpoint_size(GPT_125M_8E, accounting=PEC_ACCOUNTING)
+    one = checkpoint_size(GPT_125M_8E, accounting=PEC_ACCOUNTING, k=1)
+    assert 1 - one.total_bytes / full.total_bytes == pytest.approx(0.5425, abs=0.0001)
+    assert full.total_bytes / one.total_bytes == pytest.approx(2.186, abs=0.001)
+    per_rank = full.dense_bytes + full.expert_bytes / 8
+    assert 1 - (one.dense_bytes + one.expert_bytes / 8) / per_rank == pytest.approx(0.148, abs=0.001)
+
+
+def test_sizes_refuse_nonsense() -> None:
+    with pytest.raises(ConfigurationError, match="k=0"):
+        checkpoint_size(GPT_125M_8E, accounting=PEC_ACCOUNTING, k=0)
+    with pytest.raises(ConfigurationError, match="moe_every=5"):
+        gpt_moe_tensors(width=8, num_layers=12, num_experts=2, moe_every=5)
+
+
+# --- overhead -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0.05, 2), st.floats(0, 20), st.floats(0, 5), st.floats(1e-6, 1e-2))
+def test_best_interval_beats_every_other(step_s: float, snapshot_s: float, persist_s: float, rate: float) -> None:
+    model = OverheadModel(
+        step_s=step_s, overlap_s=0.7 * step_s, snapshot_s=snapshot_s, persist_s=persist_s, failure_rate_per_s=rate
+    )
+    best = model.best_interval_steps()
+    assert best >= model.min_interval_steps
+    for other in {model.min_interval_steps, best + 1, 2 * best, max(model.min_interval_steps, best - 1)}:
+        assert model.overhead_share(best) <= model.overhead_share(other) * (1 + 1e-12)
+
+
+def test_overhead_at_the_best_interval_is_youngs() -> None:
+    model = OverheadModel(
+        step_s=0.01, overlap_s=0.0, snapshot_s=2.0, persist_s=1.0, restart_s=30, failure_rate_per_s=1e-4
+    )
+    best = model.best_interval_steps()
+    assert best * 0.01 == pytest.approx(math.sqrt(2 * 2.0 / 1e-4), rel=1e-3)
+    assert model.overhead_share(best) == pytest.approx(math.sqrt(2 * 2.0 * 1e-4) + 30e-4, rel=1e-3)
+
+
+def test_partial_wins_by_either_route() -> None:
+    times = {"step_s": 1.0, "overlap_s": 0.8, "persist_s": 5.0, "failure_rate_per_s": 1e-4}
+    partial, full = OverheadModel(snapshot_s=1.0, **times), OverheadModel(snapshot_s=4.0, **times)
+    assert partial_wins(partial=partial, partial_interval=100, full=full, full_interval=100)
+    assert partial_wins(partial=partial, partial_interval=7, full=full, full_interval=112)
+    assert not partial_wins(partial=full, partial_interval=100, full=partial, full_interval=100)
+
+
+def test_adaptive_configuration() -> None:
+    chosen = adapt(
+        snapshot_s=lambda k: 0.1 + 0.1 * k,
+        persist_s=lambda k: 1.0 + 2.0 * k,
+        step_s=1.0,
+        overlap_s=0.55,
+        num_layers=12,
+        num_experts=16,
+        ep_size=8,
+    )
+    assert (chosen.k_snapshot, chosen.k_persist, chosen.save_s) == (4, 1, 0.0)
+    assert chosen.interval_steps == 3
+    assert (
+        free_k(1, num_layers=12, num_experts=16, ep_size=64) == 5
+    )  # one expert on a rank anyway: 5 * 12 still fit 64 ranks
+    nothing_hides = adapt(
+        snapshot_s=lambda k: 9.0 * k,
+        persist_s=lambda k: 0.1,
+        step_s=1,
+        overlap_s=0.5,
+        num_layers=2,
+        num_experts=4,
+        ep_size=2,
+    )
+    assert nothing_hides.k_snapshot == 1
+    assert nothing_hides.save_s == 8.5
+
+
+def test_overhead_refuses_nonsense() -> None:
+    with pytest.raises(ConfigurationError, match="step_s=0"):
+        OverheadModel(step_s=0, overlap_s=0, snapshot_s=0, persist_s=0)
+    with pytest.raises(ConfigurationError, match="persist_s=-1"):
+        OverheadModel(step_s=1, overlap_s=0, snapshot_s=0, persist_s=-1)
+    with pytest.raises(ConfigurationError, match="failure_rate_per_s=0"):
+        OverheadModel(step_s=1, overlap_s=0, snapshot_s=1, persist_s=0).best_interval_steps()

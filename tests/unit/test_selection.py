@@ -1,0 +1,126 @@
+"""Partial selection: the papers' example, balance over ranks, coverage, and the load-aware variants."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.algorithms.selection import (
+    full_selection,
+    load_aware_global_selection,
+    load_aware_selection,
+    parse_scopes,
+    persist_selection,
+    sequential_selection,
+)
+from moe_lightning.errors import ConfigurationError
+
+
+def test_sequential_reproduces_the_papers_example() -> None:
+    first, second = (sequential_selection(ordinal=t, k=1, num_layers=4, num_experts=3, ep_size=3) for t in (0, 1))
+    assert first.experts == ((0,), (1,), (2,), (0,))
+    assert second.experts == ((1,), (2,), (0,), (1,))
+    assert first.mask().sum(axis=0).tolist() == [2, 1, 1]
+    assert second.mask().sum(axis=0).tolist() == [1, 2, 1]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """(num_experts, ep_size, num_layers, k)."""
+    ep_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    num_experts = ep_size * draw(st.integers(1, 4))
+    return num_experts, ep_size, draw(st.integers(1, 13)), draw(st.integers(1, num_experts))
+
+
+@settings(deadline=None, max_examples=150)
+@given(layouts(), st.integers(0, 50))
+def test_sequential_balances_the_ranks_and_covers_every_expert(layout: tuple[int, int, int, int], ordinal: int) -> None:
+    num_experts, ep_size, num_layers, k = layout
+    period = -(-num_experts // k)
+    masks = [
+        sequential_selection(
+            ordinal=ordinal + t, k=k, num_layers=num_layers, num_experts=num_experts, ep_size=ep_size
+        ).mask()
+        for t in range(period)
+    ]
+    for mask in masks:
+        assert (mask.sum(axis=1) == k).all()
+        load = mask.reshape(num_layers, ep_size, -1).sum(axis=(0, 2))
+        assert load.max() <= -(-k * num_layers // ep_size)
+    assert np.logical_or.reduce(masks).all(), "some expert was not saved within ceil(E / K) checkpoints"
+
+
+def test_plain_order_would_overload_a_rank() -> None:
+    mask = sequential_selection(ordinal=0, k=3, num_layers=12, num_experts=16, ep_size=8).mask()
+    assert mask.reshape(12, 8, 2).sum(axis=(0, 2)).max() == 5
+    plain = np.zeros((12, 16), dtype=bool)
+    for layer in range(12):
+        plain[layer, (layer * 3 + np.arange(3)) % 16] = True
+    assert plain.reshape(12, 8, 2).sum(axis=(0, 2)).max() == 6
+
+
+def test_k_above_the_number_of_experts_is_a_full_checkpoint() -> None:
+    assert sequential_selection(ordinal=5, k=9, num_layers=2, num_experts=4).mask().all()
+    assert full_selection(2, 4).mask().all()
+
+
+def test_printed_load_aware_selection_starves_the_first_layer() -> None:
+    unsaved = np.ones((4, 4), dtype=np.int64)
+    owners = np.broadcast_to(np.arange(4), (4, 4))
+    chosen = load_aware_selection(unsaved, k=3, owners=owners, num_ranks=4)
+    assert [len(layer) for layer in chosen.experts] == [1, 3, 3, 3]
+    assert [len(layer) for layer in load_aware_global_selection(unsaved, k=3, owners=owners, num_ranks=4).experts] == [
+        3
+    ] * 4
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**32 - 1), st.integers(1, 12))
+def test_load_aware_selections_keep_their_limits(layers: int, ranks: int, per_rank: int, seed: int, k: int) -> None:
+    num_experts = ranks * per_rank
+    rng = np.random.default_rng(seed)
+    unsaved = rng.integers(0, 20, (layers, num_experts))
+    owners = np.broadcast_to(np.arange(num_experts) // per_rank, (layers, num_experts))
+    k = min(k, num_experts)
+    printed = load_aware_selection(unsaved, k=k, owners=owners, num_ranks=ranks).mask()
+    assert (printed.sum(axis=1) <= k).all()
+    assert printed.reshape(layers, ranks, per_rank).sum(axis=(0, 2)).max() <= -(-layers * k // ranks)
+    chosen = load_aware_global_selection(unsaved, k=k, owners=owners, num_ranks=ranks)
+    assert (chosen.mask().sum(axis=1) == k).all()
+    if ranks == 1:  # nothing but K limits the choice: every layer's most unsaved experts
+        for layer, experts in enumerate(chosen.experts):
+            assert sorted(unsaved[layer, list(experts)]) == sorted(np.sort(unsaved[layer])[-k:])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from([(16, 4, 1), (8, 4, 2), (12, 6, 3), (8, 8, 1)]), st.integers(1, 4))
+def test_persist_takes_the_oldest_first(shape: tuple[int, int, int], layers: int) -> None:
+    num_experts, k_snapshot, k_persist = shape
+    version = np.zeros((layers, num_experts), dtype=np.int64)
+    period = num_experts // k_persist
+    for step in range(1, 3 * period + 1):
+        snapshot = sequential_selection(ordinal=step, k=k_snapshot, num_layers=layers, num_experts=num_experts)
+        persist = persist_selection(snapshot, k=k_persist, persisted_version=version).mask()
+        assert (persist.sum(axis=1) == k_persist).all()
+        assert (persist <= snapshot.mask()).all()
+        version[persist] = step
+    assert (version > 2 * period).all(), "every expert is persisted once per E / K_persist checkpoints"
+
+
+def test_scopes() -> None:
+    assert parse_scopes("moc") == {"weight", "exp_avg", "exp_avg_sq"}
+    assert parse_scopes(["weight"]) == {"weight"}
+    for wrong in ("everything", ["momentum"]):
+        with pytest.raises(ConfigurationError, match="use"):
+            parse_scopes(wrong)
+
+
+def test_wrong_input_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="k=0"):
+        sequential_selection(ordinal=0, k=0, num_layers=1, num_experts=4)
+    with pytest.raises(ConfigurationError, match="ep_size=3"):
+        sequential_selection(ordinal=0, k=1, num_layers=1, num_experts=4, ep_size=3)
+    with pytest.raises(ConfigurationError, match="shape"):
+        load_aware_selection(np.zeros((2, 3), np.int64), k=1, owners=np.zeros((3, 2), np.int64), num_ranks=1)
