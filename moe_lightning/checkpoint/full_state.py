@@ -1,0 +1,192 @@
+"""Full checkpoints in the layout of a single process: experts stacked [E, ...] whatever the placement was.
+
+Rank 0 collects what other ranks own, so the file is the one that stock Lightning would write for the same module on one device: it loads there,
+and on any number of ranks under any placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.comm.collect import collect_on_root
+from moe_lightning.comm.world import World
+from moe_lightning.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRows:
+    """Where the rows of a stacked expert parameter belong.
+
+    Attributes:
+        slot_experts: expert of each local row.
+        placement: of the layer.
+        rank: this rank.
+    """
+
+    slot_experts: tuple[int, ...]
+    placement: Placement
+    rank: int
+
+    def owned(self) -> Iterable[tuple[int, int]]:
+        """(slot, expert) pairs for which this rank speaks: it is the lowest holder."""
+        owners = self.placement.owners()
+        return ((slot, e) for slot, e in enumerate(self.slot_experts) if owners[e] == self.rank)
+
+    def is_full_stack(self, tensor: Tensor, local: Tensor) -> bool:
+        """Whether `tensor` has a row for every expert and rows of the local shape."""
+        return tensor.shape == (self.placement.num_experts, *local.shape[1:])
+
+    def select(self, tensor_EX: Tensor) -> Tensor:
+        """The rows of this rank's slots from a full stack."""
+        return tensor_EX[list(self.slot_experts)]
+
+
+def full_model_state(state: Mapping[str, Tensor], experts: Mapping[str, ExpertRows], world: World) -> dict[str, Tensor]:
+    """A module's state_dict with full expert stacks, on rank 0; empty on the other ranks. Collective.
+
+    Args:
+        state: the local state_dict.
+        experts: which of its keys are expert stacks.
+    """
+    mine = {f"{key}/{e}": state[key][slot] for key, rows in experts.items() for slot, e in rows.owned()}
+    collected = collect_on_root(mine, world)
+    if world.rank:
+        return {}
+    return {key: _stack(collected, key, experts[key]) if key in experts else value for key, value in state.items()}
+
+
+def local_model_state(
+    full: Mapping[str, Tensor], local: Mapping[str, Tensor], experts: Mapping[str, ExpertRows], *, strict: bool = True
+) -> dict[str, Tensor]:
+    """This rank's state_dict cut from a full one; without `strict` only the tensors that both have.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or of another shape.
+    """
+    missing = sorted(set(local) - set(full))
+    unknown = sorted(set(full) - set(local))
+    if strict and (missing or unknown):
+        what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r}, which the model lacks"
+        raise CheckpointError(
+            f"the checkpoint {what} ({len(missing)} missing, {len(unknown)} unknown tensors): it was written by another model configuration"
+        )
+    result = {}
+    for key in full.keys() & local.keys():
+        tensor, expected = full[key], local[key].shape
+        if key in experts:
+            expected = torch.Size((experts[key].placement.num_experts, *expected[1:]))
+        if tensor.shape != expected:
+            raise CheckpointError(
+                f"the checkpoint's {key!r} has shape {list(tensor.shape)}, the model's {list(expected)}: "
+                "use the model configuration it was written with"
+            )
+        result[key] = experts[key].select(tensor) if key in experts else tensor
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerLayout:
+    """The parameters of an optimizer as the user's configure_optimizers grouped them, and where their state lies.
+
+    Attributes:
+        groups: parameters of each param_group before any sharding.
+        experts: rows of those that are expert stacks.
+        owners: rank that keeps the state of a dense parameter under ZeRO-1; absent parameters are kept by every rank.
+    """
+
+    groups: Sequence[Sequence[nn.Parameter]]
+    experts: Mapping[nn.Parameter, ExpertRows]
+    owners: Mapping[nn.Parameter, int]
+
+    def numbered(self) -> list[nn.Parameter]:
+        return [parameter for group in self.groups for parameter in group]
+
+
+def full_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, world: World) -> dict[str, Any]:
+    """The optimizer's state_dict as a single process would have it, on rank 0; empty on the other ranks. Collective."""
+    mine: dict[str, Tensor] = {}
+    for index, parameter in enumerate(layout.numbered()):
+        rows = layout.experts.get(parameter)
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                continue
+            if rows is not None and value.shape == parameter.shape:
+                mine |= {f"{index}/{name}/{e}": value[slot] for slot, e in rows.owned()}
+            elif layout.owners.get(parameter, 0) == world.rank:
+                mine[f"{index}/{name}"] = value
+    collected = collect_on_root(mine, world)
+    if world.rank:
+        return {}
+    return {"state": _optimizer_entries(optimizer, layout, collected), "param_groups": _numbered_groups(optimizer, layout)}
+
+
+def load_local_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, full: Mapping[str, Any]) -> None:
+    """Give an optimizer its part of a full state_dict.
+
+    Raises:
+        CheckpointError: the groups do not match the optimizer's.
+    """
+    sizes, saved = [len(g) for g in layout.groups], [len(g["params"]) for g in full["param_groups"]]
+    if sizes != saved:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has parameter groups of {saved} tensors, this one of {sizes}: use the configuration it was written with"
+        )
+    index_of = {parameter: index for index, parameter in enumerate(layout.numbered())}
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    position = 0
+    for group, saved_group in zip(optimizer.param_groups, full["param_groups"], strict=True):
+        numbers = []
+        for parameter in group["params"]:
+            entry = full["state"].get(index_of[parameter])
+            if entry is not None:
+                state[position] = _cut_entry(entry, parameter, layout.experts.get(parameter))
+            numbers.append(position)
+            position += 1
+        groups.append({**saved_group, "params": numbers})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _stack(collected: Mapping[str, Tensor], key: str, rows: ExpertRows) -> Tensor:
+    return torch.stack([collected[f"{key}/{e}"] for e in range(rows.placement.num_experts)])
+
+
+def _optimizer_entries(optimizer: Optimizer, layout: OptimizerLayout, collected: Mapping[str, Tensor]) -> dict[int, dict[str, Any]]:
+    names: dict[int, set[str]] = {}
+    for key in collected:
+        index, name = key.split("/")[:2]
+        names.setdefault(int(index), set()).add(name)
+    entries: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(layout.numbered()):
+        local = optimizer.state.get(parameter, {})
+        entry = {name: value for name, value in local.items() if not isinstance(value, Tensor)}
+        for name in sorted(names.get(index, ())):
+            whole = collected.get(f"{index}/{name}")
+            entry[name] = whole if whole is not None else _stack(collected, f"{index}/{name}", layout.experts[parameter])
+        if entry:
+            entries[index] = entry
+    return entries
+
+
+def _numbered_groups(optimizer: Optimizer, layout: OptimizerLayout) -> list[dict[str, Any]]:
+    groups, start = [], 0
+    for group, parameters in zip(optimizer.param_groups, layout.groups, strict=True):
+        groups.append({**group, "params": list(range(start, start + len(parameters)))})
+        start += len(parameters)
+    return groups
+
+
+def _cut_entry(entry: Mapping[str, Any], parameter: nn.Parameter, rows: ExpertRows | None) -> dict[str, Any]:
+    if rows is None:
+        return dict(entry)
+    return {
+        name: rows.select(value) if isinstance(value, Tensor) and rows.is_full_stack(value, parameter) else value
+        for name, value in entry.items()
+    }

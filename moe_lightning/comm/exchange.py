@@ -1,0 +1,76 @@
+"""The exchange: one uneven all-to-all of rows, with autograd, and what is built from it.
+
+Every rank derives its send and receive lists from the same plan, so no sizes travel. Dispatch, combine and the sums of replica gradients are
+exchanges; so will be shadows, migrations and the restoring of lost state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from moe_lightning.comm.world import World
+
+
+def exchange_rows(rows_MD: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], world: World) -> Tensor:
+    """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; the gradient travels back the same way.
+
+    Args:
+        rows_MD: [sum(send_rows), D].
+        send_rows: rows for each rank.
+        recv_rows: rows from each rank.
+
+    Returns:
+        [sum(recv_rows), D].
+    """
+    if world.size == 1:
+        return rows_MD
+    result: Tensor = _ExchangeRows.apply(rows_MD, list(send_rows), list(recv_rows), world)  # type: ignore[no-untyped-call]
+    return result
+
+
+def all_gather_counts(counts_E: Tensor, world: World) -> Tensor:
+    """Every rank's counts, [N, E] int64, on the host; the one extra collective of a layer."""
+    if world.size == 1:
+        return counts_E.unsqueeze(0).cpu()
+    gathered = torch.empty(world.size * counts_E.numel(), dtype=counts_E.dtype, device=counts_E.device)
+    dist.all_gather_into_tensor(gathered, counts_E.contiguous(), group=world.compute)
+    return gathered.view(world.size, -1).cpu()
+
+
+class PendingExchange:
+    """A one-dimensional exchange in flight on the background group; `wait` returns what arrived."""
+
+    def __init__(self, flat: Tensor, send: Sequence[int], recv: Sequence[int], world: World) -> None:
+        self._sent = flat  # kept alive until the exchange has finished
+        self._received = torch.empty(sum(recv), dtype=flat.dtype, device=flat.device)
+        self._work: Any = dist.all_to_all_single(
+            self._received, flat, list(recv), list(send), group=world.background, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._received
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], recv: list[int], world: World) -> Tensor:
+        ctx.lists = (send, recv, world)
+        return _all_to_all(rows, send, recv, world)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        send, recv, world = ctx.lists  # type: ignore[attr-defined]
+        return _all_to_all(grads[0], recv, send, world), None, None, None
+
+
+def _all_to_all(rows: Tensor, send: list[int], recv: list[int], world: World) -> Tensor:
+    received = rows.new_empty(sum(recv), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), recv, send, group=world.compute)
+    return received

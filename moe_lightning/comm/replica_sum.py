@@ -1,0 +1,139 @@
+"""Sums the gradients of an expert's replicas over the ranks that hold it, so that all replicas stay bit-identical (law L3).
+
+The flat gradient of an expert with m holders is cut into m pieces. One exchange brings all copies of piece j to holder j, which adds them in
+rank order; a second exchange hands the sum to the other holders. That is the bandwidth-optimal reduce-scatter and all-gather, done
+for all experts of all layers in two collectives and without a process group per expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_lightning import kernels as ops
+from moe_lightning.algorithms.placement import Placement, cut
+from moe_lightning.comm.exchange import PendingExchange
+from moe_lightning.comm.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedParameter:
+    """A parameter [S, ...] whose row s belongs to expert slot_experts[s] (-1: a vacant slot) of a layer with this placement."""
+
+    parameter: nn.Parameter
+    slot_experts: tuple[int, ...]
+    placement: Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """This rank's view of one replicated row of one parameter."""
+
+    parameter: nn.Parameter
+    slot: int
+    holders: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    def flat(self) -> Tensor:
+        assert self.parameter.grad is not None
+        return self.parameter.grad[self.slot].view(-1)
+
+    def part(self, holder: int) -> Tensor:
+        """The piece of the gradient that this holder sums."""
+        index = self.holders.index(holder)
+        return self.flat()[self.bounds[index] : self.bounds[index + 1]]
+
+    def length(self, holder: int) -> int:
+        index = self.holders.index(holder)
+        return self.bounds[index + 1] - self.bounds[index]
+
+
+class ReplicaSum:
+    """Adds replica gradients in place; built once for a placement, used after every backward pass.
+
+    Args:
+        parameters: the stacked expert parameters of all layers, in the same order on every rank.
+        world: the ranks that the placements speak of.
+    """
+
+    def __init__(self, parameters: Iterable[StackedParameter], world: World) -> None:
+        self._world = world
+        self._parameters: list[nn.Parameter] = []
+        self._pieces: list[_Piece] = []
+        for stacked in parameters:
+            self._parameters.append(stacked.parameter)
+            self._pieces.extend(_replicated_rows(stacked))
+
+    def __call__(self) -> None:
+        """Sum now; a parameter that got no gradient on this rank counts as zero."""
+        if self._world.size == 1:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+        for dtype in sorted({p.dtype for p in self._parameters}, key=str):
+            self._sum([piece for piece in self._pieces if piece.parameter.dtype == dtype], dtype)
+
+    def _sum(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
+        """Reduce-scatter, then all-gather, of the pieces of one dtype.
+
+        Every rank takes part in both exchanges, also one without replicated rows: the collectives span the world.
+        """
+        world, me = self._world, self._world.rank
+        outgoing = [[piece.part(peer) for piece in pieces if peer in piece.holders] for peer in range(world.size)]
+        sizes_in = [sum(piece.length(me) for piece in pieces if peer in piece.holders) for peer in range(world.size)]
+        arrived = self._exchange(outgoing, sizes_in, dtype)
+        sums = torch.empty(sum(piece.length(me) for piece in pieces), dtype=dtype, device=world.device)
+        cursors, done = _starts(sizes_in), 0
+        for piece in pieces:
+            length = piece.length(me)
+            copies = torch.stack([arrived[cursors[h] : cursors[h] + length] for h in piece.holders])
+            ops.sum_in_rank_order(copies, out=sums[done : done + length])
+            for holder in piece.holders:
+                cursors[holder] += length
+            done += length
+        self._hand_back(pieces, sums, dtype)
+
+    def _hand_back(self, pieces: Sequence[_Piece], sums: Tensor, dtype: torch.dtype) -> None:
+        world, me = self._world, self._world.rank
+        outgoing: list[list[Tensor]] = [[] for _ in range(world.size)]
+        own = sums.split([piece.length(me) for piece in pieces])
+        for piece, summed in zip(pieces, own, strict=True):
+            for holder in piece.holders:
+                outgoing[holder].append(summed)
+        sizes_in = [sum(piece.length(peer) for piece in pieces if peer in piece.holders) for peer in range(world.size)]
+        arrived = self._exchange(outgoing, sizes_in, dtype)
+        cursors = _starts(sizes_in)
+        for piece in pieces:
+            for holder in piece.holders:
+                target = piece.part(holder)
+                target.copy_(arrived[cursors[holder] : cursors[holder] + target.numel()])
+                cursors[holder] += target.numel()
+
+    def _exchange(self, outgoing: Sequence[Sequence[Tensor]], sizes_in: Sequence[int], dtype: torch.dtype) -> Tensor:
+        parts = [part for to_peer in outgoing for part in to_peer]
+        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._world.device)
+        sizes_out = [sum(part.numel() for part in to_peer) for to_peer in outgoing]
+        return PendingExchange(flat, sizes_out, sizes_in, self._world).wait()
+
+
+def _replicated_rows(stacked: StackedParameter) -> list[_Piece]:
+    rows = []
+    for slot, expert in sorted(enumerate(stacked.slot_experts), key=lambda pair: pair[1]):
+        holders = stacked.placement.holders(expert) if expert >= 0 else ()
+        if len(holders) > 1:
+            bounds = cut(stacked.parameter[slot].numel(), len(holders))
+            rows.append(_Piece(parameter=stacked.parameter, slot=slot, holders=holders, bounds=bounds))
+    return rows
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    starts = [0]
+    for size in sizes[:-1]:
+        starts.append(starts[-1] + size)
+    return starts

@@ -1,0 +1,157 @@
+"""A readable GPT: GPT-2 and LLaMA style from one config, with dense or MoE feed-forward layers.
+
+Shapes: B sequences, L positions, D model width, H heads, C head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.modules.feed_forward import FeedForward
+from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.modules.stream import SampleStream, StreamDropout, attach_stream
+
+
+class GPT(nn.Module):
+    """Token ids [B, L] -> logits [B, L, V].
+
+    Raises:
+        ConfigurationError: a sequence longer than the context.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        nn.init.normal_(self.token_embedding.weight, std=config.init_std)
+        self.position_embedding = None
+        if config.position == "learned":
+            self.position_embedding = nn.Embedding(config.context_length, config.d_model)
+            nn.init.normal_(self.position_embedding.weight, std=config.init_std)
+        self.dropout = StreamDropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
+        self.norm = _norm(config, config.d_model)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.token_embedding.weight
+        else:
+            nn.init.normal_(self.head.weight, std=config.init_std)
+        attach_stream(self, SampleStream())
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        length = ids_BL.shape[1]
+        if length > self.config.context_length:
+            raise ConfigurationError(
+                f"a sequence of {length} tokens exceeds context_length={self.config.context_length}: cut it or raise the length"
+            )
+        x_BLD = self.token_embedding(ids_BL)
+        if self.position_embedding is not None:
+            x_BLD = x_BLD + self.position_embedding.weight[:length]
+        x_BLD = self.dropout(x_BLD)
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        return self.head(self.norm(x_BLD))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Pre-norm transformer layer; its feed-forward part is dense or an MoE layer, as the config says for this index."""
+
+    def __init__(self, config: GPTConfig, index: int) -> None:
+        super().__init__()
+        residual_std = config.init_std / math.sqrt(2 * config.num_layers)
+        self.attention_norm = _norm(config, config.d_model)
+        self.attention = Attention(config, residual_std)
+        self.feed_forward_norm = _norm(config, config.d_model)
+        self.feed_forward: nn.Module
+        if config.is_moe_layer(index):
+            self.feed_forward = MoELayer(
+                config.d_model,
+                config.expert_size,
+                config.num_experts,
+                config.router,
+                activation=config.activation,
+                bias=config.bias,
+                num_shared_experts=config.num_shared_experts,
+                init_std=config.init_std,
+                down_init_std=residual_std,
+            )
+        else:
+            self.feed_forward = FeedForward(
+                config.d_model,
+                config.hidden_size,
+                config.activation,
+                config.bias,
+                init_std=config.init_std,
+                down_init_std=residual_std,
+            )
+        self.dropout = StreamDropout(config.dropout)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD))
+        return x_BLD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BLD)))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key and value heads, optional rotary positions and query-key norms."""
+
+    def __init__(self, config: GPTConfig, residual_std: float) -> None:
+        super().__init__()
+        self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
+        kv_size = self.kv_heads * self.head_size
+        self.qkv = nn.Linear(config.d_model, config.d_model + 2 * kv_size, bias=config.bias)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        nn.init.normal_(self.qkv.weight, std=config.init_std)
+        nn.init.normal_(self.out.weight, std=residual_std)
+        if config.bias:
+            nn.init.zeros_(self.qkv.bias)
+            nn.init.zeros_(self.out.bias)
+        self.query_norm = nn.RMSNorm(self.head_size) if config.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(self.head_size) if config.qk_norm else nn.Identity()
+        self.rotary = Rotary(config) if config.position == "rope" else None
+        self.dropout = StreamDropout(config.dropout)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        heads_BLHC = self.qkv(x_BLD).unflatten(-1, (-1, self.head_size))
+        q, k, v = (t.transpose(1, 2) for t in heads_BLHC.split([self.num_heads, self.kv_heads, self.kv_heads], dim=2))
+        q, k = self.query_norm(q), self.key_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        mixed_BHLC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.num_heads)
+        return self.dropout(self.out(mixed_BHLC.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+class Rotary(nn.Module):
+    """Rotates pairs (c, c + C/2) of each head by an angle proportional to the position (RoPE, in LLaMA's layout)."""
+
+    cos_LC: Tensor
+    sin_LC: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        half = config.head_size // 2
+        frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles_LC = torch.outer(torch.arange(config.context_length, dtype=torch.float64), frequencies).repeat(1, 2)
+        self.register_buffer("cos_LC", angles_LC.cos().float(), persistent=False)
+        self.register_buffer("sin_LC", angles_LC.sin().float(), persistent=False)
+
+    def forward(self, x_BHLC: Tensor) -> Tensor:
+        length = x_BHLC.shape[-2]
+        first, second = x_BHLC.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return (x_BHLC * self.cos_LC[:length] + turned * self.sin_LC[:length]).to(x_BHLC.dtype)
+
+
+def _norm(config: GPTConfig, size: int) -> nn.Module:
+    return nn.LayerNorm(size, bias=config.bias) if config.norm == "layernorm" else nn.RMSNorm(size)
+
+
+def count_parameters(config: GPTConfig) -> int:
+    """Distinct parameters of the model, found without allocating them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(config).parameters())

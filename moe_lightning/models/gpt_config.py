@@ -1,0 +1,120 @@
+"""What a GPT looks like: one frozen description that covers the GPT-2 and the LLaMA family, dense or with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.experts import Activation
+from moe_lightning.modules.router import RouterConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes and style of a GPT; the defaults are GPT-2's style.
+
+    Attributes:
+        vocab_size: distinct tokens.
+        context_length: most tokens in a sequence.
+        num_layers, num_heads, d_model: of the transformer.
+        num_kv_heads: key and value heads (grouped-query attention); None: as many as `num_heads`.
+        d_hidden: width of dense feed-forward layers; None: 4 * d_model.
+        num_experts: experts of an MoE layer; 0 makes the model dense.
+        d_expert: hidden width of an expert; None: d_hidden.
+        moe_every: layers moe_every - 1, 2 * moe_every - 1, ... are MoE layers: 1 is every layer, 2 every other one.
+        num_dense_layers: the first layers that stay dense whatever `moe_every` says (DeepSeek).
+        num_shared_experts: experts that every token of an MoE layer passes.
+        router: how tokens choose experts.
+        norm: "layernorm" (GPT-2) or "rmsnorm" (LLaMA).
+        position: "learned" embeddings (GPT-2) or "rope" (LLaMA).
+        activation: "gelu" (GPT-2) or "swiglu" (LLaMA).
+        bias: biases in linear layers, experts and layer norms.
+        qk_norm: normalise queries and keys of each head (OLMoE, Qwen3).
+        tie_embeddings: use the token embedding as the output matrix.
+        dropout: after the embedding, attention and feed-forward layers; keyed by the sample, so it keeps law L1.
+        rope_theta: base of the rotary frequencies.
+        init_std: standard deviation of the weights; those that write into the residual stream get init_std / sqrt(2 * num_layers).
+
+    Raises:
+        ConfigurationError: a size below its least value, or sizes that do not divide each other as they must.
+    """
+
+    vocab_size: int = 50257
+    context_length: int = 1024
+    num_layers: int = 12
+    num_heads: int = 12
+    d_model: int = 768
+    num_kv_heads: int | None = None
+    d_hidden: int | None = None
+    num_experts: int = 8
+    d_expert: int | None = None
+    moe_every: int = 2
+    num_dense_layers: int = 0
+    num_shared_experts: int = 0
+    router: RouterConfig = field(default_factory=RouterConfig)
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    position: Literal["learned", "rope"] = "learned"
+    activation: Activation = "gelu"
+    bias: bool = True
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+    rope_theta: float = 10000.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if isinstance(self.router, Mapping):
+            object.__setattr__(self, "router", RouterConfig(**self.router))
+        for name in ("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "moe_every"):
+            self._at_least(name, 1)
+        for name in ("num_experts", "num_dense_layers", "num_shared_experts"):
+            self._at_least(name, 0)
+        for name in ("num_kv_heads", "d_hidden", "d_expert"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        if self.d_model % self.num_heads:
+            raise ConfigurationError(f"d_model={self.d_model} is not a multiple of num_heads={self.num_heads}")
+        if self.num_heads % self.kv_heads:
+            raise ConfigurationError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}")
+        if self.position == "rope" and self.head_size % 2:
+            raise ConfigurationError(
+                f"position='rope' needs an even head size, not d_model/num_heads={self.head_size}: change num_heads"
+            )
+        for name, allowed in (
+            ("norm", ("layernorm", "rmsnorm")),
+            ("position", ("learned", "rope")),
+            ("activation", ("gelu", "swiglu")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known: use one of {list(allowed)}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigurationError(f"dropout={self.dropout} must be at least 0 and below 1")
+        if self.num_experts:
+            self.router.check(self.num_experts)
+
+    def _at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name}={value!r} must be an integer of at least {least}")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def hidden_size(self) -> int:
+        return self.d_hidden or 4 * self.d_model
+
+    @property
+    def expert_size(self) -> int:
+        return self.d_expert or self.hidden_size
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether transformer layer `index` (0-based) is an MoE layer."""
+        return self.num_experts > 0 and index >= self.num_dense_layers and (index + 1) % self.moe_every == 0

@@ -1,0 +1,148 @@
+"""The GPT as a LightningModule: next-token loss, AdamW, warm-up and decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from typing_extensions import override
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.gpt import GPT
+from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.modules.experts import Experts
+from moe_lightning.modules.losses import auxiliary_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule.
+
+    Attributes:
+        lr: peak learning rate.
+        betas, eps, weight_decay: of AdamW; matrices decay, biases and norms do not.
+        warmup_steps: optimizer steps of linear warm-up.
+        decay: "cosine" or "linear" down to min_lr_ratio * lr at the end of training, or "constant".
+        min_lr_ratio: final share of the peak.
+
+    Raises:
+        ConfigurationError: a value outside its range.
+    """
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup_steps: int = 100
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    min_lr_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        if self.lr <= 0:
+            raise ConfigurationError(f"lr={self.lr} must be above 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigurationError(f"betas={list(self.betas)} must be two numbers of at least 0 and below 1")
+        if self.eps <= 0:
+            raise ConfigurationError(f"eps={self.eps} must be above 0")
+        if self.weight_decay < 0:
+            raise ConfigurationError(f"weight_decay={self.weight_decay} must be 0 or more")
+        if self.warmup_steps < 0:
+            raise ConfigurationError(f"warmup_steps={self.warmup_steps} must be 0 or more")
+        if self.decay not in ("cosine", "linear", "constant"):
+            raise ConfigurationError(f"decay={self.decay!r} is not known: use 'cosine', 'linear' or 'constant'")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigurationError(f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """Share of the peak learning rate at a step."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.decay == "constant":
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        shape = 0.5 * (1.0 + math.cos(math.pi * done)) if self.decay == "cosine" else 1.0 - done
+        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * shape
+
+
+class GPTModule(pl.LightningModule):
+    """Trains a GPT on batches (inputs [B, L], targets [B, L]) of token ids.
+
+    Logs `train/loss`, `val/loss` and `test/loss`: mean cross-entropy in nats per token over the global batch, auxiliary losses not included.
+
+    Args:
+        config: the model, as a GPTConfig or its keyword arguments.
+        optimizer: the optimizer, as an OptimizerConfig or its keyword arguments.
+    """
+
+    model: GPT
+
+    def __init__(
+        self, config: GPTConfig | Mapping[str, Any], optimizer: OptimizerConfig | Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config if isinstance(config, GPTConfig) else GPTConfig(**config)
+        self.optimizer_config = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(**(optimizer or {}))
+        # Plain values only: a checkpoint must load without unpickling classes.
+        self.save_hyperparameters({"config": asdict(self.config), "optimizer": asdict(self.optimizer_config)})
+
+    @override
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = GPT(self.config)
+
+    @override
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        """Logits [B, L, V]."""
+        return self.model(ids_BL)  # type: ignore[no-any-return]
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self._cross_entropy(batch, "train/loss")
+        return loss + auxiliary_loss(self.model)
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._cross_entropy(batch, "val/loss")
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._cross_entropy(batch, "test/loss")
+
+    @override
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The most likely next token at each position, int64 [B, L]."""
+        return self(batch[0]).argmax(dim=-1)  # type: ignore[no-any-return]
+
+    def _cross_entropy(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
+        inputs_BL, targets_BL = batch
+        logits_BLV = self(inputs_BL)
+        loss = F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
+        self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=inputs_BL.shape[0])
+        return loss
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        config = self.optimizer_config
+        optimizer = torch.optim.AdamW(
+            parameter_groups(self, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps
+        )
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two optimizer groups: matrices, which decay, and vectors (biases, norms), which do not; an expert's bias is a vector too."""
+    vectors = {id(p) for m in model.modules() if isinstance(m, Experts) for p in (m.b_up, m.b_down) if p is not None}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay = [p for p in trained if p.ndim >= 2 and id(p) not in vectors]
+    rest = [p for p in trained if p.ndim < 2 or id(p) in vectors]
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

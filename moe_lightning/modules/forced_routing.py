@@ -1,0 +1,128 @@
+"""Routing that follows a given popularity of experts instead of the learned scores: for experiments under known skew.
+
+The choice of a token is a function of its position in the global stream, so forced routing keeps law L1. Weights still come
+from the learned scores, so that the router trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_lightning.errors import ConfigurationError
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForcedRouting:
+    """What the routing is forced to.
+
+    Attributes:
+        kind: "uniform"; "zipf" (the i-th most popular expert gets a share proportional to i ** -exponent, another order in each layer);
+            "trace" (the shares recorded in a file, at the running step).
+        exponent: of zipf.
+        path: .npz of a trace with `counts` [samples, layers, ranks, experts] and `iteration` [samples], ascending.
+
+    Raises:
+        ConfigurationError: an unknown kind, a negative exponent, or a trace without a path.
+    """
+
+    kind: Literal["uniform", "zipf", "trace"] = "uniform"
+    exponent: float = 1.0
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("uniform", "zipf", "trace"):
+            raise ConfigurationError(f"forced routing kind={self.kind!r} is not known: use 'uniform', 'zipf' or 'trace'")
+        if self.exponent < 0:
+            raise ConfigurationError(f"forced routing exponent={self.exponent} must be 0 (uniform) or more")
+        if self.kind == "trace" and not self.path:
+            raise ConfigurationError("forced routing kind='trace' needs path=, the .npz file of the recorded routing")
+
+
+class Popularity:
+    """Share of each expert of one layer at a step.
+
+    Args:
+        forced: what to follow.
+        num_experts: E.
+        layer: ordinal of the MoE layer; picks the order of zipf and the layer of a trace (modulo its number of layers).
+    """
+
+    def __init__(self, forced: ForcedRouting, num_experts: int, layer: int) -> None:
+        self._iterations = np.zeros(1, dtype=np.int64)
+        if forced.kind == "trace":
+            assert forced.path is not None
+            self._iterations, self._shares = _read_trace(Path(forced.path), num_experts, layer)
+        else:
+            exponent = forced.exponent if forced.kind == "zipf" else 0.0
+            order = np.random.default_rng(layer).permutation(num_experts)
+            shares = (1.0 + np.arange(num_experts)) ** -exponent
+            self._shares = (shares / shares.sum())[order][None]
+
+    def at(self, step: int) -> FloatArray:
+        """[E], sums to one; a trace's last sample holds after its end."""
+        index = int(np.searchsorted(self._iterations, step + 1, side="right")) - 1
+        shares: FloatArray = self._shares[max(index, 0)]
+        return shares
+
+
+def sample_experts(shares_E: FloatArray, uniform_T: Tensor, top_k: int) -> Tensor:
+    """K distinct experts for each token, expert e with probability K * share (systematic sampling).
+
+    Shares above 1/K, which no choice of distinct experts can reach, are cut to it and the rest is spread over the others in proportion.
+
+    Args:
+        shares_E: sums to one.
+        uniform_T: one number in (0, 1) for each token.
+
+    Returns:
+        int64 [T, K].
+    """
+    inclusion = _inclusion(shares_E, top_k)
+    ends = torch.from_numpy(np.cumsum(inclusion)).to(uniform_T.device)
+    points = uniform_T.double()[:, None] + torch.arange(top_k, device=uniform_T.device)
+    return torch.searchsorted(ends, points.contiguous(), right=True).clamp_max(len(shares_E) - 1)
+
+
+def _inclusion(shares: FloatArray, top_k: int) -> FloatArray:
+    """Probabilities in [0, 1] that sum to K, proportional to the shares where these allow it."""
+    inclusion = np.zeros_like(shares)
+    free = np.ones(len(shares), dtype=bool)
+    weights = np.maximum(shares, 1e-12)
+    while True:
+        inclusion[free] = weights[free] / weights[free].sum() * (top_k - (~free).sum())
+        over = free & (inclusion > 1.0)
+        if not over.any():
+            return inclusion
+        inclusion[over] = 1.0
+        free &= ~over
+
+
+def _read_trace(path: Path, num_experts: int, layer: int) -> tuple[NDArray[np.int64], FloatArray]:
+    """Iterations [samples] and shares [samples, E] of one layer; of more experts than E the most used ones are kept."""
+    if not path.is_file():
+        raise ConfigurationError(f"the routing trace {path} does not exist: give the path of an .npz file")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            counts, iterations = archive["counts"], archive["iteration"].astype(np.int64)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigurationError(f"{path} is not a routing trace (.npz with counts and iteration): {error}") from error
+    if counts.ndim != 4 or len(counts) != len(iterations) or (np.diff(iterations) <= 0).any():
+        raise ConfigurationError(
+            f"{path} needs counts [samples, layers, ranks, experts] and ascending iteration [samples], not {counts.shape} and {iterations.shape}"
+        )
+    loads = counts[:, layer % counts.shape[1]].sum(axis=1, dtype=np.float64)
+    if loads.shape[1] < num_experts:
+        raise ConfigurationError(f"{path} records {loads.shape[1]} experts, fewer than the model's {num_experts}: use fewer experts")
+    kept = np.sort(np.argsort(-loads.sum(axis=0), kind="stable")[:num_experts])
+    loads = loads[:, kept]
+    totals = loads.sum(axis=1, keepdims=True)
+    return iterations, np.where(totals > 0, loads / np.maximum(totals, 1), 1.0 / num_experts)

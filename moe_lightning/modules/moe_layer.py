@@ -1,0 +1,133 @@
+"""The MoE layer: router, dispatch, experts, combine.
+
+Shapes: T tokens of this rank, K choices, E experts, N ranks, D model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.modules.experts import Activation, Experts
+from moe_lightning.modules.feed_forward import FeedForward
+from moe_lightning.modules.losses import load_balancing_loss, router_z_loss
+from moe_lightning.modules.router import Router, RouterConfig, Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStatistics:
+    """What a layer saw in its last micro-batch; tensors stay where they are, so that keeping them costs no synchronisation.
+
+    Attributes:
+        tokens_NE: int64, assignments of each rank to each expert before any drop.
+        computed_NE: the same after drops: what the experts computed.
+    """
+
+    tokens_NE: Tensor
+    computed_NE: Tensor
+
+
+class MoELayer(nn.Module):
+    """A drop-in for a transformer's feed-forward layer: [..., D] -> [..., D].
+
+    On its own it holds all experts and runs on one device. Under ExpertParallelStrategy its experts live in the slots of a placement and
+    tokens travel to them; the numbers are the same.
+
+    Args:
+        d_model: width D of the tokens.
+        d_expert: hidden width of an expert.
+        num_experts: E.
+        router: how tokens choose; a RouterConfig, or keyword arguments of one.
+        activation: "gelu" or "swiglu".
+        bias: biases in the experts.
+        num_shared_experts: experts that every token passes, as one dense layer of that many times `d_expert`.
+        init_std: standard deviation of the weights; `down_init_std` of the output matrices (default: the same).
+
+    Attributes:
+        auxiliary_loss: weighted auxiliary losses of the last forward pass in training, differentiable; None where there are none.
+        statistics: counts of the last forward pass.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_expert: int,
+        num_experts: int,
+        router: RouterConfig | dict[str, object] | None = None,
+        *,
+        activation: Activation = "gelu",
+        bias: bool = False,
+        num_shared_experts: int = 0,
+        init_std: float = 0.02,
+        down_init_std: float | None = None,
+    ) -> None:
+        super().__init__()
+        config = router if isinstance(router, RouterConfig) else RouterConfig(**(router or {}))  # type: ignore[arg-type]
+        self.experts = Experts(
+            num_experts, d_model, d_expert, activation=activation, bias=bias, init_std=init_std, down_init_std=down_init_std
+        )
+        self.router = Router(d_model, num_experts, config, init_std=init_std)
+        self.shared_expert = (
+            FeedForward(d_model, num_shared_experts * d_expert, activation, bias, init_std=init_std, down_init_std=down_init_std)
+            if num_shared_experts
+            else None
+        )
+        self.dispatcher = Dispatcher.local(num_experts)
+        self.auxiliary_loss: Tensor | None = None
+        self.statistics: LayerStatistics | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts.num_experts
+
+    def place(self, dispatcher: Dispatcher, device: torch.device) -> None:
+        """Live under this dispatcher's placement: keep the experts that it gives to this rank."""
+        self.experts.place(dispatcher.placement.experts_on(dispatcher.world.rank), device)
+        self.dispatcher = dispatcher
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, x.shape[-1])
+        routing = self.router(x_TD)
+        tokens_NE = self.dispatcher.gather_counts(routing.tokens_per_expert_E)
+        computed_NE = self._after_drops(tokens_NE)
+        self._account(routing, tokens_NE, computed_NE)
+        route = self.dispatcher.plan(routing.expert_ids_TK, computed_NE)
+        rows_MD = self.dispatcher.dispatch(x_TD, route)
+        rows_MD = self.experts(rows_MD, route.tokens_per_slot_S)
+        out_TD = self.dispatcher.combine(rows_MD, route, routing.weights_TK)
+        if self.shared_expert is not None:
+            out_TD = out_TD + self.shared_expert(x_TD)
+        return out_TD.view(*x.shape[:-1], out_TD.shape[-1])
+
+    def _after_drops(self, tokens_NE: Tensor) -> Tensor:
+        """Every rank keeps min(limit, count) of each expert, so the counts after drops need no second gather."""
+        config = self.router.config
+        if config.capacity_factor is None:
+            return tokens_NE
+        limits = [config.capacity(int(total), self.num_experts) for total in tokens_NE.sum(dim=1)]
+        return torch.minimum(tokens_NE, torch.tensor(limits, device=tokens_NE.device)[:, None])
+
+    def _account(self, routing: Routing, tokens_NE: Tensor, computed_NE: Tensor) -> None:
+        """Leave the auxiliary losses and the statistics for whoever asks."""
+        self.statistics = LayerStatistics(tokens_NE=tokens_NE, computed_NE=computed_NE)
+        self.auxiliary_loss = None
+        if not self.training:
+            return
+        config = self.router.config
+        self.router.count_for_bias(tokens_NE.sum(dim=0))
+        losses = []
+        if config.aux_loss_coef:
+            counts_E = tokens_NE.sum(dim=0) if config.aux_loss_scope == "global" else routing.tokens_per_expert_E
+            losses.append(config.aux_loss_coef * load_balancing_loss(routing.scores_TE, counts_E.to(routing.scores_TE.device)))
+        if config.z_loss_coef:
+            losses.append(config.z_loss_coef * router_z_loss(routing.logits_TE))
+        if losses:
+            self.auxiliary_loss = torch.stack(losses).sum()
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """The MoE layers of a model in the order of its modules: layer l is entry l."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]

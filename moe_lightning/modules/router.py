@@ -1,0 +1,237 @@
+"""Routers: which K experts a token goes to and with what weight.
+
+Shapes: T tokens of this rank, K choices, E experts, D model width, G groups of experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from moe_lightning import kernels as ops
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.forced_routing import ForcedRouting, Popularity, sample_experts
+from moe_lightning.modules.stream import SampleStream
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How tokens choose experts. The defaults are a dropless softmax router with the global load-balancing loss.
+
+    Attributes:
+        top_k: experts per token.
+        score: "softmax" or "sigmoid" of the logits.
+        softmax_after_top_k: take the softmax over the K chosen logits only (Mixtral) instead of over all E before choosing.
+        normalize_top_k: divide the K weights by their sum.
+        scale: factor on the weights (DeepSeek's routed scaling factor).
+        noisy_top_k: add normal noise of a learned standard deviation to the logits while training (Shazeer et al. 2017, eq. 4).
+        jitter: multiply the router's input by uniform noise in [1 - jitter, 1 + jitter] while training (Switch Transformer).
+        num_groups: cut the experts into this many groups and choose only inside the best `top_groups` of them (DeepSeek-V2/V3; a group
+            scores the sum of its two best experts, or its best one where it has only one).
+        top_groups: groups to choose from.
+        aux_loss_coef: weight of the load-balancing loss.
+        aux_loss_scope: "global" uses the counts of the whole micro-batch (law L1), "local" those of this rank, which gives L1 up.
+        z_loss_coef: weight of the router z-loss.
+        bias_update_rate: step of the selection bias that balances without a loss (DeepSeek-V3); 0 turns it off. The strategy
+            updates it after each optimizer step.
+        capacity_factor: None is dropless; else an expert takes at most ceil(factor * T * K / E) assignments from a rank, which gives
+            L1 and L2 up.
+        drop_policy: "probability" keeps the assignments with the largest weights, "position" the first ones.
+        forced: follow a given popularity of experts instead of the scores.
+    """
+
+    top_k: int = 2
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_after_top_k: bool = False
+    normalize_top_k: bool = True
+    scale: float = 1.0
+    noisy_top_k: bool = False
+    jitter: float = 0.0
+    num_groups: int = 1
+    top_groups: int = 1
+    aux_loss_coef: float = 0.01
+    aux_loss_scope: Literal["global", "local"] = "global"
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
+    capacity_factor: float | None = None
+    drop_policy: Literal["probability", "position"] = "probability"
+    forced: ForcedRouting | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigurationError(f"top_k={self.top_k} must be at least 1")
+        for name, allowed in (
+            ("score", ("softmax", "sigmoid")),
+            ("aux_loss_scope", ("global", "local")),
+            ("drop_policy", ("probability", "position")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known: use one of {list(allowed)}")
+        if self.softmax_after_top_k and self.score != "softmax":
+            raise ConfigurationError("softmax_after_top_k=true needs score='softmax', not 'sigmoid'")
+        for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be 0 (off) or more")
+        if not 0 <= self.jitter < 1:
+            raise ConfigurationError(f"jitter={self.jitter} must be at least 0 and below 1")
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ConfigurationError(f"capacity_factor={self.capacity_factor} must be above 0, or null for dropless routing")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigurationError(f"top_groups={self.top_groups} must be between 1 and num_groups={self.num_groups}")
+
+    def check(self, num_experts: int) -> None:
+        """Raise ConfigurationError where this router cannot serve so many experts."""
+        if num_experts % self.num_groups:
+            raise ConfigurationError(f"num_groups={self.num_groups} does not divide num_experts={num_experts}")
+        reachable = num_experts // self.num_groups * self.top_groups
+        if self.top_k > reachable:
+            raise ConfigurationError(f"top_k={self.top_k} is more than the {reachable} experts that a token may choose from")
+
+    def capacity(self, num_assignments: int, num_experts: int) -> int | None:
+        """Most assignments that an expert takes from a rank with so many in total; None without a limit."""
+        if self.capacity_factor is None:
+            return None
+        return math.ceil(self.capacity_factor * num_assignments / num_experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What a router decided for T tokens.
+
+    Attributes:
+        expert_ids_TK: int64, distinct within a token; -1 where capacity dropped the assignment.
+        weights_TK: float32, differentiable.
+        scores_TE: float32 scores before selection, differentiable: what the load-balancing loss pushes on.
+        logits_TE: float32.
+        tokens_per_expert_E: int64, assignments before any drop.
+    """
+
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    scores_TE: Tensor
+    logits_TE: Tensor
+    tokens_per_expert_E: Tensor
+
+
+class Router(nn.Module):
+    """A linear router in float32, whatever the precision around it.
+
+    Args:
+        d_model: width D of the tokens.
+        num_experts: E.
+        config: how to choose.
+        init_std: standard deviation of the weights.
+    """
+
+    expert_bias_E: Tensor
+    unbalanced_tokens_E: Tensor
+
+    def __init__(self, d_model: int, num_experts: int, config: RouterConfig, *, init_std: float = 0.02) -> None:
+        super().__init__()
+        config.check(num_experts)
+        self.config = config
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.randn(num_experts, d_model) * init_std)
+        self.noise_weight = nn.Parameter(torch.zeros(num_experts, d_model)) if config.noisy_top_k else None
+        if config.bias_update_rate:
+            self.register_buffer("expert_bias_E", torch.zeros(num_experts))
+            self.register_buffer("unbalanced_tokens_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.stream = SampleStream()
+        self.tag = 0
+        self._popularity: Popularity | None = None
+
+    def forward(self, x_TD: Tensor) -> Routing:
+        config = self.config
+        with torch.autocast(x_TD.device.type, enabled=False):
+            x_TD = x_TD.float()
+            if self.training and config.jitter:
+                noise_TD = self.stream.uniform(3 * self.tag, *x_TD.shape, x_TD.device)
+                x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
+            logits_TE = F.linear(x_TD, self.weight.float())
+            if self.training and self.noise_weight is not None:
+                std_TE = F.softplus(F.linear(x_TD, self.noise_weight.float()))
+                logits_TE = logits_TE + self.stream.normal(3 * self.tag + 1, *logits_TE.shape, x_TD.device) * std_TE
+            scores_TE = logits_TE.softmax(dim=-1) if config.score == "softmax" else logits_TE.sigmoid()
+            expert_ids_TK = self._choose(scores_TE)
+            weights_TK = self._weigh(scores_TE, logits_TE, expert_ids_TK)
+        tokens_E = torch.bincount(expert_ids_TK.flatten(), minlength=self.num_experts)
+        limit = config.capacity(expert_ids_TK.numel(), self.num_experts)
+        if limit is not None:
+            expert_ids_TK = drop_overflow(expert_ids_TK, weights_TK.detach(), limit, self.num_experts, config.drop_policy)
+        return Routing(
+            expert_ids_TK=expert_ids_TK,
+            weights_TK=weights_TK,
+            scores_TE=scores_TE,
+            logits_TE=logits_TE,
+            tokens_per_expert_E=tokens_E,
+        )
+
+    @torch.no_grad()
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        config = self.config
+        if config.forced is not None:
+            if self._popularity is None:
+                self._popularity = Popularity(config.forced, self.num_experts, self.tag)
+            uniform_T1 = self.stream.uniform(3 * self.tag + 1, scores_TE.shape[0], 1, scores_TE.device)
+            return sample_experts(self._popularity.at(self.stream.step), uniform_T1[:, 0], config.top_k)
+        selection_TE = scores_TE.detach()
+        if config.bias_update_rate:
+            selection_TE = selection_TE + self.expert_bias_E
+        if config.num_groups > 1:
+            selection_TE = _limit_to_best_groups(selection_TE, config.num_groups, config.top_groups)
+        return ops.top_k_routing(selection_TE, config.top_k)[1]
+
+    def _weigh(self, scores_TE: Tensor, logits_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
+        if self.config.softmax_after_top_k:
+            weights_TK = logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1)
+        else:
+            weights_TK = scores_TE.gather(-1, expert_ids_TK)
+            if self.config.normalize_top_k and self.config.top_k > 1:
+                weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(1e-20)
+        return weights_TK * self.config.scale
+
+    @torch.no_grad()
+    def count_for_bias(self, tokens_per_expert_E: Tensor) -> None:
+        """Remember the global counts of a training micro-batch for the next `update_bias`."""
+        if self.config.bias_update_rate:
+            self.unbalanced_tokens_E += tokens_per_expert_E.to(self.unbalanced_tokens_E.device)
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Raise the selection bias of underloaded experts and lower that of overloaded ones (DeepSeek-V3, 2.1.2); a no-op when off."""
+        if self.config.bias_update_rate:
+            counts_E = self.unbalanced_tokens_E.float()
+            self.expert_bias_E += self.config.bias_update_rate * torch.sign(counts_E.mean() - counts_E)
+            self.unbalanced_tokens_E.zero_()
+
+
+def drop_overflow(
+    expert_ids_TK: Tensor, weights_TK: Tensor, limit: int, num_experts: int, policy: Literal["probability", "position"]
+) -> Tensor:
+    """Replace by -1 what exceeds an expert's limit: its smallest weights, or its last tokens.
+
+    Returns:
+        int64 [T, K]; each expert keeps min(limit, its assignments).
+    """
+    ids_M = expert_ids_TK.flatten()
+    if policy == "probability":
+        by_weight_M = torch.argsort(weights_TK.flatten(), descending=True, stable=True)
+        rank_M = torch.empty_like(ids_M)
+        rank_M[by_weight_M] = ops.sort_by_expert(ids_M[by_weight_M, None], num_experts).rank_in_expert_TK[:, 0]
+    else:
+        rank_M = ops.sort_by_expert(ids_M[:, None], num_experts).rank_in_expert_TK[:, 0]
+    return torch.where(rank_M < limit, ids_M, -1).view_as(expert_ids_TK)
+
+
+def _limit_to_best_groups(selection_TE: Tensor, num_groups: int, top_groups: int) -> Tensor:
+    """Minus infinity outside each token's best groups."""
+    grouped_TGE = selection_TE.unflatten(-1, (num_groups, -1))
+    group_scores_TG = grouped_TGE.topk(min(2, grouped_TGE.shape[-1]), dim=-1).values.sum(dim=-1)
+    best_TG = ops.top_k_routing(group_scores_TG, top_groups)[1]
+    allowed_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, best_TG, True)
+    return grouped_TGE.masked_fill(~allowed_TG.unsqueeze(-1), -torch.inf).flatten(-2)

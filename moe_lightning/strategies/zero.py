@@ -1,0 +1,48 @@
+"""ZeRO-1 for dense parameters: one rank keeps the optimizer state of each, updates it and hands the new values to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from moe_lightning.algorithms.sharding import longest_processing_time
+from moe_lightning.comm.world import World, broadcast_
+
+
+class DenseOptimizerShards:
+    """Leaves each optimizer only the dense parameters that this rank owns; expert parameters stay with their holders.
+
+    Args:
+        parameters: dense parameters in an order that all ranks share.
+        world: the ranks.
+
+    Attributes:
+        owners: rank of each parameter; the largest parameters are dealt first (LPT over elements).
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
+        self._world = world
+        parts = longest_processing_time([p.numel() for p in parameters], world.size)
+        self.owners: Mapping[nn.Parameter, int] = dict(zip(parameters, parts, strict=True))
+
+    def shard(self, optimizer: Optimizer) -> None:
+        """Take the parameters of other ranks out of the optimizer's groups."""
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if self.owners.get(p, self._world.rank) == self._world.rank]
+
+    @torch.no_grad()
+    def spread_updates(self) -> None:
+        """After a step: every rank gets the owner's values."""
+        for dtype in sorted({p.dtype for p in self.owners}, key=str):
+            for owner in range(self._world.size):
+                mine = [p for p, rank in self.owners.items() if rank == owner and p.dtype == dtype]
+                if not mine:
+                    continue
+                flat = torch.cat([p.detach().reshape(-1) for p in mine])
+                broadcast_(flat, owner, self._world)
+                if owner != self._world.rank:
+                    for parameter, values in zip(mine, flat.split([p.numel() for p in mine]), strict=True):
+                        parameter.copy_(values.view_as(parameter))
