@@ -1,0 +1,41 @@
+"""GPU and CPU kernels of a Mixture-of-Experts layer: one signature for each operation, three bodies (reference, torch,
+Triton).
+
+The body is chosen by the device of the data and can be set with `set_backend`. All operations are deterministic, take
+non-contiguous inputs, and raise `ConfigurationError` in one sentence for wrong shapes, dtypes or devices.
+"""
+
+from moe_lightning.kernels.bodies import ExpertSort
+from moe_lightning.kernels.ops_bytes import pack, packed_bytes, sum_in_rank_order, unpack, xor_parity
+from moe_lightning.kernels.ops_experts import expert_activation, grouped_mm
+from moe_lightning.kernels.ops_rows import (
+    chunk_order,
+    gather_rows,
+    invert,
+    permute,
+    sort_by_expert,
+    top_k_routing,
+    unpermute,
+)
+from moe_lightning.kernels.selection import BACKENDS, backend, set_backend
+
+__all__ = [
+    "BACKENDS",
+    "ExpertSort",
+    "backend",
+    "chunk_order",
+    "expert_activation",
+    "gather_rows",
+    "grouped_mm",
+    "invert",
+    "pack",
+    "packed_bytes",
+    "permute",
+    "set_backend",
+    "sort_by_expert",
+    "sum_in_rank_order",
+    "top_k_routing",
+    "unpack",
+    "unpermute",
+    "xor_parity",
+]

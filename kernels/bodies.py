@@ -1,0 +1,87 @@
+"""One signature for each primitive; a room of bodies (torch_*, triton_*) implements it without autograd; `functions`
+adds the gradients.
+
+Legend: T tokens, K choices, M rows (T*K less the dropped), E experts, S slots, D model width, F expert width, N parts,
+L elements.
+"""
+# ruff: noqa: N815 - fields carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class ExpertSort(NamedTuple):
+    """The assignments of a batch in expert-major order.
+
+    Attributes:
+        order_M: int64, flat assignment index t*K + k of each row; inside an expert in order of assignment (stable).
+        inverse_TK: int64, row of each assignment, -1 where it was dropped.
+        tokens_per_expert_E: int64.
+        rank_in_expert_TK: int64, place of each assignment among those of its expert, -1 where it was dropped.
+    """
+
+    order_M: Tensor
+    inverse_TK: Tensor
+    tokens_per_expert_E: Tensor
+    rank_in_expert_TK: Tensor
+
+
+class RoutingBodies(Protocol):
+    def top_k(self, scores_TE: Tensor, top_k: int) -> Tensor:
+        """int64 [T, K]: ids of the largest scores, descending, ties to the lower id."""
+        ...
+
+    def sort_by_expert(self, ids_TK: Tensor, num_experts: int, may_drop: bool) -> ExpertSort: ...
+
+
+class RowBodies(Protocol):
+    def gather(self, x_TD: Tensor, index_M: Tensor, divisor: int) -> Tensor:
+        """[M, D]: x[index // divisor]."""
+        ...
+
+    def combine(self, rows_MD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+        """[T, D]: sum over k of weights[t, k] * rows[inverse[t, k]], accumulated in fp32, entries of -1 left out."""
+        ...
+
+    def spread(
+        self, grad_TD: Tensor, order_M: Tensor, rows_MD: Tensor | None, weights_TK: Tensor, want_rows: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of `combine`: rows [M, D] = weights[order] * grad[order // K], and, where rows are given, the
+        row-wise products [M] = grad[order // K] . rows in fp32."""
+        ...
+
+
+class MatmulBodies(Protocol):
+    def grouped_mm(
+        self, x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
+    ) -> Tensor:
+        """[M, F]: x @ weight[slot of the row]; rows past the sum are zero. With gather_M the rows are
+        x[gather // divisor]."""
+        ...
+
+    def grouped_wgrad(
+        self, x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
+    ) -> Tensor:
+        """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
+        ...
+
+
+class ActivationBodies(Protocol):
+    def activation(self, h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor: ...
+
+    def activation_grad(
+        self, grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None, out_MF: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients for h and (fp32 [M]) for the gate weights; `out_MF` is the ungated activation where
+        it was saved."""
+        ...
+
+
+class ByteBodies(Protocol):
+    def xor(self, buffers: Sequence[Tensor], out: Tensor) -> None: ...
+
+    def sum_in_rank_order(self, parts_NL: Tensor, out_L: Tensor) -> None: ...

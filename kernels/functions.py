@@ -1,0 +1,155 @@
+"""The gradients of the operations, written once over the primitives of `bodies`.
+
+Every backward of rows is made of gathers and matmuls; nothing is scattered, so nothing is added in an undefined order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_lightning.kernels.bodies import ActivationBodies, MatmulBodies, RoutingBodies, RowBodies
+
+Grads = tuple[Tensor | None, ...]
+
+
+def apply(function: Any, *arguments: object) -> Any:
+    """`function.apply`, which torch leaves untyped."""
+    return function.apply(*arguments)
+
+
+class TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, top_k: int, room: RoutingBodies) -> tuple[Tensor, Tensor]:
+        ids_TK = room.top_k(scores_TE, top_k)
+        ctx.save_for_backward(ids_TK)
+        ctx.mark_non_differentiable(ids_TK)
+        ctx.shape = scores_TE.shape
+        return scores_TE.gather(1, ids_TK), ids_TK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        (ids_TK,) = ctx.saved_tensors
+        # Ids of a token are distinct, so nothing is added twice and the scatter is deterministic.
+        return grads[0].new_zeros(ctx.shape).scatter_(1, ids_TK, grads[0]), None, None
+
+
+class Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor, room: RowBodies) -> Tensor:
+        ctx.save_for_backward(inverse_TK)
+        ctx.room = room
+        return room.gather(x_TD, order_M, inverse_TK.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        (inverse_TK,) = ctx.saved_tensors
+        return ctx.room.combine(grads[0].contiguous(), inverse_TK, None), None, None, None
+
+
+class Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_MD: Tensor, inverse_TK: Tensor, order_M: Tensor, weights_TK: Tensor | None, room: RowBodies
+    ) -> Tensor:
+        ctx.room, ctx.top_k = room, inverse_TK.shape[1]
+        needs_rows = weights_TK is not None and ctx.needs_input_grad[3]
+        ctx.save_for_backward(inverse_TK, order_M, weights_TK, rows_MD if needs_rows else None)
+        return room.combine(rows_MD, inverse_TK, weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        inverse_TK, order_M, weights_TK, rows_MD = ctx.saved_tensors
+        grad_TD = grads[0].contiguous()
+        if weights_TK is None:
+            return ctx.room.gather(grad_TD, order_M, ctx.top_k), None, None, None, None
+        grad_rows, products_M = ctx.room.spread(grad_TD, order_M, rows_MD, weights_TK, ctx.needs_input_grad[0])
+        grad_weights = None
+        if products_M is not None:
+            grad_weights = products_M.new_zeros(inverse_TK.numel())
+            grad_weights[order_M] = products_M
+            grad_weights = grad_weights.view(inverse_TK.shape).to(weights_TK.dtype)
+        return grad_rows, None, None, grad_weights, None
+
+
+class GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None, room: RowBodies) -> Tensor:
+        ctx.save_for_backward(index_M, inverse_M)
+        ctx.room = room
+        return room.gather(x_MD, index_M, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        index_M, inverse_M = ctx.saved_tensors
+        return (
+            ctx.room.gather(grads[0].contiguous(), invert(index_M) if inverse_M is None else inverse_M, 1),
+            None,
+            None,
+            None,
+        )
+
+
+class GroupedMM(torch.autograd.Function):
+    """x @ w by slot; where `order` is given, x is still in token order and the gather happens in the load."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_SDF: Tensor,
+        tokens_S: Tensor,
+        order_M: Tensor | None,
+        inverse_TK: Tensor | None,
+        rooms: tuple[MatmulBodies, RowBodies],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight_SDF, tokens_S, order_M, inverse_TK)
+        ctx.rooms = rooms
+        ctx.divisor = 1 if inverse_TK is None else inverse_TK.shape[1]
+        return rooms[0].grouped_mm(x, weight_SDF, tokens_S, order_M, ctx.divisor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        x, weight_SDF, tokens_S, order_M, inverse_TK = ctx.saved_tensors
+        matmul, rows = ctx.rooms
+        grad_MF = grads[0].contiguous()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = matmul.grouped_mm(grad_MF, weight_SDF.transpose(1, 2), tokens_S, None, 1)
+            if inverse_TK is not None:
+                grad_x = rows.combine(grad_x, inverse_TK, None)
+        if ctx.needs_input_grad[1]:
+            grad_weight = matmul.grouped_wgrad(x, grad_MF, tokens_S, order_M, ctx.divisor)
+        return grad_x, grad_weight, None, None, None, None
+
+
+class ExpertActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, h_MH: Tensor, gate_M: Tensor | None, kind: str, recompute: bool, room: ActivationBodies
+    ) -> Tensor:
+        ctx.room, ctx.kind = room, kind
+        ungated = None
+        if not recompute and gate_M is not None and ctx.needs_input_grad[1]:
+            ungated = room.activation(h_MH, kind, None)  # only the gate's gradient needs the value of the activation
+        ctx.save_for_backward(h_MH, gate_M, ungated)
+        if ungated is None or gate_M is None:
+            return room.activation(h_MH, kind, gate_M)
+        return ungated * gate_M.unsqueeze(1).to(ungated.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        h_MH, gate_M, ungated = ctx.saved_tensors
+        grad_h, grad_gate = ctx.room.activation_grad(grads[0].contiguous(), h_MH, ctx.kind, gate_M, ungated)
+        if grad_gate is not None:
+            grad_gate = grad_gate.to(gate_M.dtype)
+        return grad_h, grad_gate, None, None, None
+
+
+def invert(index_M: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    inverse_M = torch.empty_like(index_M)
+    inverse_M[index_M] = torch.arange(len(index_M), device=index_M.device)
+    return inverse_M

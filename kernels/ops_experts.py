@@ -1,0 +1,111 @@
+"""The expert MLP: grouped matmul over slots, and the fused activation with gate weights.
+
+Legend: M rows sorted by slot, S slots, D input width, F output width, T tokens, K choices, H = F (gelu) or 2F (swiglu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_lightning.kernels import checks, functions, reference, selection
+
+ACTIVATIONS = ("gelu", "swiglu")
+
+
+def grouped_mm(
+    x: Tensor,
+    weight_SDF: Tensor,
+    tokens_per_slot_S: Tensor | Sequence[int],
+    *,
+    order_M: Tensor | None = None,
+    inverse_TK: Tensor | None = None,
+) -> Tensor:
+    """Each row times the weight of its slot: [M, F], accumulated in fp32, in the dtype of x or of autocast.
+
+    Rows past the sum of `tokens_per_slot_S` get zeros and have no gradient; a slot without rows gets a zero gradient.
+
+    Args:
+        x: floats [M, D], sorted by slot; or tokens [T, D] where `order_M` and `inverse_TK` (from `sort_by_expert`) are
+            given: then the result is that of `grouped_mm(permute(x, order_M, inverse_TK), ...)`, without that copy.
+        weight_SDF: [S, D, F] in the dtype of x.
+        tokens_per_slot_S: int64 [S] on the host or the device (no host synchronisation on a GPU), or plain integers.
+            The sum must not exceed M (checked where the counts are on the host).
+    """
+    checks.matrix("x", x)
+    checks.matrix("weight", weight_SDF, 3)
+    checks.same_device("weight", weight_SDF, x.device)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight_SDF = x.to(dtype), weight_SDF.to(dtype)
+    checks.require(
+        weight_SDF.dtype == x.dtype, f"weight is {weight_SDF.dtype}, but x is {x.dtype}: use one dtype, or autocast"
+    )
+    num_slots, width, _ = weight_SDF.shape
+    checks.require(x.shape[1] == width, f"x has {x.shape[1]} columns, but weight expects {width}")
+    tokens_S = torch.as_tensor(tokens_per_slot_S)
+    if not len(tokens_S):
+        tokens_S = tokens_S.long()
+    checks.index("tokens_per_slot", tokens_S, 1, tokens_S.device)
+    checks.require(
+        len(tokens_S) == num_slots, f"tokens_per_slot counts {len(tokens_S)} slots, but weight has {num_slots}"
+    )
+    checks.require((order_M is None) == (inverse_TK is None), "order and inverse belong together: give both or neither")
+    num_rows = len(x)
+    if order_M is not None and inverse_TK is not None:
+        checks.index("order", order_M, 1, x.device)
+        checks.index("inverse", inverse_TK, 2, x.device)
+        checks.rows_fit(order_M, inverse_TK)
+        checks.require(len(inverse_TK) == len(x), f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x)}")
+        num_rows, order_M, inverse_TK = len(order_M), order_M.contiguous(), inverse_TK.contiguous()
+    if not tokens_S.is_cuda:
+        total = int(tokens_S.sum())
+        valid = total <= num_rows and (num_slots == 0 or int(tokens_S.min()) >= 0)
+        checks.require(valid, f"tokens_per_slot sum to {total}, but x holds {num_rows} rows and counts are at least 0")
+    rooms = selection.bodies(x.device)
+    if rooms is None:
+        rows = x if order_M is None or inverse_TK is None else reference.permute(x, order_M, inverse_TK)
+        return reference.grouped_mm(rows, weight_SDF, tokens_S.tolist())
+    result: Tensor = functions.apply(
+        functions.GroupedMM, x.contiguous(), weight_SDF, tokens_S, order_M, inverse_TK, (rooms.matmul, rooms.rows)
+    )
+    return result
+
+
+def expert_activation(
+    h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = None, *, recompute: bool = True
+) -> Tensor:
+    """The activation of an expert MLP, times a gate weight for each row.
+
+    Computed in fp32 and rounded once. With `recompute` the backward keeps h only; without, it also keeps the activation
+    when the gate weights need a gradient, and saves its second evaluation.
+
+    Args:
+        h_MH: floats; [M, F] for "gelu" (the exact erf form), [M, 2F] = gate | up for "swiglu" (silu(gate) * up).
+        kind: "gelu" or "swiglu".
+        gate_weights_M: floats [M], or None. Differentiable.
+
+    Returns:
+        [M, F] in the dtype of h.
+    """
+    checks.matrix("h", h_MH)
+    checks.require(kind in ACTIVATIONS, f"activation {kind!r} does not exist: use one of {', '.join(ACTIVATIONS)}")
+    checks.require(
+        kind != "swiglu" or h_MH.shape[1] % 2 == 0, f"swiglu halves its {h_MH.shape[1]} columns: use an even number"
+    )
+    if gate_weights_M is not None:
+        checks.matrix("gate weights", gate_weights_M, 1)
+        checks.same_device("gate weights", gate_weights_M, h_MH.device)
+        checks.require(
+            len(gate_weights_M) == len(h_MH), f"{len(gate_weights_M)} gate weights do not fit {len(h_MH)} rows"
+        )
+        gate_weights_M = gate_weights_M.contiguous()
+    rooms = selection.bodies(h_MH.device)
+    if rooms is None:
+        return reference.expert_activation(h_MH, kind, gate_weights_M)
+    result: Tensor = functions.apply(
+        functions.ExpertActivation, h_MH.contiguous(), gate_weights_M, kind, recompute, rooms.activation
+    )
+    return result

@@ -1,0 +1,169 @@
+"""Routing and row movement: from scores to sorted rows and back.
+
+Legend: T tokens, K choices, M rows (T*K less the dropped), E experts, D model width, N sources, C chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_lightning.kernels import checks, functions, reference, selection
+from moe_lightning.kernels.bodies import ExpertSort
+
+
+def top_k_routing(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The largest scores of each token and their experts, descending, ties to the lower expert id.
+
+    Args:
+        scores_TE: floats [T, E]; must not hold NaN. Differentiable.
+        top_k: K, from 1 to E.
+
+    Returns:
+        (top_scores [T, K] in the dtype of the scores, expert ids int64 [T, K]).
+    """
+    checks.matrix("scores", scores_TE)
+    num_experts = scores_TE.shape[1]
+    checks.require(
+        1 <= top_k <= num_experts, f"top_k={top_k} does not fit {num_experts} experts: use 1 to {num_experts}"
+    )
+    rooms = selection.bodies(scores_TE.device)
+    if rooms is None:
+        return reference.top_k_routing(scores_TE, top_k)
+    scores, ids = functions.apply(functions.TopK, scores_TE.contiguous(), top_k, rooms.routing)
+    return scores, ids
+
+
+def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, *, may_drop: bool = True) -> ExpertSort:
+    """Sort assignments by expert, stably: the rows of an expert keep the order of their tokens.
+
+    Args:
+        expert_ids_TK: int64 [T, K]; -1 marks a dropped assignment, which gets no row.
+        num_experts: E.
+        may_drop: False promises that no id is -1; then nothing is read back from a GPU.
+
+    Raises:
+        ConfigurationError: wrong shape or dtype, or (checked on the CPU only) an id outside -1..E-1.
+    """
+    checks.index("expert ids", expert_ids_TK, 2, expert_ids_TK.device)
+    checks.require(num_experts >= 1, f"num_experts={num_experts} must be at least 1")
+    if not expert_ids_TK.is_cuda and expert_ids_TK.numel():
+        low, high = (int(bound) for bound in expert_ids_TK.aminmax())
+        lowest = -1 if may_drop else 0
+        checks.require(
+            lowest <= low and high < num_experts,
+            f"expert ids reach from {low} to {high}, but must lie in {lowest}..{num_experts - 1}",
+        )
+    rooms = selection.bodies(expert_ids_TK.device)
+    if rooms is None:
+        return reference.sort_by_expert(expert_ids_TK, num_experts)
+    return rooms.routing.sort_by_expert(expert_ids_TK.contiguous(), num_experts, may_drop)
+
+
+def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor) -> Tensor:
+    """Rows of tokens in expert-major order: [M, D] with row m = x[order[m] // K].
+
+    The gradient of a token is the sum over its rows, accumulated in fp32 in the order of its choices.
+
+    Args:
+        x_TD: floats [T, D].
+        order_M, inverse_TK: from `sort_by_expert`, or any pair with inverse[order[m]] = m and -1 elsewhere.
+    """
+    checks.matrix("x", x_TD)
+    checks.index("order", order_M, 1, x_TD.device)
+    checks.index("inverse", inverse_TK, 2, x_TD.device)
+    checks.rows_fit(order_M, inverse_TK)
+    checks.require(
+        len(inverse_TK) == len(x_TD), f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x_TD)}"
+    )
+    rooms = selection.bodies(x_TD.device)
+    if rooms is None:
+        return reference.permute(x_TD, order_M, inverse_TK)
+    result: Tensor = functions.apply(
+        functions.Permute, x_TD.contiguous(), order_M.contiguous(), inverse_TK.contiguous(), rooms.rows
+    )
+    return result
+
+
+def unpermute(rows_MD: Tensor, inverse_TK: Tensor, order_M: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    """Weighted sum of the rows of each token: [T, D] with y[t] = sum over k of weights[t, k] * rows[inverse[t, k]].
+
+    Accumulated in fp32 in the order of k, result in the dtype of the rows. Dropped assignments add nothing.
+    Differentiable in rows and weights; each row is used once, so the gradient of the rows is a gather.
+
+    Args:
+        rows_MD: floats [M, D].
+        inverse_TK, order_M: from `sort_by_expert`.
+        weights_TK: floats [T, K], or None for a plain sum. The torch body rounds them to the dtype of the rows.
+    """
+    checks.matrix("rows", rows_MD)
+    checks.index("order", order_M, 1, rows_MD.device)
+    checks.index("inverse", inverse_TK, 2, rows_MD.device)
+    checks.rows_fit(order_M, inverse_TK)
+    checks.require(len(order_M) == len(rows_MD), f"order lists {len(order_M)} rows, but there are {len(rows_MD)}")
+    if weights_TK is not None:
+        checks.matrix("weights", weights_TK)
+        checks.same_device("weights", weights_TK, rows_MD.device)
+        checks.require(
+            weights_TK.shape == inverse_TK.shape,
+            f"weights {list(weights_TK.shape)} do not fit inverse {list(inverse_TK.shape)}: both are [tokens, choices]",
+        )
+        weights_TK = weights_TK.contiguous()
+    rooms = selection.bodies(rows_MD.device)
+    if rooms is None:
+        return reference.unpermute(rows_MD, inverse_TK, order_M, weights_TK)
+    result: Tensor = functions.apply(
+        functions.Unpermute, rows_MD.contiguous(), inverse_TK.contiguous(), order_M.contiguous(), weights_TK, rooms.rows
+    )
+    return result
+
+
+def chunk_order(sizes_NC: Tensor, device: torch.device | None = None) -> Tensor:
+    """Index that turns rows in order (source, chunk) into rows in order (chunk, source): rank-major to expert-major.
+
+    Args:
+        sizes_NC: int64 [N, C], rows of chunk c from source n, at least 0. On the host, or the call waits for it.
+        device: where the index shall be; by default where the sizes are.
+
+    Returns:
+        int64 [M], M the sum of the sizes: the old place of each row.
+    """
+    checks.index("sizes", sizes_NC, 2, sizes_NC.device)
+    sizes = sizes_NC.cpu()
+    checks.require(not sizes.numel() or int(sizes.min()) >= 0, "sizes count rows and cannot be negative")
+    ends_NC = sizes.reshape(-1).cumsum(0).view(sizes.shape)
+    sizes_CN = sizes.t().reshape(-1)
+    new_starts = sizes_CN.cumsum(0) - sizes_CN
+    shift = (ends_NC - sizes).t().reshape(-1) - new_starts
+    num_rows = int(sizes_CN.sum())
+    index_M = torch.repeat_interleave(shift, sizes_CN, output_size=num_rows).add_(torch.arange(num_rows))
+    return index_M.to(sizes_NC.device if device is None else device, non_blocking=True)
+
+
+def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None = None) -> Tensor:
+    """x[index] for a permutation of all rows; the gradient is the gather by the inverse.
+
+    Args:
+        x_MD: floats [M, D].
+        index_M: int64 [M], a permutation.
+        inverse_M: its inverse, where it is at hand; else the backward computes it.
+    """
+    checks.matrix("x", x_MD)
+    for name, index in (("index", index_M), ("inverse", inverse_M)):
+        if index is not None:
+            checks.index(name, index, 1, x_MD.device)
+            checks.require(len(index) == len(x_MD), f"{name} lists {len(index)} rows, but x holds {len(x_MD)}")
+    rooms = selection.bodies(x_MD.device)
+    if rooms is None:
+        return reference.gather_rows(x_MD, index_M)
+    inverse_M = None if inverse_M is None else inverse_M.contiguous()
+    result: Tensor = functions.apply(
+        functions.GatherRows, x_MD.contiguous(), index_M.contiguous(), inverse_M, rooms.rows
+    )
+    return result
+
+
+def invert(index_M: Tensor) -> Tensor:
+    """The inverse of a permutation, int64 [M]: invert(index)[index[m]] = m."""
+    checks.index("index", index_M, 1, index_M.device)
+    return functions.invert(index_M)

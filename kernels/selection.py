@@ -1,0 +1,101 @@
+"""Which bodies run: by device, or as the user says; the choice is logged once for each device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels import torch_activation, torch_bytes, torch_matmul, torch_routing, torch_rows
+from moe_lightning.kernels.bodies import ActivationBodies, ByteBodies, MatmulBodies, RoutingBodies, RowBodies
+
+BACKENDS = ("auto", "torch", "triton", "reference")
+
+_log = logging.getLogger(__name__)
+_chosen = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bodies:
+    """The rooms of one backend."""
+
+    routing: RoutingBodies
+    rows: RowBodies
+    matmul: MatmulBodies
+    activation: ActivationBodies
+    bytes: ByteBodies
+
+
+_TORCH = Bodies(
+    routing=torch_routing, rows=torch_rows, matmul=torch_matmul, activation=torch_activation, bytes=torch_bytes
+)
+
+
+def set_backend(name: str) -> None:
+    """Choose the bodies for this process: "auto" (Triton on CUDA where it is installed, else torch), "torch", "triton"
+    or "reference".
+
+    Raises:
+        ConfigurationError: an unknown name, or "triton" where it is not installed.
+    """
+    global _chosen
+    if name not in BACKENDS:
+        raise ConfigurationError(f"kernel backend {name!r} does not exist: use one of {', '.join(BACKENDS)}")
+    if name == "triton" and not _has_triton():
+        raise ConfigurationError("kernel backend 'triton' needs the package triton: install it, or use 'auto'")
+    _chosen = name
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Choose the bodies inside a `with` block (see `set_backend`)."""
+    before = _chosen
+    set_backend(name)
+    try:
+        yield
+    finally:
+        set_backend(before)
+
+
+def bodies(device: torch.device) -> Bodies | None:
+    """The bodies for tensors of a device; None stands for the reference.
+
+    Raises:
+        ConfigurationError: Triton was asked for and cannot run on the device.
+    """
+    return _bodies(_chosen, device.type)
+
+
+@functools.cache
+def _bodies(name: str, device_type: str) -> Bodies | None:
+    if name == "auto":
+        name = "triton" if device_type == "cuda" and _has_triton() else "torch"
+    _log.info("kernels on %s: %s", device_type, name)
+    if name == "reference":
+        return None
+    return _TORCH if name == "torch" else _load_triton(device_type)
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _load_triton(device_type: str) -> Bodies:
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigurationError(
+            f"kernel backend 'triton' cannot run on device {device_type!r}: use 'auto', or interpret it with "
+            "TRITON_INTERPRET=1 set before the start"
+        )
+    # Imported here: Triton is absent on most CPUs, and reads TRITON_INTERPRET when its kernels are defined.
+    from moe_lightning.kernels import triton_activation, triton_bytes, triton_matmul, triton_routing, triton_rows
+
+    return Bodies(
+        routing=triton_routing, rows=triton_rows, matmul=triton_matmul, activation=triton_activation, bytes=triton_bytes
+    )

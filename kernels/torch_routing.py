@@ -1,0 +1,49 @@
+"""Routing with torch: top-k over unique integer keys, and a stable radix sort by expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_lightning.kernels.bodies import ExpertSort
+
+_SMALL_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def top_k(scores_TE: Tensor, top_k: int) -> Tensor:
+    """int64 [T, K]: ids of the largest scores, descending, ties to the lower id."""
+    integer = _SMALL_BITS.get(scores_TE.dtype)
+    if integer is None:
+        return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    # torch.topk leaves the order of ties open. A key of the score's bits, made monotone, over the reversed id has none.
+    num_experts = scores_TE.shape[1]
+    bits = (scores_TE + 0.0).contiguous().view(integer)  # + 0.0 turns -0.0 into 0.0, which it equals
+    monotone = torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).to(torch.int64)
+    reversed_id = torch.arange(num_experts - 1, -1, -1, device=scores_TE.device)
+    keys = (monotone << 32) | reversed_id
+    return num_experts - 1 - (keys.topk(top_k, dim=-1).values & 0xFFFFFFFF)
+
+
+def sort_by_expert(ids_TK: Tensor, num_experts: int, may_drop: bool) -> ExpertSort:
+    """A stable sort on the narrowest integer type: torch sorts those by counting."""
+    ids = ids_TK.reshape(-1)
+    # Dropped assignments sort behind the last expert.
+    keys = torch.where(ids < 0, num_experts, ids) if may_drop else ids
+    order = torch.sort(keys.to(_key_type(num_experts)), stable=True).indices
+    counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts]
+    num_rows = int(counts.sum()) if may_drop else ids.numel()
+    row_of = torch.empty_like(order)
+    row_of[order] = torch.arange(ids.numel(), device=ids.device)
+    starts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    torch.cumsum(counts, 0, out=starts[1:])
+    rank = row_of - starts[keys]
+    if num_rows < ids.numel():
+        dropped = ids < 0
+        row_of.masked_fill_(dropped, -1)
+        rank.masked_fill_(dropped, -1)
+        order = order[:num_rows].contiguous()
+    return ExpertSort(order, row_of.view(ids_TK.shape), counts, rank.view(ids_TK.shape))
+
+
+def _key_type(largest: int) -> torch.dtype:
+    return next(t for t in (torch.uint8, torch.int16, torch.int32) if largest <= torch.iinfo(t).max)

@@ -1,0 +1,126 @@
+"""Grouped matmul and fused activation equal the reference, in value and gradient."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import DEVICE, DTYPES, INTERPRETED, close, equals_reference, kernel_settings, randn, routings
+
+from moe_lightning import kernels as ops
+from moe_lightning.errors import ConfigurationError
+
+SIZES = [[0], [1], [40], [0, 0], [3, 0, 5], [0, 33, 0, 1, 0], [1, 1, 1, 61], [0, 0, 2]]
+
+
+@kernel_settings
+@given(
+    st.sampled_from(SIZES),
+    st.sampled_from([0, 3]),
+    st.sampled_from([(1, 1), (16, 8), (24, 40)]),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+)
+def test_grouped_mm_equals_reference(sizes, tail, widths, dtype, transposed):
+    width_in, width_out = widths
+    x = randn(sum(sizes) + tail, width_in, dtype=dtype)
+    weight = randn(len(sizes), width_in, width_out, dtype=dtype, seed=1)
+    if transposed:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    for counts in (sizes, tuple(sizes), torch.tensor(sizes), torch.tensor(sizes, device=DEVICE)):
+        close(ops.grouped_mm(x, weight, counts)[sum(sizes) :], x.new_zeros(tail, width_out))
+    equals_reference(lambda x, w: ops.grouped_mm(x, w, torch.tensor(sizes)), x, weight)
+
+
+@kernel_settings
+@given(routings(), st.sampled_from(DTYPES))
+def test_gather_in_the_load_equals_permute_first(routing, dtype):
+    ids, num_experts = routing
+    sort = ops.sort_by_expert(ids, num_experts)
+    x, weight = randn(len(ids), 8, dtype=dtype), randn(num_experts, 8, 16, dtype=dtype, seed=1)
+    equals_reference(
+        lambda x, w: ops.grouped_mm(x, w, sort.tokens_per_expert_E, order_M=sort.order_M, inverse_TK=sort.inverse_TK),
+        x,
+        weight,
+    )
+
+
+def test_only_the_wanted_gradient_is_computed():
+    x, weight = randn(4, 8), randn(2, 8, 8, seed=1)
+    for leaf in (x, weight):
+        leaf.requires_grad_()
+        ops.grouped_mm(x, weight, [1, 3]).sum().backward()
+        assert leaf.grad is not None
+        leaf.grad = None
+        leaf.requires_grad_(False)
+    assert x.grad is None
+    assert weight.grad is None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the Triton bodies compute in fp32")
+def test_gradients_equal_finite_differences():
+    x, weight = (t.double().requires_grad_() for t in (randn(5, 3), randn(3, 3, 4, seed=1)))
+    torch.autograd.gradcheck(lambda x, w: ops.grouped_mm(x, w, [2, 0, 2]), (x, weight))
+    h, gate = (t.double().requires_grad_() for t in (randn(5, 4), randn(5, seed=1)))
+    for kind in ("gelu", "swiglu"):
+        torch.autograd.gradcheck(lambda h, g, kind=kind: ops.expert_activation(h, kind, g), (h, gate))
+
+
+@kernel_settings
+@given(
+    st.sampled_from(["gelu", "swiglu"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([(0, 4), (1, 2), (33, 24), (130, 6)]),
+    st.sampled_from(DTYPES),
+)
+def test_activation_equals_reference(kind, gated, recompute, shape, dtype):
+    h = randn(*shape, dtype=dtype) * 3
+    gate = randn(shape[0], seed=1).sigmoid() if gated else None
+    equals_reference(lambda h, g: ops.expert_activation(h, kind, g, recompute=recompute), h, gate)
+
+
+def test_recompute_keeps_h_only():
+    h, gate = randn(8, 4).requires_grad_(), randn(8, seed=1).requires_grad_()
+
+    def saved(recompute):
+        tensors = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
+            ops.expert_activation(h, "gelu", gate, recompute=recompute)
+        return len([t for t in tensors if t.dim() == 2])
+
+    assert saved(recompute=True) == 1
+    assert saved(recompute=False) == 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies bf16 wrongly")
+def test_autocast_casts_both_operands():
+    x, weight = randn(3, 8).requires_grad_(), randn(1, 8, 8, seed=1).requires_grad_()
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        y = ops.grouped_mm(x, weight, [3])
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad.dtype == weight.grad.dtype == torch.float32
+
+
+X, W = torch.zeros(4, 8), torch.zeros(2, 8, 6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.grouped_mm(X, W, [1, 2, 1]), "counts 3 slots, but weight has 2"),
+        (lambda: ops.grouped_mm(X, W, [3, 2]), "sum to 5, but x holds 4 rows"),
+        (lambda: ops.grouped_mm(X, W, [5, -1]), "counts are at least 0"),
+        (lambda: ops.grouped_mm(X, W, [1.0, 2.0]), "tokens_per_slot is torch.float32"),
+        (lambda: ops.grouped_mm(X[:, :7], W, [1, 2]), "x has 7 columns, but weight expects 8"),
+        (lambda: ops.grouped_mm(X, W.bfloat16(), [1, 2]), "weight is torch.bfloat16, but x is torch.float32"),
+        (lambda: ops.grouped_mm(X, W[0], [1, 2]), "weight has shape .* needs 3 dimensions"),
+        (lambda: ops.grouped_mm(X, W, [1, 2], order_M=torch.arange(3)), "give both or neither"),
+        (lambda: ops.expert_activation(X, "relu"), "'relu' does not exist: use one of gelu, swiglu"),
+        (lambda: ops.expert_activation(X[:, :7], "swiglu"), "halves its 7 columns"),
+        (lambda: ops.expert_activation(X, "gelu", torch.ones(3)), "3 gate weights do not fit 4 rows"),
+    ],
+)
+def test_wrong_input_is_one_sentence(call, message):
+    with pytest.raises(ConfigurationError, match=message):
+        call()
