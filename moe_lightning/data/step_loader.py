@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
@@ -159,6 +160,22 @@ class StepLoader:
         """Cut the same stream for another world; raises ConfigurationError as StepSampler.bind."""
         self.step_sampler.bind(rank=rank, world_size=world_size, num_micros=num_micros)
         self._moved()
+
+    def bind_to(self, trainer: Trainer) -> None:
+        """Take rank, world and accumulation from a Trainer; for training also its limit, and a fixed order to overfit.
+
+        Raises:
+            ConfigurationError: as `bind` and `limit_epoch`.
+        """
+        self.bind(rank=trainer.global_rank, world_size=trainer.world_size, num_micros=trainer.accumulate_grad_batches)
+        if not self.step_sampler.drop_last:
+            return
+        if getattr(trainer, "overfit_batches", 0):
+            self.step_sampler.shuffle = False
+        limit = trainer.limit_train_batches
+        whole_epoch = limit is None or (isinstance(limit, float) and limit == 1.0)
+        if not whole_epoch and limit and not getattr(trainer, "fast_dev_run", False):
+            self.limit_epoch(limit)
 
     def limit_epoch(self, limit_batches: int | float) -> None:
         """Let epochs end where Trainer(limit_train_batches=limit_batches) ends them: each begins a fresh permutation.

@@ -1,0 +1,269 @@
+"""Text turned into memory-mapped tokens once, split into a training and a held-out part.
+
+The cache is keyed by the files' names, sizes and modification times, the tokenizer and the split: looking an entry up
+costs a walk over the folder, never a second reading of the text, which every rank of a large run would have to pay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from moe_lightning.data.sources import (
+    TOKEN_DTYPES,
+    TextFile,
+    TextSpan,
+    TokenSpan,
+    fingerprint,
+    is_text,
+    is_token_file,
+    text_files,
+    token_file,
+    token_range,
+)
+from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, token_dtype, tokenizer_key
+from moe_lightning.errors import ConfigurationError
+
+_LAYOUT = 1  # raised when an entry's files change their meaning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Tokens on disk, ready to be mapped."""
+
+    name: str  # the source, as the user gave it
+    train: TokenSpan
+    val: TokenSpan
+    vocab_size: int
+    tokenizer: str  # "bytes", "bpe:SIZE" or a path; for token files what their vocabulary was checked against
+    num_files: int
+    size_bytes: int  # of the source's files
+
+    def summary(self) -> str:
+        """One line: files, size, tokens of both parts, vocabulary."""
+        return (
+            f"{self.name}: {self.num_files:,} files, {self.size_bytes / 1e6:.1f} MB, {self.train.count:,} training and "
+            f"{self.val.count:,} held-out tokens, vocabulary {self.vocab_size:,}"
+        )
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder: $XDG_CACHE_HOME/moe_lightning, or ~/.cache/moe_lightning."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_lightning"
+
+
+def prepare_corpus(
+    source: str | Path = "stdlib",
+    *,
+    cache_dir: str | Path | None = None,
+    tokenizer: str = "bytes",
+    val_fraction: float = 0.05,
+    seed: int = 0,
+    dtype: str | None = None,
+) -> Corpus:
+    """Find or build the memory-mapped tokens of a source; any number of processes may do so at once.
+
+    Args:
+        source: "stdlib", a UTF-8 text file, a folder or a glob of such files, or one token file: .bin (raw
+            little-endian integers of `dtype`) or .npy (one-dimensional integers).
+        cache_dir: where entries are built; `default_cache_dir()` if None. A token file is mapped where it lies.
+        tokenizer: "bytes", "bpe:SIZE" (trained on the training part, kept as tokenizer.json), or a tokenizer.json.
+            For a token file a tokenizer.json states the vocabulary; without one it is the largest token plus one
+            (256 for uint8).
+        val_fraction: held out, inside (0, 1): of several files about this fraction, chosen whole by a hash of
+            (seed, name), so that adding files moves no other; of a single file its end.
+        seed: another split of the same files.
+        dtype: of a .bin file: uint8, uint16 or uint32.
+
+    Raises:
+        ConfigurationError: whatever is wrong with these, in one sentence.
+    """
+    source, tokenizer = str(source), str(tokenizer)
+    if not isinstance(val_fraction, int | float) or not 0 < val_fraction < 1:
+        raise ConfigurationError(f"val_fraction={val_fraction!r} is outside (0, 1); hold out for example 0.05.")
+    if dtype is not None and dtype not in TOKEN_DTYPES:
+        raise ConfigurationError(
+            f"dtype={dtype!r} is not one of {TOKEN_DTYPES}; set the one the .bin was written with."
+        )
+    cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    if is_token_file(source):
+        return _token_corpus(source, cache, tokenizer, val_fraction, dtype)
+    if dtype is not None:
+        raise ConfigurationError(f"dtype={dtype!r} is for .bin files, but source={source!r} is text; leave dtype out.")
+    return _text_corpus(source, cache, tokenizer, val_fraction, seed)
+
+
+# ---------------------------------------------------------------------- token files
+
+
+def _token_corpus(source: str, cache: Path, tokenizer: str, val_fraction: float, dtype: str | None) -> Corpus:
+    if tokenizer.startswith("bpe:"):
+        raise ConfigurationError(
+            f"tokenizer={tokenizer!r} cannot be trained on {source!r}, which holds tokens already; leave it out, "
+            "or give the tokenizer.json the tokens were made with."
+        )
+    span = token_file(source, dtype)
+    held_out = round(span.count * val_fraction)
+    if not 0 < held_out < span.count:
+        raise ConfigurationError(
+            f"val_fraction={val_fraction} of the {span.count} tokens of {source!r} leaves a part empty; give more."
+        )
+    status = span.path.stat()
+    key = fingerprint((_LAYOUT, str(span.path.resolve()), status.st_size, status.st_mtime_ns, span.dtype))
+
+    def build(folder: Path) -> dict[str, Any]:
+        return dict(zip(("low", "high"), token_range(span), strict=True))
+
+    _, extremes = _cached(cache / key, build)
+    train, val = span.split(span.count - held_out)
+    return Corpus(
+        name=source,
+        train=train,
+        val=val,
+        vocab_size=_checked_vocab_size(source, span, tokenizer, extremes["low"], extremes["high"]),
+        tokenizer=tokenizer,
+        num_files=1,
+        size_bytes=status.st_size,
+    )
+
+
+def _checked_vocab_size(source: str, span: TokenSpan, tokenizer: str, low: int, high: int) -> int:
+    if tokenizer == "bytes":
+        vocab_size = 256 if np.dtype(span.dtype).itemsize == 1 else high + 1
+    else:
+        tokenizer_key(tokenizer)  # a spec that is no file is refused here
+        vocab_size = load_tokenizer(tokenizer, ()).vocab_size
+    if low < 0 or high >= vocab_size:
+        raise ConfigurationError(
+            f"{source!r} holds token {low if low < 0 else high}, outside the vocabulary of {vocab_size}; give the "
+            "tokenizer and dtype the tokens were made with."
+        )
+    return vocab_size
+
+
+# ---------------------------------------------------------------------- text
+
+
+def _text_corpus(source: str, cache: Path, tokenizer: str, val_fraction: float, seed: int) -> Corpus:
+    files = text_files(source)
+    described = tuple((file.name, file.size_bytes, file.mtime_ns) for file in files)
+    key = fingerprint((_LAYOUT, source == "stdlib", described, tokenizer_key(tokenizer), val_fraction, seed))
+
+    def build(folder: Path) -> dict[str, Any]:
+        kept = [file for file in files if is_text(file)] if source == "stdlib" else files
+        train, val = _split(kept, val_fraction, seed)
+        encoder = load_tokenizer(tokenizer, (chunk for span in train for chunk in span.chunks()))
+        encoder.save(folder)
+        return {
+            "vocab_size": encoder.vocab_size,
+            "train_tokens": _write_tokens(folder / "train.bin", train, encoder),
+            "val_tokens": _write_tokens(folder / "val.bin", val, encoder),
+            "num_files": len(kept),
+            "size_bytes": sum(file.size_bytes for file in kept),
+        }
+
+    folder, meta = _cached(cache / key, build)
+    dtype = token_dtype(meta["vocab_size"])
+    train, val = (
+        TokenSpan(path=folder / f"{part}.bin", dtype=dtype, offset_bytes=0, count=meta[f"{part}_tokens"])
+        for part in ("train", "val")
+    )
+    for span in (train, val):
+        if not span.path.is_file() or span.path.stat().st_size != span.count * np.dtype(dtype).itemsize:
+            raise ConfigurationError(f"The cached tokens {span.path} are damaged; delete the folder {folder}.")
+    return Corpus(
+        name=source,
+        train=train,
+        val=val,
+        vocab_size=meta["vocab_size"],
+        tokenizer=tokenizer,
+        num_files=meta["num_files"],
+        size_bytes=meta["size_bytes"],
+    )
+
+
+def _split(files: Sequence[TextFile], val_fraction: float, seed: int) -> tuple[list[TextSpan], list[TextSpan]]:
+    """Training and held-out spans; with two files or more both parts hold at least one of them."""
+    if len(files) == 1:
+        return _split_file(files[0], val_fraction)
+    places = {file: xxhash.xxh3_64_intdigest(f"{seed}:{file.name}".encode()) / 2**64 for file in files}
+    in_order = sorted(files, key=lambda file: places[file])
+    held_out = {file for file in in_order if places[file] < val_fraction} | {in_order[0]}
+    held_out.discard(in_order[-1])
+    spans = {file: TextSpan(path=file.path, start=0, stop=file.size_bytes) for file in files}
+    return [spans[f] for f in files if f not in held_out], [spans[f] for f in files if f in held_out]
+
+
+def _split_file(file: TextFile, val_fraction: float) -> tuple[list[TextSpan], list[TextSpan]]:
+    """Cut off the end, at the next start of a character."""
+    middle = file.size_bytes - round(file.size_bytes * val_fraction)
+    with file.path.open("rb") as text:
+        text.seek(middle)
+        middle += next((i for i, byte in enumerate(text.read(3)) if byte & 0xC0 != 0x80), 0)
+    if not 0 < middle < file.size_bytes:
+        raise ConfigurationError(
+            f"val_fraction={val_fraction} of the {file.size_bytes} bytes of {file.path} leaves a part empty; give more."
+        )
+    train = TextSpan(path=file.path, start=0, stop=middle)
+    return [train], [TextSpan(path=file.path, start=middle, stop=file.size_bytes)]
+
+
+def _write_tokens(path: Path, spans: Iterable[TextSpan], tokenizer: Tokenizer) -> int:
+    """Write the tokens of all spans, one after the other; returns how many."""
+    count = 0
+    with path.open("xb") as file:
+        for span in spans:
+            for chunk in span.chunks():
+                tokens = tokenizer.encode(chunk)
+                file.write(tokens.tobytes())
+                count += len(tokens)
+    return count
+
+
+# ---------------------------------------------------------------------- cache
+
+
+def _cached(entry: Path, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+    """The cache entry and its meta.json; a missing one is built in a private folder and renamed into place."""
+    if not entry.is_dir():
+        with _private_folder(entry.parent) as folder:
+            meta = build(folder)
+            (folder / "meta.json").write_text(json.dumps(meta))
+            try:
+                folder.rename(entry)
+            except OSError:
+                if not entry.is_dir():  # otherwise another process was first, with the same content
+                    raise
+    try:
+        return entry, dict(json.loads((entry / "meta.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"The cache entry {entry} is damaged ({error}); delete that folder.") from error
+
+
+@contextmanager
+def _private_folder(parent: Path) -> Iterator[Path]:
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".building-", dir=parent))
+    except OSError as error:
+        raise ConfigurationError(
+            f"The cache folder {parent} cannot be written ({error.strerror}); set cache_dir to a folder of yours."
+        ) from error
+    try:
+        yield folder
+    except OSError as error:
+        raise ConfigurationError(
+            f"Writing tokens to the cache folder {parent} failed ({error.strerror}); free space there or set cache_dir."
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

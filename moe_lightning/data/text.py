@@ -1,0 +1,190 @@
+"""Next-token prediction on a corpus: windows of tokens, and the LightningDataModule that serves them step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from moe_lightning.data.corpus import Corpus, prepare_corpus
+from moe_lightning.data.sources import TokenSpan
+from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.step_sampler import StepSampler
+from moe_lightning.errors import ConfigurationError
+
+
+class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
+    """Window i is the tokens [i*L, (i+1)*L] of a span: x [L] and, one token later, y [L], both int64.
+
+    Windows share only the token between them, so every token but the first is predicted exactly once.
+
+    Args:
+        span: tokens on disk; they are mapped here, and again in every worker process.
+        context_length: L.
+        max_windows: at most so many windows, spread evenly over the span.
+
+    Raises:
+        ConfigurationError: a length or number below one, or a span shorter than one window.
+    """
+
+    def __init__(self, span: TokenSpan, context_length: int, max_windows: int | None = None) -> None:
+        if context_length < 1:
+            raise ConfigurationError(f"context_length={context_length} is below 1; set it to the tokens of one sample.")
+        if max_windows is not None and max_windows < 1:
+            raise ConfigurationError(f"{max_windows} windows are less than one; leave the limit out for all of them.")
+        self.span = span
+        self.context_length = context_length
+        self._windows = (span.count - 1) // context_length
+        if self._windows < 1:
+            raise ConfigurationError(
+                f"{span.path} has {span.count} tokens for this part, fewer than one window of {context_length + 1} "
+                "(context_length + 1); lower context_length, give more text, or change val_fraction."
+            )
+        self._length = self._windows if max_windows is None else min(max_windows, self._windows)
+        self._tokens = span.open()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self._length:
+            raise IndexError(f"window {index} of {self._length}")
+        start = index * self._windows // self._length * self.context_length
+        window = torch.from_numpy(self._tokens[start : start + self.context_length + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the map: a memory map would be sent to a spawned worker as a copy of the whole file."""
+        return {name: value for name, value in self.__dict__.items() if name != "_tokens"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._tokens = self.span.open()
+
+
+class TextData(LightningDataModule):
+    """Text or tokens as training, held-out and prediction batches of a constant global size.
+
+    Args:
+        source: see `prepare_corpus`: "stdlib", text file, folder, glob, or .bin or .npy token file.
+        context_length: tokens of one sample.
+        global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
+        num_workers: DataLoader processes on each rank; slicing a memory map rarely needs any.
+        val_fraction: held out, inside (0, 1).
+        val_samples: at most so many held-out windows, spread evenly; None for all.
+        tokenizer: "bytes", "bpe:SIZE" or the path of a tokenizer.json.
+        cache_dir: where tokens are kept; the user's cache folder if None.
+        seed: of the split and of the order of the samples.
+        dtype: of a .bin source.
+
+    Raises:
+        ConfigurationError: from the constructor for sizes; from `prepare_data`, `setup`, `vocab_size` for the source.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str = "stdlib",
+        context_length: int = 128,
+        global_batch_size: int = 32,
+        num_workers: int = 0,
+        val_fraction: float = 0.05,
+        val_samples: int | None = None,
+        tokenizer: str = "bytes",
+        cache_dir: str | Path | None = None,
+        seed: int = 0,
+        dtype: str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("context_length", context_length, 1),
+            ("global_batch_size", global_batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("val_samples", 1 if val_samples is None else val_samples, 1),
+            ("seed", seed, 0),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigurationError(f"{name}={value!r} is not an integer of at least {least}; set it to one.")
+        self.context_length = context_length
+        self.global_batch_size = global_batch_size
+        self.num_workers = num_workers
+        self.val_samples = val_samples
+        self.seed = seed
+        self._source: dict[str, Any] = {
+            "source": source,
+            "cache_dir": cache_dir,
+            "tokenizer": tokenizer,
+            "val_fraction": val_fraction,
+            "seed": seed,
+            "dtype": dtype,
+        }
+        self._corpus: Corpus | None = None
+
+    # ------------------------------------------------------------------ what the text is
+
+    @property
+    def corpus(self) -> Corpus:
+        """The tokens, built at the first use."""
+        if self._corpus is None:
+            self._corpus = prepare_corpus(**self._source)
+        return self._corpus
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens a model must tell apart."""
+        return self.corpus.vocab_size
+
+    def summary(self) -> str:
+        """One line about the text."""
+        return self.corpus.summary()
+
+    # ------------------------------------------------------------------ Lightning's hooks
+
+    def prepare_data(self) -> None:
+        """Build the tokens, once on every node; other ranks then find them."""
+        prepare_corpus(**self._source)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Map the tokens."""
+        self._train = TokenWindows(self.corpus.train, self.context_length)
+        self._val = TokenWindows(self.corpus.val, self.context_length, self.val_samples)
+
+    def train_dataloader(self) -> StepLoader:
+        """Endless permuted epochs of whole steps."""
+        return self._loader(self._train, training=True)
+
+    def val_dataloader(self) -> StepLoader:
+        """Every held-out window once."""
+        return self._loader(self._val, training=False)
+
+    def test_dataloader(self) -> StepLoader:
+        """The held-out windows again: a corpus has two parts."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> StepLoader:
+        """The held-out windows, in order."""
+        return self.val_dataloader()
+
+    def _loader(self, windows: TokenWindows, *, training: bool) -> StepLoader:
+        sampler = StepSampler(
+            num_samples=len(windows),
+            global_batch_size=self.global_batch_size,
+            seed=self.seed,
+            shuffle=training,
+            drop_last=training,
+        )
+        loader = StepLoader(
+            windows,
+            sampler,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+        if self.trainer is not None:
+            loader.bind_to(self.trainer)
+        return loader
