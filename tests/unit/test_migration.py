@@ -1,0 +1,134 @@
+"""Node mapping and transfer schedules against brute force, and the promise that alignment keeps the plan."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from moe_lightning.algorithms.assignment import greedy_assignment, optimal_assignment
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.migration import (
+    Transfer,
+    align_placements,
+    held_states,
+    missing_states,
+    plan_migration,
+)
+from moe_lightning.algorithms.placement import Placement, uniform_placement
+from moe_lightning.errors import ConfigurationError
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    cost=st.integers(1, 6).flatmap(lambda n: hnp.arrays(np.int64, (n, n), elements=st.integers(0, 12))),
+)
+def test_assignment_is_optimal(cost: np.ndarray) -> None:
+    n = len(cost)
+    columns, greedy = optimal_assignment(cost), greedy_assignment(cost)
+    assert sorted(columns) == sorted(greedy) == list(range(n))
+    best = min(cost[np.arange(n), list(order)].sum() for order in permutations(range(n)))
+    assert cost[np.arange(n), columns].sum() == best
+    assert cost[np.arange(n), greedy].sum() >= best
+
+
+def test_assignment_of_many() -> None:
+    rng = np.random.default_rng(0)
+    hidden = rng.permutation(60)
+    cost = rng.integers(1, 100, (60, 60))
+    cost[np.arange(60), hidden] = 0
+    assert (optimal_assignment(cost) == hidden).all()
+
+
+def test_greedy_takes_the_cheapest_pair_first() -> None:
+    cost = np.array([[0, 1], [1, 9]])
+    assert greedy_assignment(cost).tolist() == [0, 1]
+    assert optimal_assignment(cost).tolist() == [1, 0]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[np.ndarray, list[Placement], Cluster]:
+    nodes, ranks_per_node = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    num_ranks, layers, experts = nodes * ranks_per_node, draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    shape = (layers, experts, num_ranks)
+    tables = draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 2)))
+    tables[..., 0] = np.maximum(tables[..., 0], tables.sum(axis=2) == 0)
+    held = draw(hnp.arrays(np.bool_, shape))
+    return held, [Placement(replicas=table) for table in tables], Cluster.of(num_ranks, 5, ranks_per_node)
+
+
+@settings(deadline=None, max_examples=100)
+@given(world=worlds())
+def test_alignment_renames_ranks_within_renamed_nodes_and_optimal_moves_least(
+    world: tuple[np.ndarray, list[Placement], Cluster],
+) -> None:
+    held, planned, cluster = world
+    moved = {}
+    for method in ("none", "greedy", "optimal"):
+        aligned = align_placements(held, planned, cluster, method)
+        for before, after in zip(planned, aligned, strict=True):
+            by_node = [sorted(map(tuple, cluster.by_node(p.replicas).T)) for p in (before, after)]
+            assert by_node[0] == by_node[1]
+            assert sorted(map(tuple, before.replicas.T)) == sorted(map(tuple, after.replicas.T))
+        node_held = np.stack([cluster.by_node(layer.astype(np.int64)) > 0 for layer in held])
+        needed = np.stack([cluster.by_node(p.replicas) > 0 for p in aligned])
+        moved[method] = int((needed & ~node_held).sum())
+    nodes = range(cluster.num_nodes)
+    plan = np.stack([cluster.by_node(p.replicas) > 0 for p in planned])
+    assert moved["optimal"] == min(int((plan[..., list(o)] & ~node_held).sum()) for o in permutations(nodes))
+    assert moved["optimal"] <= min(moved["greedy"], moved["none"])
+
+
+def test_cost_counts_what_the_planned_node_needs_and_the_node_lacks() -> None:
+    held = np.array([[[True, False], [False, False]]])
+    needed = np.array([[[True, False], [True, True]]])
+    assert missing_states(held, needed).tolist() == [[1, 1], [2, 1]]
+
+
+def test_nodes_become_planned_nodes_of_their_size() -> None:
+    cluster = Cluster(node_of=(0, 0, 1), slots_per_rank=2)
+    planned = [Placement(replicas=np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1]]))]
+    held = np.array([[[False, False, True], [False, False, False], [True, True, False]]])
+    assert align_placements(held, planned, cluster)[0].replicas[2].tolist() == [0, 0, 1]
+
+
+@settings(deadline=None, max_examples=100)
+@given(world=worlds())
+def test_every_missing_state_arrives_once_from_a_holder(world: tuple[np.ndarray, list[Placement], Cluster]) -> None:
+    held, planned, _ = world
+    migration = plan_migration(held, planned)
+    after = held.copy()
+    for transfer in migration.transfers:
+        assert held[transfer.layer, transfer.expert, transfer.source]
+        assert not after[transfer.layer, transfer.expert, transfer.target]
+        after[transfer.layer, transfer.expert, transfer.target] = True
+    for layer, expert in migration.lost:
+        assert not held[layer, expert].any()
+        after[layer, expert] = True
+    assert (after | ~held_states(planned)).all()
+    assert migration.sends().sum() == migration.receives().sum() == len(migration.transfers)
+    busiest = max(migration.sends().max(), migration.receives().max())
+    assert migration.predicted_s(100, 50.0) == pytest.approx(2.0 * busiest)
+
+
+def test_sources_take_turns_and_rare_experts_choose_first() -> None:
+    held = np.array([[[1, 1, 0, 0], [1, 0, 0, 0]]], dtype=np.bool_)
+    planned = [Placement(replicas=np.array([[1, 1, 1, 0], [1, 0, 0, 1]]))]
+    migration = plan_migration(held, planned)
+    assert migration.transfers == (
+        Transfer(layer=0, expert=1, source=0, target=3),
+        Transfer(layer=0, expert=0, source=1, target=2),
+    )
+    assert plan_migration(held_states(planned), planned).predicted_s(10, 1.0, latency_s=5.0) == 0.0
+
+
+def test_wrong_input_is_one_sentence() -> None:
+    planned = [uniform_placement(4, 2)]
+    with pytest.raises(ConfigurationError, match="'best' is unknown"):
+        align_placements(held_states(planned), planned, Cluster.of(2, 2), "best")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="do not fit 3 ranks"):
+        align_placements(held_states(planned), planned, Cluster.of(3, 2))
