@@ -32,15 +32,13 @@ def collect_on_root(tensors: Mapping[str, Tensor], world: World) -> dict[str, Te
 def all_gather_json(value: object, world: World) -> list[list[list[object]]]:
     """Every rank's JSON value, in rank order."""
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(world.device)
-    sizes = torch.empty(world.size, dtype=torch.int64, device=world.device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([payload.numel()], device=world.device), group=world.background)
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=world.device)
+    sizes = torch.empty(world.size, 1, dtype=torch.int64, device=world.device)
+    dist.all_gather(list(sizes.unbind()), torch.tensor([payload.numel()], device=world.device), group=world.background)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=world.device)
     padded[: payload.numel()] = payload
-    gathered = torch.empty(world.size * longest, dtype=torch.uint8, device=world.device)
-    dist.all_gather_into_tensor(gathered, padded, group=world.background)
-    rows = gathered.view(world.size, longest).cpu()
-    return [json.loads(bytes(rows[rank, : int(sizes[rank])].tolist())) for rank in range(world.size)]
+    rows = padded.new_empty(world.size, padded.numel())
+    dist.all_gather(list(rows.unbind()), padded, group=world.background)
+    return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows.cpu(), sizes, strict=True)]
 
 
 def _collect_dtype(tensors: Mapping[str, Tensor], listings: list[list[list[object]]], dtype: str, world: World) -> dict[str, Tensor]:

@@ -38,9 +38,9 @@ def all_gather_counts(counts_E: Tensor, world: World) -> Tensor:
     """Every rank's counts, [N, E] int64, on the host; the one extra collective of a layer."""
     if world.size == 1:
         return counts_E.unsqueeze(0).cpu()
-    gathered = torch.empty(world.size * counts_E.numel(), dtype=counts_E.dtype, device=counts_E.device)
-    dist.all_gather_into_tensor(gathered, counts_E.contiguous(), group=world.compute)
-    return gathered.view(world.size, -1).cpu()
+    gathered_NE = counts_E.new_empty(world.size, counts_E.numel())
+    dist.all_gather(list(gathered_NE.unbind()), counts_E.contiguous(), group=world.compute)
+    return gathered_NE.cpu()
 
 
 class PendingExchange:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import Activation
 from moe_lightning.modules.router import RouterConfig
@@ -65,8 +65,7 @@ class GPTConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        if isinstance(self.router, Mapping):
-            object.__setattr__(self, "router", RouterConfig(**self.router))
+        object.__setattr__(self, "router", build_config(RouterConfig, self.router))
         for name in ("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "moe_every"):
             self._at_least(name, 1)
         for name in ("num_experts", "num_dense_layers", "num_shared_experts"):

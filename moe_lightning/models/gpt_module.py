@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
+from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
@@ -88,8 +89,8 @@ class GPTModule(pl.LightningModule):
         self, config: GPTConfig | Mapping[str, Any], optimizer: OptimizerConfig | Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
-        self.config = config if isinstance(config, GPTConfig) else GPTConfig(**config)
-        self.optimizer_config = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(**(optimizer or {}))
+        self.config = build_config(GPTConfig, config)
+        self.optimizer_config = build_config(OptimizerConfig, optimizer)
         # Plain values only: a checkpoint must load without unpickling classes.
         self.save_hyperparameters({"config": asdict(self.config), "optimizer": asdict(self.optimizer_config)})
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moe_lightning.config import build_config
 from moe_lightning.comm.dispatcher import Dispatcher
 from moe_lightning.modules.experts import Activation, Experts
 from moe_lightning.modules.feed_forward import FeedForward
@@ -65,7 +66,7 @@ class MoELayer(nn.Module):
         down_init_std: float | None = None,
     ) -> None:
         super().__init__()
-        config = router if isinstance(router, RouterConfig) else RouterConfig(**(router or {}))  # type: ignore[arg-type]
+        config = build_config(RouterConfig, router)
         self.experts = Experts(
             num_experts, d_model, d_expert, activation=activation, bias=bias, init_std=init_std, down_init_std=down_init_std
         )

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
+from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.forced_routing import ForcedRouting, Popularity, sample_experts
 from moe_lightning.modules.stream import SampleStream
@@ -63,6 +64,8 @@ class RouterConfig:
     forced: ForcedRouting | None = None
 
     def __post_init__(self) -> None:
+        if self.forced is not None:
+            object.__setattr__(self, "forced", build_config(ForcedRouting, self.forced))
         if self.top_k < 1:
             raise ConfigurationError(f"top_k={self.top_k} must be at least 1")
         for name, allowed in (

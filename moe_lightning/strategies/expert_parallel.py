@@ -14,7 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -35,6 +34,7 @@ from moe_lightning.checkpoint.full_state import (
     load_local_optimizer_state,
     local_model_state,
 )
+from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
 from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
 from moe_lightning.comm.world import World, broadcast_, join_launched_world
@@ -214,7 +214,7 @@ class ExpertParallelStrategy(DDPStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        self.model.register_comm_hook(None, _sum_over_ranks)
+        self.model.register_comm_hook(None, sum_over_ranks)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -295,9 +295,11 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
-        """As in DDP, but inside a training step the mean over ranks is the mean over the samples of the micro-batch."""
+        """As in DDP, but inside a step the mean over ranks is the mean over the samples of the micro-batch, and integers have exact means."""
         is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg", "reduceop.avg")
         here = self._slice
+        if isinstance(tensor, Tensor) and is_mean and not tensor.is_floating_point():
+            tensor = tensor.double()  # DDP would cut the fraction, and with it Lightning's counts of samples
         if isinstance(tensor, Tensor) and is_mean and here is not None and group is None and self.world.size > 1:
             return super().reduce(tensor * (here.count / here.micro_total), group, "sum")
         return super().reduce(tensor, group, reduce_op)
@@ -446,12 +448,6 @@ def _identical_buffers(module: nn.Module) -> list[str]:
     """Buffers of our own layers: every rank computes the same values, so DDP need not broadcast them before each forward pass."""
     ours = [f"{name}." for name, m in module.named_modules() if type(m).__module__.startswith("moe_lightning.")]
     return [name for name, _ in module.named_buffers() if any(name.startswith(prefix) for prefix in ours)]
-
-
-def _sum_over_ranks(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's all-reduce without its division: the loss of each rank is already its share of the global mean."""
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
 
 
 def _read_placement(source: str | Sequence[Any]) -> tuple[object, str]:

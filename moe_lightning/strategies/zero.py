@@ -35,7 +35,7 @@ class DenseOptimizerShards:
 
     @torch.no_grad()
     def spread_updates(self) -> None:
-        """After a step: every rank gets the owner's values."""
+        """After a step: every rank gets the owner's values; gradients that no optimizer of this rank will clear are dropped."""
         for dtype in sorted({p.dtype for p in self.owners}, key=str):
             for owner in range(self._world.size):
                 mine = [p for p, rank in self.owners.items() if rank == owner and p.dtype == dtype]
@@ -46,3 +46,4 @@ class DenseOptimizerShards:
                 if owner != self._world.rank:
                     for parameter, values in zip(mine, flat.split([p.numel() for p in mine]), strict=True):
                         parameter.copy_(values.view_as(parameter))
+                        parameter.grad = None

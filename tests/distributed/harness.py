@@ -1,0 +1,89 @@
+"""Runs a function on several gloo ranks in real processes, in a fraction of a second.
+
+Ranks are forked from a server process that has torch and Lightning imported but has never run them, so a world starts in about 0.1 s. Each world
+meets in a file store of its own: no ports are chosen by the tests.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["lightning.pytorch", "moe_lightning.strategies", "torch.distributed"])
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not finish in time."""
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """function(rank, world_size, *args) on every rank of a gloo world; the results in rank order.
+
+    The function must be importable (defined at the top level of a module); results are pickled.
+
+    Raises:
+        RankFailure: with the traceback of the first rank that failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="moe-ranks-") as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            receiver, sender = _FORKS.Pipe(duplex=False)
+            process = _FORKS.Process(target=_rank_main, args=(rank, world_size, folder, sender, function, args), daemon=True)
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(pipes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.join(timeout=5.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    pending = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailure(f"ranks {sorted(pending.values())} did not finish in time")
+        for pipe in ready:
+            rank = pending.pop(pipe)  # type: ignore[arg-type]
+            try:
+                ok, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise RankFailure(f"rank {rank} died without a word") from None
+            if not ok:
+                raise RankFailure(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(rank: int, world_size: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    try:
+        if world_size > 1:
+            store = dist.FileStore(str(Path(folder) / "store"), world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        pipe.send((True, function(rank, world_size, *args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)  # no atexit handlers: a failed peer must not hold this rank up

@@ -1,0 +1,152 @@
+"""Small trainings that the distributed tests run on every rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from moe_lightning import ExpertParallelStrategy, GPTConfig, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
+from moe_lightning.modules.moe_layer import moe_layers
+
+
+class RandomTokens(Dataset[tuple[Tensor, Tensor]]):
+    """Learnable sequences: token i + 1 follows token i by a fixed rule, with some noise, from the index alone."""
+
+    def __init__(self, size: int = 96, length: int = 16, vocab: int = 64) -> None:
+        self.size, self.length, self.vocab = size, length, vocab
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        start = torch.randint(self.vocab, (1,), generator=generator)
+        noise = torch.randint(0, 3, (self.length + 1,), generator=generator)
+        ids = (start + 3 * torch.arange(self.length + 1) + noise) % self.vocab
+        return ids[:-1], ids[1:]
+
+
+class Recorder(pl.Callback):
+    """Keeps the global loss of every step and every validation."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.validations: list[float] = []
+        self.gradient_norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train/loss"]))
+        norm = trainer.strategy.last_gradient_norm  # type: ignore[attr-defined]
+        if trainer.global_step > len(self.gradient_norms):
+            self.gradient_norms.append(float(norm))
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if "val/loss" in trainer.callback_metrics and not trainer.sanity_checking:
+            self.validations.append(float(trainer.callback_metrics["val/loss"]))
+
+
+class OwnModule(pl.LightningModule):
+    """A user's module: one MoE layer between two linear ones, built in __init__, so with all experts at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.moe = MoELayer(32, 48, num_experts=6, router={"top_k": 2})
+        self.out = nn.Linear(32, 64)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.embed(x)
+        loss = nn.functional.cross_entropy(self.out(h + self.moe(h)).flatten(0, 1), y.flatten())
+        self.log("train/loss", loss, sync_dist=True)
+        return loss + auxiliary_loss(self)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def quiet() -> None:
+    """Keep Lightning's notes about small trainings out of the test log."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning.pytorch.*")
+
+
+TINY = {
+    "vocab_size": 64,
+    "context_length": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "d_model": 32,
+    "d_hidden": 48,
+    "num_experts": 6,
+    "moe_every": 1,
+}
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    model: dict[str, Any] | None = None,
+    own_module: bool = False,
+    strategy: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    batch_size: int = 12,
+    dataset_size: int = 96,
+    steps: int = 20,
+    ckpt_path: str | None = None,
+    save_to: str | None = None,
+    validate: bool = False,
+) -> dict[str, Any]:
+    """Train a tiny model and return losses, replica checks and the full state (rank 0)."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1", NODE_RANK="0"
+    )
+    quiet()
+    pl.seed_everything(7, verbose=False)
+    module: pl.LightningModule = OwnModule() if own_module else GPTModule(TINY | (model or {}), OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"))
+    recorder = Recorder()
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": world_size,
+        "max_steps": steps,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "gradient_clip_val": 1.0,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+    } | (trainer or {})
+    chosen = ExpertParallelStrategy(**(strategy or {}))
+    fit = pl.Trainer(strategy=chosen, plugins=[LightningEnvironment()], callbacks=[recorder], **options)
+    loader = DataLoader(RandomTokens(dataset_size), batch_size=batch_size, shuffle=True)
+    held_out = DataLoader(RandomTokens(30), batch_size=10) if validate else None
+    fit.fit(module, loader, held_out, ckpt_path=ckpt_path)
+    if save_to is not None:
+        fit.save_checkpoint(save_to)
+    state = chosen.lightning_module_state_dict()
+    return {
+        "losses": recorder.losses,
+        "validations": recorder.validations,
+        "gradient_norms": recorder.gradient_norms,
+        "state": {name: tensor.numpy() for name, tensor in state.items()},
+        "replicas": replicas_of(module),
+    }
+
+
+def replicas_of(module: nn.Module) -> dict[str, dict[int, bytes]]:
+    """The raw bytes of every expert this rank holds, by layer and parameter."""
+    return {
+        f"{index}/{name}": {e: p[slot].detach().numpy().tobytes() for slot, e in enumerate(layer.experts.slot_experts)}
+        for index, layer in enumerate(moe_layers(module))
+        for name, p in layer.experts.stacked_parameters().items()
+    }
