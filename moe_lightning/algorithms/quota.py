@@ -1,23 +1,58 @@
 """How many tokens of each expert every holder computes: balanced over ranks, in integers, the same on every rank.
 
-An equal split per replica balances each expert for itself; ranks that hold two hot experts stay overloaded. Here the holders of an expert
-share its tokens in proportion to a weight per rank, and the weights fall on overloaded ranks and rise on idle ones (multiplicative
-weights) until the busiest rank no longer improves. The search runs on the list of (expert, rank) pairs, not on the dense table, and in
-fixed-point integers, so that every rank of a heterogeneous cluster finds the same numbers.
+An equal split per replica balances each expert for itself; ranks that hold two hot experts stay overloaded. Here the
+holders of an expert share its tokens in proportion to a weight per rank, and the weights fall on overloaded ranks and
+rise on idle ones (multiplicative weights); the best split met is kept. The search runs on the list of (expert, rank)
+pairs, not on the dense table, and in fixed-point integers, so that every rank of a heterogeneous cluster finds the same
+numbers.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.errors import ConfigurationError
 
-_ONE = np.int64(1 << 20)
-"""Fixed-point unit of the weights: products with token counts up to 2^31 and a few hundred holders stay inside int64."""
+_ONE = 1 << 20
+"""Fixed-point unit of the weights."""
 
 _ROUNDS = 48
 _GOOD_ENOUGH = 1.002
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pairs:
+    """The (expert, rank) pairs of a placement in expert-major order; all int64 [pairs] unless said otherwise.
+
+    Attributes:
+        experts, ranks: of each pair.
+        shares: replicas of the pair.
+        demand: tokens of the pair's expert.
+        starts: [experts with a holder], the first pair of each.
+        segment: which of these experts the pair belongs to.
+    """
+
+    experts: IntArray
+    ranks: IntArray
+    shares: IntArray
+    demand: IntArray
+    starts: IntArray
+    segment: IntArray
+
+    def split(self, pull: IntArray) -> IntArray:
+        """Tokens of each pair in proportion to its pull, by cumulative rounding: pair j gets
+        floor(t * cum[j+1] / sum) - floor(t * cum[j] / sum), so that the pairs of an expert sum exactly."""
+        upto = np.cumsum(pull)
+        base = (upto - pull)[self.starts]
+        norm = np.maximum(np.add.reduceat(pull, self.starts), 1)[self.segment]
+        upto -= base[self.segment]
+        bound = self.demand * upto // norm
+        before = np.concatenate(([0], bound[:-1]))
+        before[self.starts] = 0
+        return bound - before
 
 
 def equal_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
@@ -33,9 +68,8 @@ def equal_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
     Raises:
         ConfigurationError: an expert has tokens but no replica.
     """
-    _check(tokens, replicas)
-    experts, ranks = np.nonzero(replicas)
-    return _round(tokens, experts, ranks, replicas[experts, ranks], replicas.shape)
+    pairs = _pairs(tokens, replicas)
+    return _dense(pairs, pairs.split(pairs.shares), replicas.shape)
 
 
 def balanced_quota(tokens: IntArray, replicas: IntArray, rounds: int = _ROUNDS) -> IntArray:
@@ -44,7 +78,7 @@ def balanced_quota(tokens: IntArray, replicas: IntArray, rounds: int = _ROUNDS) 
     Args:
         tokens: int64 [E], tokens of each expert over the whole dispatch group, each below 2^31.
         replicas: int64 [E, N].
-        rounds: most rounds of multiplicative weights; fewer are used once the busiest rank is within 0.2 percent of the mean.
+        rounds: most rounds of multiplicative weights; they end once the busiest rank is within 0.2 percent of the mean.
 
     Returns:
         int64 [E, N] with row sums `tokens` and zeros where `replicas` is zero. Never worse than `equal_quota`.
@@ -52,53 +86,64 @@ def balanced_quota(tokens: IntArray, replicas: IntArray, rounds: int = _ROUNDS) 
     Raises:
         ConfigurationError: an expert has tokens but no replica.
     """
-    _check(tokens, replicas)
-    num_experts, num_ranks = replicas.shape
-    experts, ranks = np.nonzero(replicas)
-    shares = replicas[experts, ranks]
-    best = _round(tokens, experts, ranks, shares, replicas.shape)
-    if len(experts) == num_experts or num_ranks == 1:
-        return best  # one holder each: nothing to choose
-    total = int(tokens.sum())
-    mean = max(1, -(-total // num_ranks))
-    best_load = int(best.sum(axis=0).max())
-    weights = np.full(num_ranks, _ONE)
-    demand = tokens[experts]
+    pairs = _pairs(tokens, replicas)
+    num_ranks = replicas.shape[1]
+    equal = pairs.split(pairs.shares)
+    if len(pairs.starts) == len(pairs.experts) or num_ranks == 1:
+        return _dense(pairs, equal, replicas.shape)  # one holder each: nothing to choose
+    mean = max(1, -(-int(tokens.sum()) // num_ranks))
+    balanced = pairs.split(_balancing_pull(pairs, num_ranks, mean, rounds))
+    best = min(balanced, equal, key=lambda quota: int(_load(pairs, quota, num_ranks).max()))
+    return _dense(pairs, best, replicas.shape)
+
+
+def _balancing_pull(pairs: _Pairs, num_ranks: int, mean: int, rounds: int) -> IntArray:
+    """weight of the rank * shares of the pair, for the best weights found."""
+    # Products of a weight with an expert's tokens, summed over its holders, must stay inside int64.
+    largest = int((np.add.reduceat(pairs.shares, pairs.starts) * pairs.demand[pairs.starts]).max())
+    one = max(1, min(_ONE, (1 << 62) // max(1, largest)))
+    weights = np.full(num_ranks, one)
+    best_pull, best_load = pairs.shares, np.iinfo(np.int64).max
     for _ in range(rounds):
-        if best_load <= mean * _GOOD_ENOUGH:
+        pull = weights[pairs.ranks] * pairs.shares
+        norm = np.add.reduceat(pull, pairs.starts)
+        load = _load(pairs, pairs.demand * pull // norm[pairs.segment], num_ranks)
+        busiest = int(load.max())
+        if busiest < best_load:
+            best_pull, best_load = pull, busiest
+        if busiest <= mean * _GOOD_ENOUGH:
             break
-        pull = weights[ranks] * shares
-        norm = np.bincount(experts, weights=pull, minlength=num_experts).astype(np.int64)  # exact: below 2^53
-        flow = demand * pull // np.maximum(norm[experts], 1)
-        load = np.bincount(ranks, weights=flow, minlength=num_ranks).astype(np.int64)
         weights = weights * mean // np.maximum(load, max(1, mean // 64))
-        weights = np.maximum(weights * _ONE // max(1, int(weights.max())), 1)
-        quota = _round(tokens, experts, ranks, weights[ranks] * shares, replicas.shape)
-        quota_load = int(quota.sum(axis=0).max())
-        if quota_load < best_load:
-            best, best_load = quota, quota_load
-    return best
+        weights = np.maximum(weights * one // max(1, int(weights.max())), 1)
+    return best_pull
 
 
-def _check(tokens: IntArray, replicas: IntArray) -> None:
+def _pairs(tokens: IntArray, replicas: IntArray) -> _Pairs:
     if tokens.shape != replicas.shape[:1]:
         raise ConfigurationError(f"{len(tokens)} token counts do not fit a placement of {len(replicas)} experts")
-    homeless = np.flatnonzero((tokens > 0) & (replicas.sum(axis=1) == 0))
-    if homeless.size:
-        expert = int(homeless[0])
+    experts, ranks = np.divmod(np.flatnonzero(replicas != 0), replicas.shape[1])
+    held, starts = np.unique(experts, return_index=True)
+    homeless = tokens > 0
+    homeless[held] = False
+    if homeless.any():
+        expert = int(homeless.argmax())
         raise ConfigurationError(f"expert {expert} has {tokens[expert]} tokens but no replica: place it on a rank")
+    return _Pairs(
+        experts=experts,
+        ranks=ranks,
+        shares=replicas[experts, ranks],
+        demand=tokens[experts],
+        starts=starts,
+        segment=np.repeat(np.arange(len(held)), np.diff(starts, append=len(experts))),
+    )
 
 
-def _round(tokens: IntArray, experts: IntArray, ranks: IntArray, pull: IntArray, shape: tuple[int, ...]) -> IntArray:
-    """Cumulative rounding: entry j gets floor(t * cum_{j+1} / sum) - floor(t * cum_j / sum), so that rows sum exactly."""
-    upto = np.cumsum(pull)
-    last = np.searchsorted(experts, np.arange(shape[0]), side="right")
-    ends = np.where(last > 0, upto[last - 1], 0)
-    base = np.concatenate(([0], ends[:-1]))
-    norm = np.maximum(ends - base, 1)[experts]
-    demand = tokens[experts]
-    high = demand * (upto - base[experts]) // norm
-    low = demand * (upto - pull - base[experts]) // norm
+def _load(pairs: _Pairs, tokens: IntArray, num_ranks: int) -> IntArray:
+    """int64 [N]: tokens on each rank; bincount sums in doubles, exactly below 2^53."""
+    return np.bincount(pairs.ranks, weights=tokens, minlength=num_ranks).astype(np.int64)
+
+
+def _dense(pairs: _Pairs, tokens: IntArray, shape: tuple[int, ...]) -> IntArray:
     quota = np.zeros(shape, dtype=np.int64)
-    quota[experts, ranks] = high - low
+    quota[pairs.experts, pairs.ranks] = tokens
     return quota
