@@ -63,14 +63,12 @@ class StepLoader:
         self.dataset = dataset
         self.step_sampler = sampler
         self.current: StepSlice | None = None
-        # Lightning's prediction writers read the indices from this wrapper; training would only pile them up.
-        self.batch_sampler = None if sampler.drop_last else _IndexBatchSamplerWrapper(sampler)
+        # A Trainer announces epochs to batch_sampler.sampler; its prediction writers read indices from its own wrapper.
+        self.batch_sampler: Any = sampler if sampler.drop_last else _IndexBatchSamplerWrapper(sampler)
         self._own_generator = None
         if options.get("generator") is None:
             options["generator"] = self._own_generator = torch.Generator()
-        batches: Any = sampler if self.batch_sampler is None else self.batch_sampler
-        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=batches, **options)
-        self._moves = 0  # how often the position or the world was set from outside
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.batch_sampler, **options)
 
     @classmethod
     def from_dataloader(
@@ -118,7 +116,7 @@ class StepLoader:
     # ------------------------------------------------------------------ iteration
 
     def __len__(self) -> int:
-        """Micro-batches in a whole epoch, also under `limit_epoch` (the Trainer applies its limit to this itself)."""
+        """Micro-batches in a whole epoch."""
         return len(self.step_sampler)
 
     def __iter__(self) -> Iterator[Any]:
@@ -130,14 +128,15 @@ class StepLoader:
             yield from self._until_moved()
 
     def _until_moved(self) -> Iterator[Any]:
-        sampler, moves = self.step_sampler, self._moves
+        sampler = self.step_sampler
+        moves = sampler.moves
         if self._own_generator is not None:
             self._own_generator.manual_seed(mixed_seed(sampler.seed, sampler.rank, sampler.consumed))
         for batch in self._loader:
             self.current = sampler.slice_at(sampler.consumed)
             sampler.consumed += self.current.micro_total
             yield batch
-            if self._moves != moves:
+            if sampler.moves != moves:
                 return
 
     @property
@@ -154,51 +153,37 @@ class StepLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position; raises ConfigurationError as StepSampler.load_state_dict."""
         self.step_sampler.load_state_dict(state_dict)
-        self._moved()
+        self.current = None
 
     def bind(self, *, rank: int | None = None, world_size: int | None = None, num_micros: int | None = None) -> None:
         """Cut the same stream for another world; raises ConfigurationError as StepSampler.bind."""
         self.step_sampler.bind(rank=rank, world_size=world_size, num_micros=num_micros)
-        self._moved()
+        self.current = None
 
     def bind_to(self, trainer: Trainer) -> None:
-        """Take rank, world and accumulation from a Trainer; for training also its limit, and a fixed order to overfit.
+        """Take rank, world and accumulation from a Trainer; to overfit batches, training keeps them in a fixed order.
 
         Raises:
-            ConfigurationError: as `bind` and `limit_epoch`.
+            ConfigurationError: as `bind`, or the Trainer's limit_train_batches ends inside a step, whose batch would be
+                smaller than the others.
         """
         self.bind(rank=trainer.global_rank, world_size=trainer.world_size, num_micros=trainer.accumulate_grad_batches)
         if not self.step_sampler.drop_last:
             return
         if getattr(trainer, "overfit_batches", 0):
             self.step_sampler.shuffle = False
-        limit = trainer.limit_train_batches
-        whole_epoch = limit is None or (isinstance(limit, float) and limit == 1.0)
-        if not whole_epoch and limit and not getattr(trainer, "fast_dev_run", False):
-            self.limit_epoch(limit)
+        if not getattr(trainer, "fast_dev_run", False):
+            self._check_limit(trainer.limit_train_batches)
 
-    def limit_epoch(self, limit_batches: int | float) -> None:
-        """Let epochs end where Trainer(limit_train_batches=limit_batches) ends them: each begins a fresh permutation.
-
-        Args:
-            limit_batches: micro-batches as an int, or the fraction of the epoch as a float.
-
-        Raises:
-            ConfigurationError: the limit does not end on a whole step: the last step would have a smaller batch.
-        """
-        batches = min(limit_batches, len(self)) if isinstance(limit_batches, int) else int(len(self) * limit_batches)
+    def _check_limit(self, limit: int | float | None) -> None:
+        limit = 1.0 if limit is None else limit
+        batches = min(limit, len(self)) if isinstance(limit, int) else int(len(self) * limit)
         num_micros = self.step_sampler.num_micros
         if batches % num_micros:
             raise ConfigurationError(
-                f"limit_train_batches={limit_batches} ends an epoch after {batches} micro-batches, not a multiple of "
+                f"limit_train_batches={limit} ends an epoch after {batches} micro-batches, inside a step of "
                 f"accumulate_grad_batches={num_micros}; set it to {max(1, batches // num_micros) * num_micros}."
             )
-        self.step_sampler.limit_epoch(batches // num_micros)
-        self._moved()
-
-    def _moved(self) -> None:
-        self.current = None
-        self._moves += 1
 
     # Lightning sets this one on loaders whose workers it seeds (seed_everything(workers=True)).
     @property

@@ -106,9 +106,9 @@ class StepSampler(Sampler[list[int]]):
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.whole_steps = num_samples // global_batch_size if drop_last else -(-num_samples // global_batch_size)
-        self.epoch_steps = self.whole_steps
+        self.epoch_steps = num_samples // global_batch_size if drop_last else -(-num_samples // global_batch_size)
         self.consumed = 0
+        self.moves = 0  # how often the position or the world was set from outside
         self._permutation: tuple[int, torch.Tensor] | None = None  # (epoch, its order)
         self._set_world(rank, world_size, num_micros)
 
@@ -178,7 +178,7 @@ class StepSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Micro-batches in a whole epoch."""
-        return self.whole_steps * self.num_micros
+        return self.epoch_steps * self.num_micros
 
     def __iter__(self) -> Iterator[list[int]]:
         position = self.consumed
@@ -212,6 +212,7 @@ class StepSampler(Sampler[list[int]]):
             )
         self.slice_at(consumed)
         self.consumed = consumed
+        self.moves += 1
 
     def bind(self, *, rank: int | None = None, world_size: int | None = None, num_micros: int | None = None) -> None:
         """Cut the same stream for another world, from the same position; what is None stays as it is.
@@ -225,20 +226,22 @@ class StepSampler(Sampler[list[int]]):
             self.world_size if world_size is None else world_size,
             self.num_micros if num_micros is None else num_micros,
         )
+        self.moves += 1
 
-    def limit_epoch(self, steps: int) -> None:
-        """Let every epoch end after its first `steps` steps (training only), as Trainer(limit_train_batches) asks for.
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch, unless the position is inside it already.
 
-        Raises:
-            ConfigurationError: not between one and the whole steps of an epoch, or an evaluation sampler.
+        A Trainer calls it before every epoch, on `loader.batch_sampler.sampler`. It matters where an epoch was left
+        early (limit_train_batches) and on resuming after a whole epoch, when a Trainer restores no loader's state.
         """
-        if not self.drop_last:
-            raise ConfigurationError("An evaluation covers every sample; limit it in the Trainer, not in its sampler.")
-        if not 1 <= steps <= self.whole_steps:
-            raise ConfigurationError(
-                f"An epoch of {steps} steps is outside 1..{self.whole_steps}, what the data has; change the limit."
-            )
-        self.epoch_steps = steps
+        if epoch != self.epoch:
+            self.consumed = epoch * self.epoch_size
+            self.moves += 1
+
+    @property
+    def sampler(self) -> StepSampler:
+        """Itself: where a Trainer looks for `set_epoch`."""
+        return self
 
     def _set_world(self, rank: int, world_size: int, num_micros: int) -> None:
         num_micros = num_micros if self.drop_last else 1
@@ -246,7 +249,7 @@ class StepSampler(Sampler[list[int]]):
         _require_at_least("world_size", world_size, 1)
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank={rank} is outside 0..{world_size - 1}; give the rank inside its world.")
-        step_size = self.global_batch_size if self.drop_last else self.num_samples // self.whole_steps
+        step_size = self.global_batch_size if self.drop_last else self.num_samples // self.epoch_steps
         if step_size // num_micros < world_size:
             raise ConfigurationError(self._too_few(step_size, num_micros, world_size))
         self._slice(self.consumed, rank, world_size, num_micros)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from lightning import LightningModule, Trainer
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -121,19 +123,6 @@ def test_the_global_random_stream_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_limited_epochs_begin_fresh_permutations() -> None:
-    loader, whole = step_loader(num_micros=2), step_loader(num_micros=2)
-    loader.limit_epoch(4)
-    first, second = read(loader), read(loader)
-    assert first == read(whole)[:4]
-    assert second == read(whole)[:4]
-    assert len(loader) == 10
-    loader.limit_epoch(0.4)
-    assert len(read(loader)) == 4
-    with pytest.raises(ConfigurationError, match=r"3 micro-batches, not a multiple .* set it to 2"):
-        loader.limit_epoch(3)
-
-
 # ---------------------------------------------------------------------- conversion of stock loaders
 
 
@@ -157,6 +146,17 @@ def test_a_stock_loader_keeps_its_shuffling(build: Any, shuffle: bool) -> None:
     assert len(loader) == 6
     assert loader.batch_size == 2
     assert isinstance(loader, _Stateful)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_what_lightning_makes_of_a_loader_is_undone(shuffle: bool) -> None:
+    data = Numbers(24)
+    own = RandomSampler(data) if shuffle else SequentialSampler(data)
+    for wrapped in (DistributedSamplerWrapper(own, 2, 0), UnrepeatedDistributedSamplerWrapper(own, 2, 0)):
+        batches = _IndexBatchSamplerWrapper(BatchSampler(wrapped, 4, False))
+        loader = convert(DataLoader(data, batch_sampler=batches), training=False)
+        assert loader.step_sampler.shuffle is shuffle
+        assert loader.step_sampler.global_batch_size == 4
 
 
 def test_a_stock_loader_keeps_its_options() -> None:
@@ -270,23 +270,44 @@ def fit(path: Path, resume: Path | None = None, limit: int | None = None, **opti
         limit_train_batches=limit,
         **{"enable_checkpointing": False} | options,
     )
-    train = step_loader()
-    if limit is not None:
-        train.limit_epoch(limit)
-    trainer.fit(module, train, step_loader(size=7, drop_last=False, shuffle=False), ckpt_path=resume)
+    trainer.fit(module, step_loader(), step_loader(size=7, drop_last=False, shuffle=False), ckpt_path=resume)
     return module
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("limit", [None, 3])
-@pytest.mark.parametrize("saved_after", [2, 3, 5, 7])
-def test_a_resumed_fit_sees_exactly_the_remaining_batches(tmp_path: Path, saved_after: int, limit: int | None) -> None:
-    whole = fit(tmp_path, max_epochs=3, limit=limit).trained
-    assert len(whole) == 3 * (limit or 5)
+@pytest.mark.parametrize("saved_after", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("until", [{"max_epochs": 3}, {"max_steps": 9}])
+def test_a_resumed_fit_sees_exactly_the_remaining_batches(
+    tmp_path: Path, saved_after: int, limit: int | None, until: dict[str, int]
+) -> None:
+    whole = fit(tmp_path, limit=limit, **until).trained
     keep = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(tmp_path, max_steps=saved_after, limit=limit, callbacks=[keep], enable_checkpointing=True)
-    resumed = fit(tmp_path, max_epochs=3, limit=limit, resume=tmp_path / f"step={saved_after}.ckpt")
+    resumed = fit(tmp_path, limit=limit, resume=tmp_path / f"step={saved_after}.ckpt", **until)
     assert resumed.trained == whole[saved_after:]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("save_on_train_epoch_end", [True, False])
+def test_a_fit_resumed_between_epochs_begins_the_next_one(
+    tmp_path: Path, limit: int | None, save_on_train_epoch_end: bool
+) -> None:
+    whole = fit(tmp_path, max_epochs=3, limit=limit).trained
+    keep = ModelCheckpoint(
+        dirpath=tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=save_on_train_epoch_end
+    )
+    fit(tmp_path, max_epochs=2, limit=limit, callbacks=[keep], enable_checkpointing=True)
+    for epoch in range(2):
+        resumed = fit(tmp_path, max_epochs=3, limit=limit, resume=tmp_path / f"epoch={epoch}.ckpt")
+        assert resumed.trained == whole[(epoch + 1) * (limit or 5) :]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_limited_epochs_take_the_start_of_each_permutation(tmp_path: Path) -> None:
+    whole, limited = fit(tmp_path, max_epochs=3).trained, fit(tmp_path, max_epochs=3, limit=3).trained
+    assert limited == [batch for epoch in range(3) for batch in whole[5 * epoch : 5 * epoch + 3]]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -137,14 +137,17 @@ def test_iterating_runs_to_the_end_of_the_epoch_and_moves_nothing() -> None:
     assert len(list(sampler)) == 8
 
 
-def test_a_limited_epoch_ends_early_and_the_next_one_permutes_anew() -> None:
-    sampler, whole = (StepSampler(num_samples=40, global_batch_size=4) for _ in range(2))
-    sampler.limit_epoch(3)
-    assert [step for step, _ in walk(sampler, 6)] == [0, 1, 2, 3, 4, 5]
-    sampler.consumed = 0
-    assert walk(sampler, 3) == walk(whole, 3)
-    whole.consumed = whole.epoch_size
-    assert [indices for _, indices in walk(sampler, 3)] == [indices for _, indices in walk(whole, 3)]
+def test_an_announced_epoch_moves_only_where_it_is_another_one() -> None:
+    sampler = StepSampler(num_samples=43, global_batch_size=4)
+    epochs = [epoch_order(sampler) for _ in range(3)]
+    sampler.consumed = 8
+    sampler.set_epoch(0)
+    assert sampler.consumed == 8
+    sampler.sampler.set_epoch(2)
+    assert sampler.consumed == 80
+    assert epoch_order(sampler) == epochs[2]
+    sampler.set_epoch(1)
+    assert epoch_order(sampler) == epochs[1]
 
 
 def test_binding_that_cannot_work_changes_nothing() -> None:
@@ -187,10 +190,3 @@ def test_wrong_positions_are_one_sentence(state: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"resume (with|from)"):
         sampler.load_state_dict(state)
     assert sampler.consumed == 0
-
-
-@pytest.mark.parametrize(("drop_last", "steps"), [(True, 0), (True, 13), (False, 1)])
-def test_wrong_limits_are_one_sentence(drop_last: bool, steps: int) -> None:
-    sampler = StepSampler(num_samples=100, global_batch_size=8, drop_last=drop_last)
-    with pytest.raises(ConfigurationError, match="limit"):
-        sampler.limit_epoch(steps)

@@ -1,0 +1,547 @@
+"""Corpora, tokenizers and the data module: right tokens, built once, and every mistake one sentence."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import pickle
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from moe_lightning.data import corpus as corpus_module
+from moe_lightning.data import sources
+from moe_lightning.data.corpus import Corpus, default_cache_dir, prepare_corpus
+from moe_lightning.data.sources import text_files
+from moe_lightning.data.text import TextData, TokenWindows
+from moe_lightning.errors import ConfigurationError
+
+PANGRAM = "The quick brown fox jumps over the lazy dog; für Elise — ÄÖÜ.\n"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Forty small text files in two folders."""
+    root = tmp_path / "texts"
+    for i in range(40):
+        path = root / ("a" if i % 2 else "b") / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{i}: {PANGRAM}" * 5)
+    return root
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text(PANGRAM * 200)
+    return path
+
+
+def text_of(corpus: Corpus, part: str) -> bytes:
+    return bytes(getattr(corpus, part).open())
+
+
+# ---------------------------------------------------------------------- corpora
+
+
+def test_a_folder_is_split_by_whole_files(folder: Path, cache: Path) -> None:
+    corpus = prepare_corpus(folder, cache_dir=cache, val_fraction=0.25)
+    parts = {part: text_of(corpus, part) for part in ("train", "val")}
+    held_out = 0
+    for path in folder.rglob("*.txt"):
+        homes = [part for part, text in parts.items() if path.read_bytes() in text]
+        assert len(homes) == 1
+        held_out += homes == ["val"]
+    assert 4 <= held_out <= 16
+    assert sum(map(len, parts.values())) == corpus.size_bytes == sum(p.stat().st_size for p in folder.rglob("*.txt"))
+    assert (corpus.vocab_size, corpus.num_files) == (256, 40)
+
+
+def test_adding_a_file_moves_no_other(folder: Path, cache: Path) -> None:
+    before = text_of(prepare_corpus(folder, cache_dir=cache, val_fraction=0.25), "val")
+    (folder / "zz.txt").write_text("one more\n")
+    after = text_of(prepare_corpus(folder, cache_dir=cache, val_fraction=0.25), "val")
+    assert after in (before, before + b"one more\n")
+
+
+@pytest.mark.parametrize("val_fraction", [1e-9, 1 - 1e-9])
+def test_both_parts_hold_a_file(folder: Path, cache: Path, val_fraction: float) -> None:
+    corpus = prepare_corpus(str(folder / "a" / "1*.txt"), cache_dir=cache, val_fraction=val_fraction)
+    assert corpus.num_files == 6
+    assert min(corpus.train.count, corpus.val.count) > 0
+
+
+def test_the_seed_changes_the_split(folder: Path, cache: Path) -> None:
+    splits = {text_of(prepare_corpus(folder, cache_dir=cache, val_fraction=0.3, seed=s), "val") for s in range(3)}
+    assert len(splits) == 3
+
+
+@pytest.mark.parametrize("val_fraction", [0.1, 0.10003, 0.5, 0.0501])
+def test_one_file_is_cut_between_characters(book: Path, cache: Path, val_fraction: float) -> None:
+    corpus = prepare_corpus(book, cache_dir=cache, val_fraction=val_fraction)
+    train, val = text_of(corpus, "train"), text_of(corpus, "val")
+    assert train + val == book.read_bytes()
+    assert (train.decode() + val.decode()) == book.read_text()
+    assert abs(len(val) / book.stat().st_size - val_fraction) < 0.001
+
+
+def test_globs_and_hidden_files(folder: Path) -> None:
+    (folder / ".hidden").write_text("x")
+    (folder / "empty.txt").touch()
+    assert len(text_files(str(folder))) == 40
+    assert {file.name for file in text_files(str(folder / "**" / "3?.txt"))} == {
+        f"{'a' if i % 2 else 'b'}/{i}.txt" for i in range(30, 40)
+    }
+
+
+def test_the_standard_library_is_real_python(cache: Path) -> None:
+    corpus = prepare_corpus("stdlib", cache_dir=cache)
+    assert corpus.num_files > 300
+    assert corpus.train.count > 5_000_000
+    assert 0.01 < corpus.val.count / corpus.train.count < 0.15
+    assert b"def __init__(self" in text_of(corpus, "val")
+    names = [file.name for file in text_files("stdlib")]
+    assert names == sorted(names)
+    assert "argparse.py" in names
+    assert not any("site-packages" in name or name.startswith("lib2to3/tests/data") for name in names)
+    assert "stdlib: " in corpus.summary()
+
+
+def test_undecodable_files_of_the_standard_library_are_left_out(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "good.py").write_text("x = 1\n")
+    (folder / "other.py").write_text("y = 2\n")
+    (folder / "latin.py").write_bytes(b"# \xe9\n")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(folder)})
+    corpus = prepare_corpus("stdlib", cache_dir=cache)
+    assert corpus.num_files == 2
+    assert sorted([text_of(corpus, "train"), text_of(corpus, "val")]) == [b"x = 1\n", b"y = 2\n"]
+
+
+def test_text_is_read_in_pieces_that_end_at_line_ends(
+    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepare_corpus(folder, cache_dir=cache)
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 70)
+    pieces = prepare_corpus(folder, cache_dir=tmp_path / "other")
+    for part in ("train", "val"):
+        assert text_of(pieces, part) == text_of(whole, part)
+    path = folder / "a" / "1.txt"
+    span = sources.TextSpan(path=path, start=3, stop=path.stat().st_size - 2)
+    chunks = list(span.chunks())
+    assert len(chunks) > 1
+    assert all(chunk.endswith(b"\n") for chunk in chunks[:-1])
+    assert b"".join(chunks) == path.read_bytes()[3:-2]
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"gone.txt cannot be read"):
+        list(sources.TextSpan(path=tmp_path / "gone.txt", start=0, stop=5).chunks())
+
+
+def test_a_python_without_sources_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ConfigurationError, match=r"no \.py files"):
+        text_files("stdlib")
+
+
+# ---------------------------------------------------------------------- the cache
+
+
+def test_a_corpus_is_built_once_and_again_when_a_file_changes(
+    book: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    write = corpus_module._write_tokens
+    monkeypatch.setattr(corpus_module, "_write_tokens", lambda *args: built.append(args[0].name) or write(*args))
+    first, second = (prepare_corpus(book, cache_dir=cache) for _ in range(2))
+    assert first == second
+    assert built == ["train.bin", "val.bin"]
+    book.write_text(PANGRAM * 201)
+    assert prepare_corpus(book, cache_dir=cache).train.count > first.train.count
+    assert len(built) == 4
+
+
+def test_cache_folders_are_private(book: Path, cache: Path) -> None:
+    corpus = prepare_corpus(book, cache_dir=cache)
+    for path in (cache, corpus.train.path.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_racing_builders_agree(book: Path, cache: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        corpora = list(pool.map(lambda _: prepare_corpus(book, cache_dir=cache), range(4)))
+    assert len(set(corpora)) == 1
+    assert [path.name for path in cache.iterdir()] == [corpora[0].train.path.parent.name]
+
+
+def test_a_builder_that_comes_second_uses_what_is_there(
+    book: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, others = corpus_module._write_tokens, []
+
+    def overtaken(*args: Any) -> int:
+        if not others:
+            others.append(None)
+            others[0] = prepare_corpus(book, cache_dir=cache)  # another process, from its first look to its rename
+        return write(*args)
+
+    monkeypatch.setattr(corpus_module, "_write_tokens", overtaken)
+    corpus = prepare_corpus(book, cache_dir=cache)
+    assert others == [corpus]
+    assert [path.name for path in cache.iterdir()] == [corpus.train.path.parent.name]
+
+
+def test_a_failed_build_leaves_nothing(folder: Path, cache: Path) -> None:
+    (folder / "noise.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match=r"noise.txt is not UTF-8"):
+        prepare_corpus(folder, cache_dir=cache)
+    assert list(cache.iterdir()) == []
+
+
+def test_the_default_cache_follows_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "moe_lightning"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "moe_lightning"
+
+
+@pytest.mark.parametrize("damage", ["short", "gone", "meta"])
+def test_a_damaged_entry_is_named(book: Path, cache: Path, damage: str) -> None:
+    entry = prepare_corpus(book, cache_dir=cache).train.path.parent
+    if damage == "short":
+        (entry / "train.bin").write_bytes(b"x")
+    elif damage == "gone":
+        (entry / "val.bin").unlink()
+    else:
+        (entry / "meta.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="delete"):
+        prepare_corpus(book, cache_dir=cache)
+
+
+# ---------------------------------------------------------------------- tokens and tokenizers
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_a_bin_file_is_mapped_where_it_lies(tmp_path: Path, cache: Path, dtype: str) -> None:
+    tokens = np.arange(200).astype(dtype)
+    path = tmp_path / "tokens.bin"
+    tokens.tofile(path)
+    corpus = prepare_corpus(path, cache_dir=cache, dtype=dtype, val_fraction=0.1)
+    assert corpus.train.path == corpus.val.path == path
+    np.testing.assert_array_equal(corpus.train.open(), tokens[:180])
+    np.testing.assert_array_equal(corpus.val.open(), tokens[180:])
+    assert corpus.vocab_size == (256 if dtype == "uint8" else 200)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint16, np.dtype(">i4")])
+def test_an_npy_file_names_its_own_dtype(tmp_path: Path, cache: Path, dtype: Any) -> None:
+    tokens = np.arange(1000, 1200).astype(dtype)
+    np.save(tmp_path / "tokens.npy", tokens)
+    corpus = prepare_corpus(tmp_path / "tokens.npy", cache_dir=cache, val_fraction=0.1)
+    np.testing.assert_array_equal(np.concatenate([corpus.train.open(), corpus.val.open()]), tokens)
+    assert corpus.vocab_size == 1200
+    x, y = TokenWindows(corpus.val, 4)[1]
+    assert x.dtype == y.dtype == torch.int64
+    assert (x.tolist(), y.tolist()) == ([1184, 1185, 1186, 1187], [1185, 1186, 1187, 1188])
+
+
+def test_bpe_is_trained_on_the_training_part_and_decodes(folder: Path, cache: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra `bpe` is not installed")
+    corpus = prepare_corpus(folder, cache_dir=cache, tokenizer="bpe:300")
+    assert 256 < corpus.vocab_size <= 300
+    assert corpus.train.dtype == "uint16"
+    plain = prepare_corpus(folder, cache_dir=cache)
+    saved = corpus.train.path.with_name("tokenizer.json")
+    for part in ("train", "val"):
+        tokens = getattr(corpus, part).open()
+        assert tokenizers.Tokenizer.from_file(str(saved)).decode(tokens.tolist()).encode() == text_of(plain, part)
+    again = prepare_corpus(folder, cache_dir=cache, tokenizer=str(saved))
+    np.testing.assert_array_equal(again.train.open(), corpus.train.open())
+
+    again.train.open().astype(np.uint16).tofile(folder / "tokens.bin")
+    given = prepare_corpus(folder / "tokens.bin", cache_dir=cache, tokenizer=str(saved), dtype="uint16")
+    assert given.vocab_size == corpus.vocab_size
+
+
+def test_bpe_without_the_package_says_how_to_get_it(book: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "tokenizers":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigurationError, match=r"pip install 'moe-lightning\[bpe\]'"):
+        prepare_corpus(book, cache_dir=cache, tokenizer="bpe:300")
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def write_case(folder: Path, name: str) -> Path:
+    """A file with one mistake in it."""
+    path = folder / name
+    contents: dict[str, Any] = {
+        "empty.txt": b"",
+        "tiny.txt": b"a",
+        "latin.txt": b"\xe9\xe9\xe9\xe9" * 50,
+        "odd.bin": b"12345",
+        "empty.bin": b"",
+        "two.bin": b"12",
+        "float.npy": np.ones(50),
+        "matrix.npy": np.ones((5, 5), np.int64),
+        "negative.npy": np.arange(-5, 50),
+        "object.npy": np.array([{}, {}], dtype=object),
+        "torn.npy": b"\x93NUMPY\x01\x00v\x00",
+        "broken.json": b"{}",
+        "text.bin": bytes(range(250)) * 4,
+    }
+    content = contents[name]
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("empty.txt", {}, "are all empty"),
+        ("tiny.txt", {}, "leaves a part empty"),
+        ("latin.txt", {}, "not UTF-8 text"),
+        ("odd.bin", {"dtype": "uint16"}, "5 bytes, not a multiple of the 2 bytes of a uint16"),
+        ("odd.bin", {}, "set dtype to one of"),
+        ("odd.bin", {"dtype": "int8"}, "dtype='int8' is not one of"),
+        ("empty.bin", {"dtype": "uint8"}, "is empty"),
+        ("two.bin", {"dtype": "uint8"}, "leaves a part empty"),
+        ("two.bin", {"dtype": "uint8", "tokenizer": "bpe:300"}, "holds tokens already"),
+        ("two.bin", {"dtype": "uint8", "tokenizer": "nonsense", "val_fraction": 0.5}, "neither 'bytes'"),
+        ("float.npy", {}, "one-dimensional integers"),
+        ("matrix.npy", {}, "one-dimensional integers"),
+        ("object.npy", {}, "not a whole .npy file"),
+        ("torn.npy", {}, "not a whole .npy file"),
+        ("negative.npy", {}, "holds token -5"),
+        ("negative.npy", {"dtype": "uint8"}, "leave dtype out"),
+        ("latin.txt", {"dtype": "uint8"}, "dtype='uint8' is for .bin files"),
+        ("text.bin", {"dtype": "uint8", "val_fraction": 0}, "val_fraction=0 is outside"),
+        ("text.bin", {"dtype": "uint8", "val_fraction": 1.0}, "val_fraction=1.0 is outside"),
+        ("text.bin", {"dtype": "uint8", "val_fraction": "a"}, "val_fraction='a' is outside"),
+        ("tiny.txt", {"tokenizer": "bpe:256"}, "larger than the 256 bytes"),
+        ("tiny.txt", {"tokenizer": "bpe:many"}, "larger than the 256 bytes"),
+        ("tiny.txt", {"tokenizer": "words"}, "neither 'bytes'"),
+    ],
+)
+def test_mistakes_in_files_are_one_sentence(
+    tmp_path: Path, cache: Path, name: str, options: dict[str, Any], sentence: str
+) -> None:
+    path = write_case(tmp_path, name)
+    with pytest.raises(ConfigurationError) as raised:
+        prepare_corpus(path, cache_dir=cache, **options)
+    assert sentence in str(raised.value)
+    assert str(raised.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("missing.txt", "does not exist"),
+        ("missing.bin", "does not exist"),
+        ("nothing*.txt", "matches no files"),
+        ("void", "matches no files"),
+        ("mixed", "holds the token file x.npy among 2 files"),
+    ],
+)
+def test_sources_that_are_not_there_are_one_sentence(tmp_path: Path, cache: Path, source: str, sentence: str) -> None:
+    (tmp_path / "void").mkdir()
+    (tmp_path / "mixed").mkdir()
+    for name in ("x.npy", "y.txt"):
+        (tmp_path / "mixed" / name).write_text("text")
+    with pytest.raises(ConfigurationError, match=sentence):
+        prepare_corpus(tmp_path / source, cache_dir=cache)
+
+
+def test_a_token_beyond_the_tokenizer_is_named(tmp_path: Path, cache: Path, book: Path) -> None:
+    pytest.importorskip("tokenizers", reason="the extra `bpe` is not installed")
+    trained = prepare_corpus(book, cache_dir=cache, tokenizer="bpe:260")
+    np.save(tmp_path / "tokens.npy", np.arange(270))
+    with pytest.raises(ConfigurationError, match="holds token 269, outside the vocabulary of 260"):
+        prepare_corpus(
+            tmp_path / "tokens.npy", cache_dir=cache, tokenizer=str(trained.train.path.with_name("tokenizer.json"))
+        )
+    with pytest.raises(ConfigurationError, match=r"not a tokenizer.json"):
+        prepare_corpus(book, cache_dir=cache, tokenizer=str(write_case(tmp_path, "broken.json")))
+
+
+def test_a_cache_that_cannot_be_written_is_named(book: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="set cache_dir to a folder of yours"):
+        prepare_corpus(book, cache_dir=tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize(("owner", "name"), [(corpus_module, "_write_tokens"), (Path, "rename")])
+def test_a_full_disk_is_named(book: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(ConfigurationError, match=r"No space left on device\); free space"):
+        prepare_corpus(book, cache_dir=cache)
+    assert list(cache.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- windows and the data module
+
+
+def test_windows_predict_every_token_but_the_first_once(book: Path, cache: Path) -> None:
+    span = prepare_corpus(book, cache_dir=cache).val
+    windows = TokenWindows(span, 7)
+    targets = torch.cat([windows[i][1] for i in range(len(windows))])
+    assert targets.tolist() == list(text_of(prepare_corpus(book, cache_dir=cache), "val"))[1 : 1 + 7 * len(windows)]
+    assert span.count - 1 - len(targets) < 7
+    with pytest.raises(IndexError):
+        windows[len(windows)]
+
+
+def test_fewer_windows_are_spread_evenly(book: Path, cache: Path) -> None:
+    span = prepare_corpus(book, cache_dir=cache).train
+    windows, some = TokenWindows(span, 16), TokenWindows(span, 16, max_windows=5)
+    step = len(windows) / 5
+    assert len(some) == 5
+    for i in range(5):
+        assert torch.equal(some[i][0], windows[int(i * step)][0])
+    assert len(TokenWindows(span, 16, max_windows=10**9)) == len(windows)
+
+
+def test_windows_travel_without_their_tokens(book: Path, cache: Path) -> None:
+    windows = TokenWindows(prepare_corpus(book, cache_dir=cache).train, 16)
+    sent = pickle.dumps(windows)
+    assert len(sent) < 1000
+    assert torch.equal(pickle.loads(sent)[3][1], windows[3][1])  # noqa: S301 - what was just written
+    loader = DataLoader(windows, batch_size=4, num_workers=1)
+    assert torch.equal(next(iter(loader))[0][1], windows[1][0])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"context_length": 0}, "context_length=0"),
+        ({"global_batch_size": 0}, "global_batch_size=0"),
+        ({"global_batch_size": "8"}, "global_batch_size='8'"),
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"val_samples": 0}, "val_samples=0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_wrong_sizes_are_one_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        TextData(**options)
+
+
+def test_text_shorter_than_a_window_is_one_sentence(book: Path, cache: Path) -> None:
+    data = TextData(source=str(book), cache_dir=cache, context_length=5000)
+    with pytest.raises(ConfigurationError, match=r"fewer than one window of 5001"):
+        data.setup()
+    with pytest.raises(ConfigurationError, match="0 windows"):
+        TokenWindows(data.corpus.val, 4, max_windows=0)
+    with pytest.raises(ConfigurationError, match="context_length=0"):
+        TokenWindows(data.corpus.val, 0)
+
+
+class Counter(LightningModule):
+    """Counts what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.batches: list[int] = []
+        self.held_out: list[int] = []
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        self.batches.append(int(batch[0].sum()))
+        return self.weight * 1.0
+
+    def validation_step(self, batch: list[torch.Tensor]) -> None:
+        self.held_out.append(len(batch[0]))
+
+    def test_step(self, batch: list[torch.Tensor]) -> None:
+        self.held_out.append(len(batch[0]))
+
+    def predict_step(self, batch: list[torch.Tensor]) -> int:
+        return len(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def small_trainer(tmp_path: Path, **options: Any) -> Trainer:
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    return Trainer(default_root_dir=tmp_path, accelerator="cpu", devices=1, **quiet, **options)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_data_module_under_a_trainer(book: Path, cache: Path, tmp_path: Path) -> None:
+    data = TextData(source=str(book), cache_dir=cache, context_length=16, global_batch_size=12, val_samples=30)
+    assert data.vocab_size == 256
+    assert "1 files" in data.summary()
+    module = Counter()
+    trainer = small_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=3, limit_train_batches=6)
+    trainer.fit(module, data)
+    assert trainer.global_step == 4
+    assert data.train_dataloader().step_sampler.num_micros == 3
+    assert module.held_out == [10, 10] + [10, 10, 10] * 2  # the sanity check sees two batches, each validation all
+    module.held_out.clear()
+    trainer.test(module, data)
+    assert module.held_out == [10, 10, 10]
+    assert trainer.predict(module, data) == [10, 10, 10]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_limit_inside_a_step_is_one_sentence(book: Path, cache: Path, tmp_path: Path) -> None:
+    data = TextData(source=str(book), cache_dir=cache, context_length=16, global_batch_size=12)
+    trainer = small_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3, limit_train_batches=8)
+    with pytest.raises(ConfigurationError, match=r"limit_train_batches=8 ends an epoch after 8 .*; set it to 6"):
+        trainer.fit(Counter(), data)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_overfitting_repeats_the_same_batches(book: Path, cache: Path, tmp_path: Path) -> None:
+    data = TextData(source=str(book), cache_dir=cache, context_length=16, global_batch_size=4)
+    module = Counter()
+    small_trainer(tmp_path, max_epochs=3, overfit_batches=2, limit_val_batches=0).fit(module, data)
+    assert module.batches == module.batches[:2] * 3
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_fast_dev_run_needs_no_whole_step(book: Path, cache: Path, tmp_path: Path) -> None:
+    data = TextData(source=str(book), cache_dir=cache, context_length=16, global_batch_size=4)
+    module = Counter()
+    small_trainer(tmp_path, fast_dev_run=True, accumulate_grad_batches=2).fit(module, data)
+    assert len(module.batches) == 1
+
+
+def test_meta_is_plain_json(book: Path, cache: Path) -> None:
+    corpus = prepare_corpus(book, cache_dir=cache)
+    meta = json.loads((corpus.train.path.parent / "meta.json").read_text())
+    assert meta["train_tokens"] == corpus.train.count
