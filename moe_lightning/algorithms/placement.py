@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ class Placement:
     """Replicas of each expert on each rank of one MoE layer.
 
     Attributes:
-        replicas: int64 [E, N]; entry (e, n) is how many replicas of expert e rank n holds. Several replicas on one rank are one slot
+        replicas: int64 [E, N]; entry (e, n) is how many replicas of expert e rank n holds. Several replicas on one
+            rank are one slot
             with that multiplicity: it is entitled to as many shares of the expert's tokens.
 
     Raises:
@@ -68,7 +70,9 @@ class Placement:
         return tuple(int(n) for n in np.flatnonzero(self.replicas[expert]))
 
     def owners(self) -> IntArray:
-        """int64 [E]: the lowest rank that holds each expert; it speaks for the expert where one rank must (norms, saving)."""
+        """int64 [E]: the lowest rank that holds each expert; it speaks for the expert where one rank must (norms,
+        saving).
+        """
         return (self.replicas > 0).argmax(axis=1).astype(np.int64)
 
     def check_groups(self, groups: Sequence[Sequence[int]]) -> None:
@@ -77,13 +81,15 @@ class Placement:
             missing = np.flatnonzero(self.replicas[:, list(group)].sum(axis=1) == 0)
             if missing.size:
                 raise ConfigurationError(
-                    f"dispatch group of ranks {list(group)} holds no replica of expert {missing[0]}: place every expert "
-                    "in every group, or raise ep_size"
+                    f"dispatch group of ranks {list(group)} holds no replica of expert {missing[0]}: "
+                    "place every expert in every group, or raise ep_size"
                 )
 
 
 def cut(total: int, parts: int) -> tuple[int, ...]:
-    """Boundaries [parts + 1] that cut range(total) into parts whose sizes differ by at most one, the larger ones first."""
+    """Boundaries [parts + 1] that cut range(total) into parts whose sizes differ by at most one, the larger ones
+    first.
+    """
     base, extra = divmod(total, parts)
     return tuple(i * base + min(i, extra) for i in range(parts + 1))
 
@@ -103,19 +109,22 @@ def dispatch_groups(num_ranks: int, ep_size: int) -> tuple[tuple[int, ...], ...]
 def uniform_placement(num_experts: int, num_ranks: int, copies: int = 1) -> Placement:
     """Every expert `copies` times: the ranks are cut into that many blocks, each of which holds all experts once.
 
-    Inside a block of n ranks the experts lie in contiguous runs, as even as E allows; with more ranks than experts the ranks share
+    Inside a block of n ranks the experts lie in contiguous runs, as even as E allows; with more ranks than experts
+    the ranks share
     experts, so that no rank stays empty.
 
     Raises:
         ConfigurationError: fewer than one expert, rank or copy, or more copies than ranks.
     """
     if num_experts < 1 or num_ranks < 1:
-        raise ConfigurationError(f"{num_experts} experts on {num_ranks} ranks cannot be placed: both must be at least 1")
+        raise ConfigurationError(
+            f"{num_experts} experts on {num_ranks} ranks cannot be placed: both must be at least 1"
+        )
     if not 1 <= copies <= num_ranks:
         raise ConfigurationError(f"copies={copies} of each expert need between 1 and {num_ranks} (the number of ranks)")
     table = np.zeros((num_experts, num_ranks), dtype=np.int64)
     blocks = cut(num_ranks, copies)
-    for first, last in zip(blocks[:-1], blocks[1:], strict=True):
+    for first, last in itertools.pairwise(blocks):
         ranks = last - first
         if ranks <= num_experts:
             bounds = cut(num_experts, ranks)
@@ -127,7 +136,9 @@ def uniform_placement(num_experts: int, num_ranks: int, copies: int = 1) -> Plac
     return Placement(replicas=table)
 
 
-def parse_placements(table: object, *, num_layers: int, num_experts: int, num_ranks: int, origin: str) -> list[Placement]:
+def parse_placements(
+    table: object, *, num_layers: int, num_experts: int, num_ranks: int, origin: str
+) -> list[Placement]:
     """Placements of all layers from a nested list or array [E, N] (the same for every layer) or [L, E, N].
 
     Raises:

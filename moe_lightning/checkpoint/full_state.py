@@ -1,6 +1,7 @@
 """Full checkpoints in the layout of a single process: experts stacked [E, ...] whatever the placement was.
 
-Rank 0 collects what other ranks own, so the file is the one that stock Lightning would write for the same module on one device: it loads there,
+Rank 0 collects what other ranks own, so the file is the one that stock Lightning would write for the same module on
+    one device: it loads there,
 and on any number of ranks under any placement.
 """
 
@@ -75,7 +76,8 @@ def local_model_state(
     if strict and (missing or unknown):
         what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r}, which the model lacks"
         raise CheckpointError(
-            f"the checkpoint {what} ({len(missing)} missing, {len(unknown)} unknown tensors): it was written by another model configuration"
+            f"the checkpoint {what} ({len(missing)} missing, {len(unknown)} unknown tensors): "
+            "it was written by another model configuration"
         )
     result = {}
     for key in full.keys() & local.keys():
@@ -124,7 +126,10 @@ def full_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, world: W
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
-    return {"state": _optimizer_entries(optimizer, layout, collected), "param_groups": _numbered_groups(optimizer, layout)}
+    return {
+        "state": _optimizer_entries(optimizer, layout, collected),
+        "param_groups": _numbered_groups(optimizer, layout),
+    }
 
 
 def load_local_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, full: Mapping[str, Any]) -> None:
@@ -136,7 +141,8 @@ def load_local_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, fu
     sizes, saved = [len(g) for g in layout.groups], [len(g["params"]) for g in full["param_groups"]]
     if sizes != saved:
         raise CheckpointError(
-            f"the checkpoint's optimizer has parameter groups of {saved} tensors, this one of {sizes}: use the configuration it was written with"
+            f"the checkpoint's optimizer has parameter groups of {saved} tensors, this one of {sizes}: "
+            "use the configuration it was written with"
         )
     index_of = {parameter: index for index, parameter in enumerate(layout.numbered())}
     state: dict[int, Any] = {}
@@ -158,18 +164,22 @@ def _stack(collected: Mapping[str, Tensor], key: str, rows: ExpertRows) -> Tenso
     return torch.stack([collected[f"{key}/{e}"] for e in range(rows.placement.num_experts)])
 
 
-def _optimizer_entries(optimizer: Optimizer, layout: OptimizerLayout, collected: Mapping[str, Tensor]) -> dict[int, dict[str, Any]]:
+def _optimizer_entries(
+    optimizer: Optimizer, layout: OptimizerLayout, collected: Mapping[str, Tensor]
+) -> dict[int, dict[str, Any]]:
     names: dict[int, set[str]] = {}
     for key in collected:
-        index, name = key.split("/")[:2]
-        names.setdefault(int(index), set()).add(name)
+        number, state_name = key.split("/")[:2]
+        names.setdefault(int(number), set()).add(state_name)
     entries: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(layout.numbered()):
         local = optimizer.state.get(parameter, {})
         entry = {name: value for name, value in local.items() if not isinstance(value, Tensor)}
         for name in sorted(names.get(index, ())):
             whole = collected.get(f"{index}/{name}")
-            entry[name] = whole if whole is not None else _stack(collected, f"{index}/{name}", layout.experts[parameter])
+            entry[name] = (
+                whole if whole is not None else _stack(collected, f"{index}/{name}", layout.experts[parameter])
+            )
         if entry:
             entries[index] = entry
     return entries

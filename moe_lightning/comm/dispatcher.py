@@ -56,7 +56,8 @@ class Dispatcher:
         exchange_dtype: dtype of rows in flight; None keeps that of the activations.
 
     Attributes:
-        last_rank_loads: int64 [N], rows that each rank computed in the last planned micro-batch; None for a world of one rank.
+        last_rank_loads: int64 [N], rows that each rank computed in the last planned micro-batch; None for a world of
+            one rank.
 
     Raises:
         ConfigurationError: the placement does not fit the world, or a group lacks an expert.
@@ -83,7 +84,9 @@ class Dispatcher:
         return cls(uniform_placement(num_experts, 1), World.single(), [(0,)])
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
-        """All ranks' assignments per expert, int64 [N, E]; the layer's one synchronisation of host and device with several ranks."""
+        """All ranks' assignments per expert, int64 [N, E]; the layer's one synchronisation of host and device with
+        several ranks.
+        """
         return counts_E.unsqueeze(0) if self.world.size == 1 else all_gather_counts(counts_E, self.world)
 
     def plan(self, expert_ids_TK: Tensor, counts_NE: Tensor) -> Route:
@@ -121,7 +124,9 @@ class Dispatcher:
         )
 
     def _send_and_receive(self, tokens_EN: IntArray) -> tuple[IntArray, IntArray]:
-        """This rank's row and column of the dispatch tensor, zero outside its group; remembers the load of every rank."""
+        """This rank's row and column of the dispatch tensor, zero outside its group; remembers the load of every
+        rank.
+        """
         send, recv = np.zeros_like(tokens_EN), np.zeros_like(tokens_EN)
         loads = np.zeros(self.world.size, dtype=np.int64)
         for group in self.groups:
@@ -145,7 +150,7 @@ class Dispatcher:
 
     def combine(self, rows_MD: Tensor, route: Route, weights_TK: Tensor) -> Tensor:
         """Weighted sum of the K results of each token, [T, D]; differentiable."""
-        if route.slot_order_M is not None:
+        if route.slot_order_M is not None and route.slot_inverse_M is not None:
             rows_MD = ops.gather_rows(rows_MD, route.slot_inverse_M, route.slot_order_M)
             rows_MD = exchange_rows(rows_MD, route.recv_rows, route.send_rows, self.world)
         return ops.unpermute(rows_MD, route.inverse_TK, route.order_M, weights_TK)

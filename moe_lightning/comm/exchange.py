@@ -1,6 +1,7 @@
 """The exchange: one uneven all-to-all of rows, with autograd, and what is built from it.
 
-Every rank derives its send and receive lists from the same plan, so no sizes travel. Dispatch, combine and the sums of replica gradients are
+Every rank derives its send and receive lists from the same plan, so no sizes travel. Dispatch, combine and the sums
+of replica gradients are
 exchanges; so will be shadows, migrations and the restoring of lost state.
 """
 
@@ -18,7 +19,8 @@ from moe_lightning.comm.world import World
 
 
 def exchange_rows(rows_MD: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], world: World) -> Tensor:
-    """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; the gradient travels back the same way.
+    """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; the gradient travels back
+    the same way.
 
     Args:
         rows_MD: [sum(send_rows), D].

@@ -1,7 +1,10 @@
-"""Sums the gradients of an expert's replicas over the ranks that hold it, so that all replicas stay bit-identical (law L3).
+"""Sums the gradients of an expert's replicas over the ranks that hold it, so that all replicas stay bit-identical
+(law L3).
 
-The flat gradient of an expert with m holders is cut into m pieces. One exchange brings all copies of piece j to holder j, which adds them in
-rank order; a second exchange hands the sum to the other holders. That is the bandwidth-optimal reduce-scatter and all-gather, done
+The flat gradient of an expert with m holders is cut into m pieces. One exchange brings all copies of piece j to
+holder j, which adds them in
+rank order; a second exchange hands the sum to the other holders. That is the bandwidth-optimal reduce-scatter and
+all-gather, done
 for all experts of all layers in two collectives and without a process group per expert.
 """
 
@@ -21,7 +24,9 @@ from moe_lightning.comm.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class StackedParameter:
-    """A parameter [S, ...] whose row s belongs to expert slot_experts[s] (-1: a vacant slot) of a layer with this placement."""
+    """A parameter [S, ...] whose row s belongs to expert slot_experts[s] (-1: a vacant slot) of a layer with this
+    placement.
+    """
 
     parameter: nn.Parameter
     slot_experts: tuple[int, ...]
@@ -102,7 +107,7 @@ class ReplicaSum:
     def _hand_back(self, pieces: Sequence[_Piece], sums: Tensor, dtype: torch.dtype) -> None:
         world, me = self._world, self._world.rank
         outgoing: list[list[Tensor]] = [[] for _ in range(world.size)]
-        own = sums.split([piece.length(me) for piece in pieces])
+        own = torch.split(sums, [piece.length(me) for piece in pieces])
         for piece, summed in zip(pieces, own, strict=True):
             for holder in piece.holders:
                 outgoing[holder].append(summed)

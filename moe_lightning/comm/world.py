@@ -1,7 +1,9 @@
 """One membership of ranks and the two process groups that everything runs on.
 
-Dense gradients use torch's default group through DDP. Token dispatch and combine run on the *compute* group, everything that may overlap
-with it (replica sums, later shadows and migrations) on the *background* group. Both span the whole world: ranks that have nothing
+Dense gradients use torch's default group through DDP. Token dispatch and combine run on the *compute* group,
+everything that may overlap
+with it (replica sums, later shadows and migrations) on the *background* group. Both span the whole world: ranks that
+have nothing
 to say to each other exchange zero rows, so a change of placement or of dispatch groups never builds a group.
 """
 
@@ -13,7 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
 from moe_lightning.errors import ConfigurationError
 
@@ -75,8 +77,8 @@ def join_launched_world(*, rank: int, size: int, backend: str, timeout: timedelt
     port, _, prefix = rest.partition("/")
     if not (host and port.isdigit() and prefix):
         raise ConfigurationError(f"{STORE_VARIABLE}={address!r} is not host:port/prefix: leave it to moe-train")
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
-    dist.init_process_group(backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=size, timeout=timeout)
+    store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+    dist.init_process_group(backend, store=PrefixStore(prefix, store), rank=rank, world_size=size, timeout=timeout)
     return True
 
 

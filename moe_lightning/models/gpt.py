@@ -48,7 +48,8 @@ class GPT(nn.Module):
         length = ids_BL.shape[1]
         if length > self.config.context_length:
             raise ConfigurationError(
-                f"a sequence of {length} tokens exceeds context_length={self.config.context_length}: cut it or raise the length"
+                f"a sequence of {length} tokens exceeds context_length={self.config.context_length}: "
+                "cut it or raise the length"
             )
         x_BLD = self.token_embedding(ids_BL)
         if self.position_embedding is not None:

@@ -35,7 +35,8 @@ class GPTConfig:
         tie_embeddings: use the token embedding as the output matrix.
         dropout: after the embedding, attention and feed-forward layers; keyed by the sample, so it keeps law L1.
         rope_theta: base of the rotary frequencies.
-        init_std: standard deviation of the weights; those that write into the residual stream get init_std / sqrt(2 * num_layers).
+        init_std: standard deviation of the weights; those that write into the residual stream get init_std / sqrt(2 *
+            num_layers).
 
     Raises:
         ConfigurationError: a size below its least value, or sizes that do not divide each other as they must.

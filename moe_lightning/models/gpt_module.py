@@ -76,7 +76,8 @@ class OptimizerConfig:
 class GPTModule(pl.LightningModule):
     """Trains a GPT on batches (inputs [B, L], targets [B, L]) of token ids.
 
-    Logs `train/loss`, `val/loss` and `test/loss`: mean cross-entropy in nats per token over the global batch, auxiliary losses not included.
+    Logs `train/loss`, `val/loss` and `test/loss`: mean cross-entropy in nats per token over the global batch,
+    auxiliary losses not included.
 
     Args:
         config: the model, as a GPTConfig or its keyword arguments.
@@ -141,7 +142,9 @@ class GPTModule(pl.LightningModule):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two optimizer groups: matrices, which decay, and vectors (biases, norms), which do not; an expert's bias is a vector too."""
+    """Two optimizer groups: matrices, which decay, and vectors (biases, norms), which do not; an expert's bias is a
+    vector too.
+    """
     vectors = {id(p) for m in model.modules() if isinstance(m, Experts) for p in (m.b_up, m.b_down) if p is not None}
     trained = [p for p in model.parameters() if p.requires_grad]
     decay = [p for p in trained if p.ndim >= 2 and id(p) not in vectors]

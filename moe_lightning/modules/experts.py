@@ -1,6 +1,7 @@
 """The experts of one layer as stacked parameters: row s of each belongs to the expert in slot s.
 
-A new placement overwrites rows in place, so neither parameters nor the optimizer are rebuilt. Every expert is initialised from a generator of
+A new placement overwrites rows in place, so neither parameters nor the optimizer are rebuilt. Every expert is
+initialised from a generator of
 its own, keyed by (layer seed, expert, tensor): the weights do not depend on where an expert lives.
 
 Shapes: M rows sorted by slot, S slots, D model width, F expert width.
@@ -43,7 +44,8 @@ class Experts(nn.Module):
         d_expert: hidden width F of an expert.
         activation: "gelu" (up, down) or "swiglu" (gate, up, down).
         bias: add biases, as GPT-2 does.
-        init_std: standard deviation of the weights; `down_init_std` of the output matrix, which writes into the residual stream.
+        init_std: standard deviation of the weights; `down_init_std` of the output matrix, which writes into the
+            residual stream.
 
     Raises:
         ConfigurationError: a size below one or an unknown activation.
@@ -102,7 +104,9 @@ class Experts(nn.Module):
                 if name.startswith("b_"):
                     parameter[slot].zero_()
                     continue
-                generator = torch.Generator().manual_seed((self.init_seed + 1_000_003 * expert + 7919 * index) % (1 << 63))
+                generator = torch.Generator().manual_seed(
+                    (self.init_seed + 1_000_003 * expert + 7919 * index) % (1 << 63)
+                )
                 std = self._down_init_std if name == "w_down" else self._init_std
                 values = torch.randn(parameter.shape[1:], generator=generator) * std
                 parameter[slot].copy_(values)
@@ -121,14 +125,16 @@ class Experts(nn.Module):
         missing = sorted(set(wanted) - set(self.slot_experts))
         if missing and not deferred:
             raise ConfigurationError(
-                f"this process holds experts {list(self.slot_experts)} of an earlier placement and cannot fill slots for {missing}: "
-                "build the module anew and load a checkpoint"
+                f"this process holds experts {list(self.slot_experts)} of an earlier placement "
+                f"and cannot fill slots for {missing}: build the module anew and load a checkpoint"
             )
         rows = [self.slot_experts.index(expert) for expert in wanted] if not deferred else []
         for name, old in self.stacked_parameters().items():
             data = torch.empty(len(wanted), *old.shape[1:], dtype=old.dtype, device=device)
             if not deferred:
-                torch.index_select(old.data, 0, torch.tensor(rows, device=old.device), out=data if old.device == data.device else None)
+                torch.index_select(
+                    old.data, 0, torch.tensor(rows, device=old.device), out=data if old.device == data.device else None
+                )
                 if old.device != data.device:
                     data.copy_(old.data[rows])
             setattr(self, name, nn.Parameter(data, requires_grad=old.requires_grad))
@@ -146,7 +152,9 @@ class Experts(nn.Module):
         Returns:
             [M, D] in the dtype that autocast asks for, else that of x.
         """
-        dtype = torch.get_autocast_dtype(x_MD.device.type) if torch.is_autocast_enabled(x_MD.device.type) else x_MD.dtype
+        dtype = (
+            torch.get_autocast_dtype(x_MD.device.type) if torch.is_autocast_enabled(x_MD.device.type) else x_MD.dtype
+        )
         hidden_MF = ops.grouped_mm(x_MD.to(dtype), self.w_up.to(dtype), tokens_per_slot_S)
         if self.b_up is not None:
             hidden_MF = _AddSlotBias.apply(hidden_MF, self.b_up.to(dtype), tokens_per_slot_S)  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
 """Routing that follows a given popularity of experts instead of the learned scores: for experiments under known skew.
 
-The choice of a token is a function of its position in the global stream, so forced routing keeps law L1. Weights still come
+The choice of a token is a function of its position in the global stream, so forced routing keeps law L1. Weights
+still come
 from the learned scores, so that the router trains.
 """
 
@@ -25,7 +26,8 @@ class ForcedRouting:
     """What the routing is forced to.
 
     Attributes:
-        kind: "uniform"; "zipf" (the i-th most popular expert gets a share proportional to i ** -exponent, another order in each layer);
+        kind: "uniform"; "zipf" (the i-th most popular expert gets a share proportional to i ** -exponent, another
+            order in each layer);
             "trace" (the shares recorded in a file, at the running step).
         exponent: of zipf.
         path: .npz of a trace with `counts` [samples, layers, ranks, experts] and `iteration` [samples], ascending.
@@ -40,7 +42,9 @@ class ForcedRouting:
 
     def __post_init__(self) -> None:
         if self.kind not in ("uniform", "zipf", "trace"):
-            raise ConfigurationError(f"forced routing kind={self.kind!r} is not known: use 'uniform', 'zipf' or 'trace'")
+            raise ConfigurationError(
+                f"forced routing kind={self.kind!r} is not known: use 'uniform', 'zipf' or 'trace'"
+            )
         if self.exponent < 0:
             raise ConfigurationError(f"forced routing exponent={self.exponent} must be 0 (uniform) or more")
         if self.kind == "trace" and not self.path:
@@ -77,7 +81,8 @@ class Popularity:
 def sample_experts(shares_E: FloatArray, uniform_T: Tensor, top_k: int) -> Tensor:
     """K distinct experts for each token, expert e with probability K * share (systematic sampling).
 
-    Shares above 1/K, which no choice of distinct experts can reach, are cut to it and the rest is spread over the others in proportion.
+    Shares above 1/K, which no choice of distinct experts can reach, are cut to it and the rest is spread over the
+    others in proportion.
 
     Args:
         shares_E: sums to one.
@@ -117,11 +122,14 @@ def _read_trace(path: Path, num_experts: int, layer: int) -> tuple[NDArray[np.in
         raise ConfigurationError(f"{path} is not a routing trace (.npz with counts and iteration): {error}") from error
     if counts.ndim != 4 or len(counts) != len(iterations) or (np.diff(iterations) <= 0).any():
         raise ConfigurationError(
-            f"{path} needs counts [samples, layers, ranks, experts] and ascending iteration [samples], not {counts.shape} and {iterations.shape}"
+            f"{path} needs counts [samples, layers, ranks, experts] and ascending iteration [samples], "
+            f"not {counts.shape} and {iterations.shape}"
         )
     loads = counts[:, layer % counts.shape[1]].sum(axis=1, dtype=np.float64)
     if loads.shape[1] < num_experts:
-        raise ConfigurationError(f"{path} records {loads.shape[1]} experts, fewer than the model's {num_experts}: use fewer experts")
+        raise ConfigurationError(
+            f"{path} records {loads.shape[1]} experts, fewer than the model's {num_experts}: use fewer experts"
+        )
     kept = np.sort(np.argsort(-loads.sum(axis=0), kind="stable")[:num_experts])
     loads = loads[:, kept]
     totals = loads.sum(axis=1, keepdims=True)

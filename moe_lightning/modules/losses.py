@@ -1,4 +1,6 @@
-"""Auxiliary losses of routing. Their means are per token, so that weighing ranks by samples gives the mean over the global batch."""
+"""Auxiliary losses of routing. Their means are per token, so that weighing ranks by samples gives the mean over the
+global batch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from torch import Tensor, nn
 def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
     """E * sum_e f_e * P_e with f the fraction of assignments and P the mean score (Switch Transformer, eq. 4).
 
-    With global counts in `tokens_per_expert_E` the mean of this value over ranks is the loss of the global batch, because f is a constant
+    With global counts in `tokens_per_expert_E` the mean of this value over ranks is the loss of the global batch,
+    because f is a constant
     to the gradient and P is a mean.
 
     Args:
-        scores_TE: differentiable scores of this rank's tokens; normalised to sum to one per token here (sigmoid scores are not).
+        scores_TE: differentiable scores of this rank's tokens; normalised to sum to one per token here (sigmoid
+            scores are not).
         tokens_per_expert_E: assignments per expert whose imbalance is punished: of the global batch, or of this rank.
     """
     shares_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp_min(1e-20)
@@ -28,7 +32,8 @@ def router_z_loss(logits_TE: Tensor) -> Tensor:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Sum of the weighted auxiliary losses that the model's MoE layers left in their last forward pass; add it to your loss.
+    """Sum of the weighted auxiliary losses that the model's MoE layers left in their last forward pass; add it to
+    your loss.
 
     Returns:
         A scalar; zero where no layer has such a loss.

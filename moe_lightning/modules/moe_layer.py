@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.config import build_config
 from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.config import build_config
 from moe_lightning.modules.experts import Activation, Experts
 from moe_lightning.modules.feed_forward import FeedForward
 from moe_lightning.modules.losses import load_balancing_loss, router_z_loss
@@ -20,7 +20,8 @@ from moe_lightning.modules.router import Router, RouterConfig, Routing
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStatistics:
-    """What a layer saw in its last micro-batch; tensors stay where they are, so that keeping them costs no synchronisation.
+    """What a layer saw in its last micro-batch; tensors stay where they are, so that keeping them costs no
+    synchronisation.
 
     Attributes:
         tokens_NE: int64, assignments of each rank to each expert before any drop.
@@ -34,7 +35,8 @@ class LayerStatistics:
 class MoELayer(nn.Module):
     """A drop-in for a transformer's feed-forward layer: [..., D] -> [..., D].
 
-    On its own it holds all experts and runs on one device. Under ExpertParallelStrategy its experts live in the slots of a placement and
+    On its own it holds all experts and runs on one device. Under ExpertParallelStrategy its experts live in the slots
+    of a placement and
     tokens travel to them; the numbers are the same.
 
     Args:
@@ -48,7 +50,8 @@ class MoELayer(nn.Module):
         init_std: standard deviation of the weights; `down_init_std` of the output matrices (default: the same).
 
     Attributes:
-        auxiliary_loss: weighted auxiliary losses of the last forward pass in training, differentiable; None where there are none.
+        auxiliary_loss: weighted auxiliary losses of the last forward pass in training, differentiable; None where
+            there are none.
         statistics: counts of the last forward pass.
     """
 
@@ -68,11 +71,19 @@ class MoELayer(nn.Module):
         super().__init__()
         config = build_config(RouterConfig, router)
         self.experts = Experts(
-            num_experts, d_model, d_expert, activation=activation, bias=bias, init_std=init_std, down_init_std=down_init_std
+            num_experts,
+            d_model,
+            d_expert,
+            activation=activation,
+            bias=bias,
+            init_std=init_std,
+            down_init_std=down_init_std,
         )
         self.router = Router(d_model, num_experts, config, init_std=init_std)
         self.shared_expert = (
-            FeedForward(d_model, num_shared_experts * d_expert, activation, bias, init_std=init_std, down_init_std=down_init_std)
+            FeedForward(
+                d_model, num_shared_experts * d_expert, activation, bias, init_std=init_std, down_init_std=down_init_std
+            )
             if num_shared_experts
             else None
         )
@@ -122,7 +133,9 @@ class MoELayer(nn.Module):
         losses = []
         if config.aux_loss_coef:
             counts_E = tokens_NE.sum(dim=0) if config.aux_loss_scope == "global" else routing.tokens_per_expert_E
-            losses.append(config.aux_loss_coef * load_balancing_loss(routing.scores_TE, counts_E.to(routing.scores_TE.device)))
+            losses.append(
+                config.aux_loss_coef * load_balancing_loss(routing.scores_TE, counts_E.to(routing.scores_TE.device))
+            )
         if config.z_loss_coef:
             losses.append(config.z_loss_coef * router_z_loss(routing.logits_TE))
         if losses:

@@ -27,20 +27,27 @@ class RouterConfig:
     Attributes:
         top_k: experts per token.
         score: "softmax" or "sigmoid" of the logits.
-        softmax_after_top_k: take the softmax over the K chosen logits only (Mixtral) instead of over all E before choosing.
+        softmax_after_top_k: take the softmax over the K chosen logits only (Mixtral) instead of over all E before
+            choosing.
         normalize_top_k: divide the K weights by their sum.
         scale: factor on the weights (DeepSeek's routed scaling factor).
-        noisy_top_k: add normal noise of a learned standard deviation to the logits while training (Shazeer et al. 2017, eq. 4).
-        jitter: multiply the router's input by uniform noise in [1 - jitter, 1 + jitter] while training (Switch Transformer).
-        num_groups: cut the experts into this many groups and choose only inside the best `top_groups` of them (DeepSeek-V2/V3; a group
+        noisy_top_k: add normal noise of a learned standard deviation to the logits while training (Shazeer et al.
+            2017, eq. 4).
+        jitter: multiply the router's input by uniform noise in [1 - jitter, 1 + jitter] while training (Switch
+            Transformer).
+        num_groups: cut the experts into this many groups and choose only inside the best `top_groups` of them
+            (DeepSeek-V2/V3; a group
             scores the sum of its two best experts, or its best one where it has only one).
         top_groups: groups to choose from.
         aux_loss_coef: weight of the load-balancing loss.
-        aux_loss_scope: "global" uses the counts of the whole micro-batch (law L1), "local" those of this rank, which gives L1 up.
+        aux_loss_scope: "global" uses the counts of the whole micro-batch (law L1), "local" those of this rank, which
+            gives L1 up.
         z_loss_coef: weight of the router z-loss.
-        bias_update_rate: step of the selection bias that balances without a loss (DeepSeek-V3); 0 turns it off. The strategy
+        bias_update_rate: step of the selection bias that balances without a loss (DeepSeek-V3); 0 turns it off. The
+            strategy
             updates it after each optimizer step.
-        capacity_factor: None is dropless; else an expert takes at most ceil(factor * T * K / E) assignments from a rank, which gives
+        capacity_factor: None is dropless; else an expert takes at most ceil(factor * T * K / E) assignments from a
+            rank, which gives
             L1 and L2 up.
         drop_policy: "probability" keeps the assignments with the largest weights, "position" the first ones.
         forced: follow a given popularity of experts instead of the scores.
@@ -83,7 +90,9 @@ class RouterConfig:
         if not 0 <= self.jitter < 1:
             raise ConfigurationError(f"jitter={self.jitter} must be at least 0 and below 1")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ConfigurationError(f"capacity_factor={self.capacity_factor} must be above 0, or null for dropless routing")
+            raise ConfigurationError(
+                f"capacity_factor={self.capacity_factor} must be above 0, or null for dropless routing"
+            )
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigurationError(f"top_groups={self.top_groups} must be between 1 and num_groups={self.num_groups}")
 
@@ -93,7 +102,9 @@ class RouterConfig:
             raise ConfigurationError(f"num_groups={self.num_groups} does not divide num_experts={num_experts}")
         reachable = num_experts // self.num_groups * self.top_groups
         if self.top_k > reachable:
-            raise ConfigurationError(f"top_k={self.top_k} is more than the {reachable} experts that a token may choose from")
+            raise ConfigurationError(
+                f"top_k={self.top_k} is more than the {reachable} experts that a token may choose from"
+            )
 
     def capacity(self, num_assignments: int, num_experts: int) -> int | None:
         """Most assignments that an expert takes from a rank with so many in total; None without a limit."""
@@ -153,19 +164,24 @@ class Router(nn.Module):
         with torch.autocast(x_TD.device.type, enabled=False):
             x_TD = x_TD.float()
             if self.training and config.jitter:
-                noise_TD = self.stream.uniform(3 * self.tag, *x_TD.shape, x_TD.device)
+                noise_TD = self.stream.uniform(3 * self.tag, x_TD.shape[0], x_TD.shape[1], x_TD.device)
                 x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
             logits_TE = F.linear(x_TD, self.weight.float())
             if self.training and self.noise_weight is not None:
                 std_TE = F.softplus(F.linear(x_TD, self.noise_weight.float()))
-                logits_TE = logits_TE + self.stream.normal(3 * self.tag + 1, *logits_TE.shape, x_TD.device) * std_TE
+                logits_TE = (
+                    logits_TE
+                    + self.stream.normal(3 * self.tag + 1, logits_TE.shape[0], self.num_experts, x_TD.device) * std_TE
+                )
             scores_TE = logits_TE.softmax(dim=-1) if config.score == "softmax" else logits_TE.sigmoid()
             expert_ids_TK = self._choose(scores_TE)
             weights_TK = self._weigh(scores_TE, logits_TE, expert_ids_TK)
         tokens_E = torch.bincount(expert_ids_TK.flatten(), minlength=self.num_experts)
         limit = config.capacity(expert_ids_TK.numel(), self.num_experts)
         if limit is not None:
-            expert_ids_TK = drop_overflow(expert_ids_TK, weights_TK.detach(), limit, self.num_experts, config.drop_policy)
+            expert_ids_TK = drop_overflow(
+                expert_ids_TK, weights_TK.detach(), limit, self.num_experts, config.drop_policy
+            )
         return Routing(
             expert_ids_TK=expert_ids_TK,
             weights_TK=weights_TK,
@@ -206,7 +222,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Raise the selection bias of underloaded experts and lower that of overloaded ones (DeepSeek-V3, 2.1.2); a no-op when off."""
+        """Raise the selection bias of underloaded experts and lower that of overloaded ones (DeepSeek-V3, 2.1.2); a
+        no-op when off.
+        """
         if self.config.bias_update_rate:
             counts_E = self.unbalanced_tokens_E.float()
             self.expert_bias_E += self.config.bias_update_rate * torch.sign(counts_E.mean() - counts_E)
@@ -233,7 +251,7 @@ def drop_overflow(
 
 def _limit_to_best_groups(selection_TE: Tensor, num_groups: int, top_groups: int) -> Tensor:
     """Minus infinity outside each token's best groups."""
-    grouped_TGE = selection_TE.unflatten(-1, (num_groups, -1))
+    grouped_TGE = selection_TE.view(selection_TE.shape[0], num_groups, -1)
     group_scores_TG = grouped_TGE.topk(min(2, grouped_TGE.shape[-1]), dim=-1).values.sum(dim=-1)
     best_TG = ops.top_k_routing(group_scores_TG, top_groups)[1]
     allowed_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, best_TG, True)

@@ -1,7 +1,9 @@
 """Randomness that depends on where a sample lies in the global stream, not on which rank computes it (law L1).
 
-Noise of routers, jitter and dropout are functions of (seed, step, layer tag, global row): slicing the batch over more ranks or micro-batches
-changes none of them. The numbers come from a counter-based hash (splitmix64's finaliser), so no generator state exists to be saved.
+Noise of routers, jitter and dropout are functions of (seed, step, layer tag, global row): slicing the batch over more
+ranks or micro-batches
+changes none of them. The numbers come from a counter-based hash (splitmix64's finaliser), so no generator state
+exists to be saved.
 """
 
 from __future__ import annotations
@@ -38,13 +40,15 @@ def _mix(x: Tensor) -> Tensor:
 class SampleStream:
     """Position of the running batch in the global stream of samples; the strategy advances it, modules only read it.
 
-    A stream that nobody advances (a module used without the strategy) counts draws instead, so that noise still changes.
+    A stream that nobody advances (a module used without the strategy) counts draws instead, so that noise still
+    changes.
 
     Attributes:
         seed: of the run.
         step: optimizer step of the running batch.
         first_sample: position of this rank's first sample inside the step's global batch.
-        num_samples: samples of this rank in the running micro-batch; 0 when unknown (rows are then counted from first_sample).
+        num_samples: samples of this rank in the running micro-batch; 0 when unknown (rows are then counted from
+            first_sample).
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -65,10 +69,16 @@ class SampleStream:
         return torch.arange(num_rows, device=device) + self.first_sample * rows_per_sample
 
     def uniform(self, tag: int, num_rows: int, num_columns: int, device: torch.device) -> Tensor:
-        """float32 [num_rows, num_columns] in the open interval (0, 1), keyed by (seed, step, tag, global row, column)."""
+        """float32 [num_rows, num_columns] in the open interval (0, 1), keyed by (seed, step, tag, global row,
+        column).
+        """
         if not self._is_driven:
             self.step += 1
-        key = _mix(torch.tensor([_signed(self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + self.step + 1)], device=device))
+        key = _mix(
+            torch.tensor(
+                [_signed(self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + self.step + 1)], device=device
+            )
+        )
         rows = _mix(self.global_rows(num_rows, device) * _GOLDEN + key)
         bits = _mix(rows[:, None] + torch.arange(1, num_columns + 1, device=device) * _GOLDEN)
         return (((bits >> 40) & _MASK_24).float() + 0.5) * 2.0**-24

@@ -49,23 +49,29 @@ from moe_lightning.strategies.zero import DenseOptimizerShards
 
 
 class ExpertParallelStrategy(DDPStrategy):
-    """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a placement.
+    """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
+    placement.
 
-    One seed and one global batch give one loss sequence on any number of ranks: a DataLoader's batch_size is the *global* batch, which the
+    One seed and one global batch give one loss sequence on any number of ranks: a DataLoader's batch_size is the
+        *global* batch, which the
     strategy cuts over the ranks; gradients are those of the mean loss over it; noise follows the samples.
 
     Args:
         ep_size: ranks of a dispatch group; tokens travel only inside it. None: the whole world.
         copies: replicas of each expert under the uniform placement. None: one in each dispatch group.
-        placement: instead of the uniform one, replicas as a nested list [E, N] or [L, E, N], or the path of such a table (.json or .npy).
-        quota: "balanced" shares an expert's tokens among its replicas so that ranks are loaded evenly, "equal" splits them evenly.
+        placement: instead of the uniform one, replicas as a nested list [E, N] or [L, E, N], or the path of such a
+            table (.json or .npy).
+        quota: "balanced" shares an expert's tokens among its replicas so that ranks are loaded evenly, "equal" splits
+            them evenly.
         zero1: keep the optimizer state of each dense parameter on one rank only.
-        seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything, else 0.
+        seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything,
+            else 0.
         timeout_s: longest wait for a peer in any collective.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Raises:
-        ConfigurationError: sizes that do not fit the world or the model, fp16 precision, or a gradient-accumulation schedule.
+        ConfigurationError: sizes that do not fit the world or the model, fp16 precision, or a gradient-accumulation
+            schedule.
     """
 
     strategy_name = "expert_parallel"
@@ -85,7 +91,9 @@ class ExpertParallelStrategy(DDPStrategy):
         if timeout_s <= 0:
             raise ConfigurationError(f"timeout_s={timeout_s} must be above 0 seconds")
         if placement is not None and copies is not None:
-            raise ConfigurationError(f"copies={copies} belongs to the uniform placement: give either copies or placement, not both")
+            raise ConfigurationError(
+                f"copies={copies} belongs to the uniform placement: give either copies or placement, not both"
+            )
         super().__init__(timeout=timedelta(seconds=timeout_s), **kwargs)
         self._ep_size = ep_size
         self._copies = copies
@@ -135,7 +143,8 @@ class ExpertParallelStrategy(DDPStrategy):
         attach_stream(module, self._stream)
         self._place_experts(module)
         names = [name for name, parameter in module.named_parameters() if parameter in self._experts]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names + _identical_buffers(module))
+        ignored = names + _identical_buffers(module)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
         super().setup(trainer)
         self.precision_plugin.clip_grad_by_norm = self._clip_by_global_norm  # type: ignore[method-assign]
 
@@ -143,13 +152,14 @@ class ExpertParallelStrategy(DDPStrategy):
         precision = self.precision_plugin
         if str(precision.precision).startswith("16"):
             raise ConfigurationError(
-                f"precision='{precision.precision}' scales the loss, and ranks with different experts would skip different steps: "
-                "use 'bf16-mixed' or '32-true'"
+                f"precision='{precision.precision}' scales the loss, and ranks with different experts "
+                "would skip different steps: use 'bf16-mixed' or '32-true'"
             )
         schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
         if any(len(set(s.scheduling.values())) > 1 for s in schedules):
             raise ConfigurationError(
-                "GradientAccumulationScheduler changes the global batch during the run: use a constant accumulate_grad_batches"
+                "GradientAccumulationScheduler changes the global batch during the run: "
+                "use a constant accumulate_grad_batches"
             )
         if self._ddp_comm_hook is not None:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
@@ -186,13 +196,17 @@ class ExpertParallelStrategy(DDPStrategy):
             copies = self._copies or size // (self._ep_size or size)
             return [uniform_placement(layer.num_experts, size, copies) for layer in layers]
         if len({layer.num_experts for layer in layers}) > 1:
-            raise ConfigurationError("a placement table needs the same number of experts in every MoE layer: use copies instead")
+            raise ConfigurationError(
+                "a placement table needs the same number of experts in every MoE layer: use copies instead"
+            )
         table, origin = _read_placement(self._placement)
         experts = layers[0].num_experts if layers else 0
         return parse_placements(table, num_layers=len(layers), num_experts=experts, num_ranks=size, origin=origin)
 
     def _take_rank_0_experts(self, layer: MoELayer) -> None:
-        """Start from one model: rank 0's weights, or its seed where nothing is allocated yet; DDP does the same for dense parameters."""
+        """Start from one model: rank 0's weights, or its seed where nothing is allocated yet; DDP does the same for
+        dense parameters.
+        """
         experts = layer.experts
         if experts.is_deferred:
             seed = torch.tensor([experts.init_seed], device=self.root_device)
@@ -234,7 +248,8 @@ class ExpertParallelStrategy(DDPStrategy):
         """Cut a loader over the ranks: its batch_size is the global batch.
 
         Raises:
-            ConfigurationError: a loader that cannot be cut exactly (an iterable dataset, a sampler of the user's own, ...).
+            ConfigurationError: a loader that cannot be cut exactly (an iterable dataset, a sampler of the user's own,
+                ...).
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -247,7 +262,8 @@ class ExpertParallelStrategy(DDPStrategy):
             if self.world_size == 1:
                 return dataloader
             raise ConfigurationError(
-                f"a loader of type {type(dataloader).__name__} cannot be cut over {self.world_size} ranks: return a torch DataLoader or a StepLoader"
+                f"a loader of type {type(dataloader).__name__} cannot be cut over {self.world_size} ranks: "
+                "return a torch DataLoader or a StepLoader"
             )
         seed = self._seed if self._seed is not None else _global_seed()
         return StepLoader.from_dataloader(dataloader, **world, num_micros=micros, seed=seed, training=trainer.training)
@@ -260,7 +276,9 @@ class ExpertParallelStrategy(DDPStrategy):
         if self._slice is not None:
             assert self.lightning_module is not None
             self._stream.advance(
-                step=self.lightning_module.trainer.global_step, first_sample=self._slice.offset, num_samples=self._slice.count
+                step=self.lightning_module.trainer.global_step,
+                first_sample=self._slice.offset,
+                num_samples=self._slice.count,
             )
 
     # ------------------------------------------------------------------ one step
@@ -295,7 +313,9 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
-        """As in DDP, but inside a step the mean over ranks is the mean over the samples of the micro-batch, and integers have exact means."""
+        """As in DDP, but inside a step the mean over ranks is the mean over the samples of the micro-batch, and
+        integers have exact means.
+        """
         is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg", "reduceop.avg")
         here = self._slice
         if isinstance(tensor, Tensor) and is_mean and not tensor.is_floating_point():
@@ -319,7 +339,9 @@ class ExpertParallelStrategy(DDPStrategy):
         weight = self._loss_weight()
         self.pre_backward(closure_loss)
         assert self.lightning_module is not None
-        loss = self.precision_plugin.pre_backward(closure_loss if weight == 1.0 else closure_loss * weight, self.lightning_module)
+        loss = self.precision_plugin.pre_backward(
+            closure_loss if weight == 1.0 else closure_loss * weight, self.lightning_module
+        )
         self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         self._slice = None
         if self.lightning_module.automatic_optimization and not self._sync_blocked:
@@ -409,16 +431,22 @@ class ExpertParallelStrategy(DDPStrategy):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
         except pickle.UnpicklingError as error:
             reason = str(error).splitlines()[0]
-            raise CheckpointError(f"the checkpoint {path} holds more than tensors and plain values ({reason}): it is not loaded") from error
+            raise CheckpointError(
+                f"the checkpoint {path} holds more than tensors and plain values ({reason}): it is not loaded"
+            ) from error
         except (RuntimeError, EOFError, ValueError, OSError) as error:
-            raise CheckpointError(f"the checkpoint {path} is damaged or no checkpoint: {str(error).splitlines()[0]}") from error
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged or no checkpoint: {str(error).splitlines()[0]}"
+            ) from error
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
-        local = local_model_state(checkpoint["state_dict"], self.lightning_module.state_dict(), self._expert_keys(), strict=strict)
+        local = local_model_state(
+            checkpoint["state_dict"], self.lightning_module.state_dict(), self._expert_keys(), strict=strict
+        )
         self.lightning_module.load_state_dict(local, strict=strict)
 
     @override
@@ -445,7 +473,9 @@ def _global_seed() -> int:
 
 
 def _identical_buffers(module: nn.Module) -> list[str]:
-    """Buffers of our own layers: every rank computes the same values, so DDP need not broadcast them before each forward pass."""
+    """Buffers of our own layers: every rank computes the same values, so DDP need not broadcast them before each
+    forward pass.
+    """
     ours = [f"{name}." for name, m in module.named_modules() if type(m).__module__.startswith("moe_lightning.")]
     return [name for name, _ in module.named_buffers() if any(name.startswith(prefix) for prefix in ours)]
 
@@ -455,7 +485,9 @@ def _read_placement(source: str | Sequence[Any]) -> tuple[object, str]:
         return list(source), "placement"
     path = Path(source)
     if not path.is_file():
-        raise ConfigurationError(f"the placement file {path} does not exist: give a .json or .npy table [layers, experts, ranks]")
+        raise ConfigurationError(
+            f"the placement file {path} does not exist: give a .json or .npy table [layers, experts, ranks]"
+        )
     try:
         if path.suffix == ".npy":
             return np.load(path, allow_pickle=False), str(path)

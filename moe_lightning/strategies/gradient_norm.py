@@ -12,13 +12,17 @@ from moe_lightning.comm.world import World, all_reduce_
 
 
 @torch.no_grad()
-def global_gradient_norm(parameters: Iterable[nn.Parameter], experts: Mapping[nn.Parameter, ExpertRows], world: World) -> Tensor:
+def global_gradient_norm(
+    parameters: Iterable[nn.Parameter], experts: Mapping[nn.Parameter, ExpertRows], world: World
+) -> Tensor:
     """The 2-norm over the model, bit-identical on every rank.
 
-    Each expert's squared norm is summed at its own place of a vector, so the result hardly depends on which rank computed it.
+    Each expert's squared norm is summed at its own place of a vector, so the result hardly depends on which rank
+    computed it.
 
     Args:
-        parameters: all parameters of the optimizer on all ranks, expert stacks included, in an order that all ranks share.
+        parameters: all parameters of the optimizer on all ranks, expert stacks included, in an order that all ranks
+            share.
         experts: rows of those that are expert stacks.
 
     Returns:

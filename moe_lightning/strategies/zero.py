@@ -1,4 +1,6 @@
-"""ZeRO-1 for dense parameters: one rank keeps the optimizer state of each, updates it and hands the new values to the others."""
+"""ZeRO-1 for dense parameters: one rank keeps the optimizer state of each, updates it and hands the new values to the
+others.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class DenseOptimizerShards:
 
     @torch.no_grad()
     def spread_updates(self) -> None:
-        """After a step: every rank gets the owner's values; gradients that no optimizer of this rank will clear are dropped."""
+        """After a step: every rank gets the owner's values; gradients that no optimizer of this rank will clear are
+        dropped.
+        """
         for dtype in sorted({p.dtype for p in self.owners}, key=str):
             for owner in range(self._world.size):
                 mine = [p for p, rank in self.owners.items() if rank == owner and p.dtype == dtype]
@@ -44,6 +48,6 @@ class DenseOptimizerShards:
                 flat = torch.cat([p.detach().reshape(-1) for p in mine])
                 broadcast_(flat, owner, self._world)
                 if owner != self._world.rank:
-                    for parameter, values in zip(mine, flat.split([p.numel() for p in mine]), strict=True):
+                    for parameter, values in zip(mine, torch.split(flat, [p.numel() for p in mine]), strict=True):
                         parameter.copy_(values.view_as(parameter))
                         parameter.grad = None

@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks in real processes, in a fraction of a second.
 
-Ranks are forked from a server process that has torch and Lightning imported but has never run them, so a world starts in about 0.1 s. Each world
+Ranks are forked from a server process that has torch and Lightning imported but has never run them, so a world starts
+in about 0.1 s. Each world
 meets in a file store of its own: no ports are chosen by the tests.
 """
 
@@ -36,7 +37,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = _FORKS.Pipe(duplex=False)
-            process = _FORKS.Process(target=_rank_main, args=(rank, world_size, folder, sender, function, args), daemon=True)
+            process = _FORKS.Process(
+                target=_rank_main, args=(rank, world_size, folder, sender, function, args), daemon=True
+            )
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -70,7 +73,9 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(rank: int, world_size: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     import torch
     import torch.distributed as dist
 

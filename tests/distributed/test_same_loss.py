@@ -1,4 +1,6 @@
-"""Law L1: the loss sequence depends on neither ranks nor placement, replicas, slicing or resuming; law L3: replicas stay bit-identical."""
+"""Law L1: the loss sequence depends on neither ranks nor placement, replicas, slicing or resuming; law L3: replicas
+stay bit-identical.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from moe_lightning import ExpertParallelStrategy, GPTConfig, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
+from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.modules.moe_layer import moe_layers
 
 
@@ -108,11 +108,20 @@ def train(
 ) -> dict[str, Any]:
     """Train a tiny model and return losses, replica checks and the full state (rank 0)."""
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1", NODE_RANK="0"
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+        NODE_RANK="0",
     )
     quiet()
     pl.seed_everything(7, verbose=False)
-    module: pl.LightningModule = OwnModule() if own_module else GPTModule(TINY | (model or {}), OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"))
+    module: pl.LightningModule = (
+        OwnModule()
+        if own_module
+        else GPTModule(TINY | (model or {}), OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"))
+    )
     recorder = Recorder()
     options: dict[str, Any] = {
         "accelerator": "cpu",
