@@ -4,7 +4,6 @@ adds the gradients.
 Legend: T tokens, K choices, M rows (T*K less the dropped), E experts, S slots, D model width, F expert width, N parts,
 L elements.
 """
-# ruff: noqa: N815 - fields carry shape suffixes
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def sum_in_rank_order(parts_NL: Tensor, out: Tensor | None = None) -> Tensor:
         out.shape == (length,) and out.dtype == parts_NL.dtype,
         f"out is {out.dtype} of shape {list(out.shape)}, but the sum is {parts_NL.dtype} of shape {[length]}",
     )
-    rooms = selection.bodies(parts_NL.device)
+    rooms = selection.bodies(parts_NL.device, parts_NL.dtype)
     if rooms is None:
         return out.copy_(reference.sum_in_rank_order(parts_NL))
     rooms.bytes.sum_in_rank_order(parts_NL, out)

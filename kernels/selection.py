@@ -64,13 +64,16 @@ def backend(name: str) -> Iterator[None]:
         set_backend(before)
 
 
-def bodies(device: torch.device) -> Bodies | None:
-    """The bodies for tensors of a device; None stands for the reference.
+def bodies(device: torch.device, dtype: torch.dtype | None = None) -> Bodies | None:
+    """The bodies for tensors of a device and dtype; None stands for the reference.
+
+    The Triton bodies accumulate in fp32, so fp64 runs on torch.
 
     Raises:
         ConfigurationError: Triton was asked for and cannot run on the device.
     """
-    return _bodies(_chosen, device.type)
+    found = _bodies(_chosen, device.type)
+    return _TORCH if found is not None and dtype == torch.float64 else found
 
 
 @functools.cache

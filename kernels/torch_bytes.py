@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,20 +12,22 @@ _BLOCK_BYTES = 1 << 18
 
 def xor(buffers: Sequence[Tensor], out: Tensor) -> None:
     """out = XOR of equal-length uint8 buffers; `out` may be one of them."""
+    for parts, result in words(buffers, out):
+        for block in _blocks(result):
+            parity = parts[0][block]
+            for other in parts[1:]:
+                parity = parity ^ other[block]
+            result[block] = parity
+
+
+def words(buffers: Sequence[Tensor], out: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """The buffers and the result as eight-byte words and a rest of bytes; as bytes alone where one is misaligned."""
+    if any(b.data_ptr() % 8 or b.storage_offset() % 8 for b in (*buffers, out)):
+        yield list(buffers), out
+        return
     whole = out.numel() // 8 * 8
-    if all(b.data_ptr() % 8 == 0 and b.storage_offset() % 8 == 0 for b in (*buffers, out)):
-        _xor([b[:whole].view(torch.int64) for b in buffers], out[:whole].view(torch.int64))
-        _xor([b[whole:] for b in buffers], out[whole:])
-    else:
-        _xor(buffers, out)
-
-
-def _xor(buffers: Sequence[Tensor], out: Tensor) -> None:
-    for block in _blocks(out):
-        parity = buffers[0][block]
-        for other in buffers[1:]:
-            parity = parity ^ other[block]
-        out[block] = parity
+    yield [b[:whole].view(torch.int64) for b in buffers], out[:whole].view(torch.int64)
+    yield [b[whole:] for b in buffers], out[whole:]
 
 
 def sum_in_rank_order(parts_NL: Tensor, out_L: Tensor) -> None:

@@ -17,7 +17,7 @@ DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}
 """Largest error relative to the largest magnitude of the expected tensor."""
 
-kernel_settings = settings(max_examples=6 if INTERPRETED else 40, deadline=None)
+kernel_settings = settings(max_examples=12 if INTERPRETED else 40, deadline=None)
 
 
 @st.composite
