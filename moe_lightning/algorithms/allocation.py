@@ -3,7 +3,7 @@
 Both fill all slots, give every expert at least `min_replicas` and never give a busier expert fewer replicas than an
 idler one. Eq. 1 rounds down in ascending order of load, so all of its rounding goes to the hottest experts;
 water-filling gives one replica at a time to the expert with most tokens per replica and is optimal for that measure
-(ALGORITHMS 1.1; Lazarus 4.1).
+(Lazarus 4.1).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 to whom.
 
 A plan names nodes arbitrarily, so it is first renamed to fit what the nodes already hold, by one mapping for all
-layers: separate mappings would move a little less and make the layers' fatal node sets unrelated (ALGORITHMS 1.4, 1.5;
-Lazarus 4.3).
+layers: separate mappings would move a little less and make the layers' fatal node sets unrelated (Lazarus 4.3).
 
 Shapes: L layers, E experts, N ranks.
 """
@@ -61,7 +60,7 @@ class Migration:
         return np.bincount(targets, minlength=self.num_ranks).astype(np.int64)
 
     def predicted_s(self, state_bytes: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
-        """Seconds for one exchange: the busiest rank's sends or receives, both directions at once (ALGORITHMS 1.5)."""
+        """Seconds for one exchange: the busiest rank's sends or receives, both directions at once."""
         if not self.transfers:
             return 0.0
         return latency_s + max(int(self.sends().max()), int(self.receives().max())) * state_bytes / bytes_per_s

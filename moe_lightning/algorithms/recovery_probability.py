@@ -2,7 +2,7 @@
 
 The experts of a layer survive when every expert keeps a replica on a live node, that is when no expert's *support* (the
 set of nodes that hold it) lies inside the failed set. A model survives when all of its layers do, from the same failed
-set: the supports of all layers are therefore judged together (ALGORITHMS 1.4; Lazarus 6.3). Sets of nodes are bit
+set: the supports of all layers are therefore judged together (Lazarus 6.3). Sets of nodes are bit
 masks.
 
 Shapes: L layers, E experts, N nodes.

@@ -1,7 +1,7 @@
 """Where replicas go: Lazarus' maximum rank overlap (MRO), its repair MRO+, and the baselines spread and compact.
 
 These work on nodes, the units that fail: they take replicas int64 [E] and the slots of each node int64 [N] and return a
-table int64 [E, N]. `deal_to_ranks` then deals a node's replicas to its ranks. ALGORITHMS 1.2 and 1.3; Lazarus 4.1.
+table int64 [E, N]. `deal_to_ranks` then deals a node's replicas to its ranks. Lazarus 4.1.
 
 Nodes may have different numbers of slots, which the paper does not consider: MRO's groups are then as large as the
 smallest node, and what larger nodes have beyond that is filled like any other vacancy.
@@ -77,7 +77,7 @@ def mro_blocks(replicas: IntArray, node_slots: IntArray) -> tuple[int, ...]:
 
 def is_truncated(replicas: IntArray, node_slots: IntArray) -> bool:
     """Whether some block is shorter than its rarest expert has replicas: then Lazarus' Theorem 1 does not hold
-    (ALGORITHMS 1.2).
+   .
     """
     if len(replicas) <= node_slots.min():
         return False
@@ -144,7 +144,7 @@ def deal_to_ranks(table: IntArray, cluster: Cluster, load: IntArray | None = Non
     """Deal every node's replicas to its ranks, experts with most tokens per replica first, each to the emptiest rank.
 
     Replicas of one expert go to different ranks where they can. Without loads all replicas weigh the same, which is
-    round-robin by expert id (ALGORITHMS 1.1).
+    round-robin by expert id.
 
     Args:
         table: int64 [E, nodes], at most `cluster.node_slots()` in each column.

@@ -1,4 +1,4 @@
-"""Replica counts: sums, floors, monotonicity, optimality of water-filling, and the edge cases of ALGORITHMS 1.1."""
+"""Replica counts: sums, floors, monotonicity, optimality of water-filling, and the edge cases."""
 
 from __future__ import annotations
 

@@ -1,0 +1,211 @@
+"""One door to placement and shadows, for us and for everything that we compare with.
+
+Slow scale: `plan_placement`, every few hundred steps or when the world changes. Fast scale: `plan_shadows`, every step
+or when it pays. `STRATEGIES` names combinations of both, the baselines of the papers among them; `evaluate` judges one
+on given tokens, so that one table can compare them.
+
+Shapes: L layers, E experts, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moe_lightning.algorithms.allocation import AllocationPolicy, allocate_replicas
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.dispatch import padded_rows
+from moe_lightning.algorithms.metrics import balance_ratio, imbalance
+from moe_lightning.algorithms.migration import BoolArray, MappingMethod, align_placements
+from moe_lightning.algorithms.packing import packed_placement
+from moe_lightning.algorithms.performance_model import BlockCosts, copy_volumes, predict_block, row_volumes
+from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
+from moe_lightning.algorithms.quota import balanced_quota, equal_quota
+from moe_lightning.algorithms.replica_placement import PLACEMENT_RULES, deal_to_ranks
+from moe_lightning.algorithms.shadow_search import search_shadows
+from moe_lightning.algorithms.shadows import ShadowPlan, fastermoe_shadows, no_shadows, shadow_quota, top_shadows
+from moe_lightning.errors import ConfigurationError
+
+PLACEMENT_NAMES = ("packed", *PLACEMENT_RULES, "plain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementPolicy:
+    """How replicas are counted, placed and mapped.
+
+    Attributes:
+        rule: "packed" (balance first), "mro+" (survival first), "mro", "spread", "compact", or "plain" (every expert
+            once, no load).
+        allocation: replica counts for all rules but "packed" and "plain", which need none.
+        min_replicas: distinct nodes for each expert, where slots allow.
+        mapping: how planned nodes become present ones.
+
+    Raises:
+        ConfigurationError: an unknown rule.
+    """
+
+    rule: str = "packed"
+    allocation: AllocationPolicy = "waterfill"
+    min_replicas: int = 2
+    mapping: MappingMethod = "optimal"
+
+    def __post_init__(self) -> None:
+        if self.rule not in PLACEMENT_NAMES:
+            raise ConfigurationError(f"placement rule {self.rule!r} is unknown: use one of {list(PLACEMENT_NAMES)}")
+
+
+def plan_placement(
+    loads: IntArray, cluster: Cluster, policy: PlacementPolicy, held: BoolArray | None = None
+) -> list[Placement]:
+    """A placement for every layer.
+
+    Args:
+        loads: int64 [L, E], tokens of each expert since the last plan.
+        cluster: ranks, nodes, slots.
+        policy: how to place.
+        held: bool [L, E, N], states that the ranks hold now, to move few of them; None at the start.
+
+    Raises:
+        ConfigurationError: slots that cannot hold the experts, or arrays that do not fit the cluster.
+    """
+    if loads.ndim != 2:
+        raise ConfigurationError(f"loads have shape {loads.shape}: give token counts [layers, experts]")
+    planned = [_place(load, cluster, policy) for load in loads]
+    return planned if held is None else align_placements(held, planned, cluster, policy.mapping)
+
+
+def _place(load: IntArray, cluster: Cluster, policy: PlacementPolicy) -> Placement:
+    if policy.rule == "plain":
+        if cluster.num_slots < len(load):
+            raise ConfigurationError(f"{cluster.num_slots} slots cannot hold {len(load)} experts: add ranks or slots")
+        return uniform_placement(len(load), cluster.num_ranks)
+    if policy.rule == "packed":
+        return packed_placement(load, cluster, policy.min_replicas)
+    replicas = allocate_replicas(
+        load,
+        slots=cluster.num_slots,
+        num_nodes=cluster.num_nodes,
+        min_replicas=policy.min_replicas,
+        policy=policy.allocation,
+    )
+    return deal_to_ranks(PLACEMENT_RULES[policy.rule](replicas, cluster.node_slots()), cluster, load)
+
+
+SHADOW_POLICIES: dict[str, Callable[[IntArray, Placement, BlockCosts], ShadowPlan]] = {
+    "none": lambda tokens, placement, costs: no_shadows(tokens, placement),
+    "search": lambda tokens, placement, costs: search_shadows(tokens, placement, costs),
+    "fastermoe": fastermoe_shadows,
+    "top2": lambda tokens, placement, costs: top_shadows(tokens, placement, 2),
+    "top3": lambda tokens, placement, costs: top_shadows(tokens, placement, 3),
+}
+
+
+def plan_shadows(
+    tokens: IntArray, placements: Sequence[Placement], costs: Sequence[BlockCosts], policy: str = "search"
+) -> list[ShadowPlan]:
+    """A shadow plan for every layer.
+
+    Args:
+        tokens: int64 [L, E, N], expected assignments of the next step.
+        placements, costs: of each layer.
+        policy: a name in `SHADOW_POLICIES`.
+
+    Raises:
+        ConfigurationError: an unknown policy, or lists of different lengths.
+    """
+    if policy not in SHADOW_POLICIES:
+        raise ConfigurationError(f"shadow policy {policy!r} is unknown: use one of {list(SHADOW_POLICIES)}")
+    if not len(tokens) == len(placements) == len(costs):
+        raise ConfigurationError(
+            f"{len(tokens)} layers of tokens, {len(placements)} placements and {len(costs)} costs do not match: "
+            "give one of each"
+        )
+    choose = SHADOW_POLICIES[policy]
+    return [choose(*layer) for layer in zip(tokens, placements, costs, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A way to train under skew.
+
+    Attributes:
+        placement: slow scale.
+        shadows: fast scale, a name in `SHADOW_POLICIES`.
+        balanced: whether the holders' quotas are balanced over ranks, or merely equal per replica.
+        padded: whether every (expert, rank) buffer travels padded to the fullest, as in DeepSpeed-MoE without drops.
+    """
+
+    placement: PlacementPolicy
+    shadows: str = "none"
+    balanced: bool = True
+    padded: bool = False
+
+
+_PLAIN = PlacementPolicy(rule="plain", min_replicas=1)
+
+STRATEGIES: dict[str, Strategy] = {
+    "plain": Strategy(placement=_PLAIN),
+    "padded": Strategy(placement=_PLAIN, padded=True),
+    "top2": Strategy(placement=_PLAIN, shadows="top2"),
+    "top3": Strategy(placement=_PLAIN, shadows="top3"),
+    "fastermoe": Strategy(placement=_PLAIN, shadows="fastermoe"),
+    "prophet": Strategy(placement=_PLAIN, shadows="search"),
+    "compact": Strategy(placement=PlacementPolicy(rule="compact", allocation="eq1"), balanced=False),
+    "spread": Strategy(placement=PlacementPolicy(rule="spread", allocation="eq1"), balanced=False),
+    "lazarus": Strategy(placement=PlacementPolicy(rule="mro", allocation="eq1"), balanced=False),
+    "resilient": Strategy(placement=PlacementPolicy(rule="mro+")),
+    "packed": Strategy(placement=PlacementPolicy(rule="packed")),
+    "packed+search": Strategy(placement=PlacementPolicy(rule="packed"), shadows="search"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceReport:
+    """One layer and step under a strategy, as the performance model sees it.
+
+    Attributes:
+        imbalance: busiest rank over mean, in rows computed.
+        balance_ratio: RB against one uniform copy of every expert.
+        exchange_bytes: what all ranks send in the four token exchanges of a step.
+        copy_bytes: what all ranks send in Trans and Agg.
+        exposed_s: Trans and Agg that nothing hides.
+        block_s: T', without dense layers.
+    """
+
+    imbalance: float
+    balance_ratio: float
+    exchange_bytes: int
+    copy_bytes: int
+    exposed_s: float
+    block_s: float
+
+
+def evaluate(
+    tokens: IntArray,
+    placement: Placement,
+    plan: ShadowPlan,
+    costs: BlockCosts,
+    strategy: Strategy,
+    scheduled: bool = True,
+) -> BalanceReport:
+    """Judge a placement and a shadow plan, made from whatever was known, on the tokens int64 [E, N] that came."""
+    load = tokens.sum(axis=1)
+    if strategy.balanced:
+        quota = shadow_quota(tokens, placement, plan)
+    else:
+        plan.check(placement)
+        quota = equal_quota(load, placement.replicas + plan.shadows)
+    volumes = row_volumes(tokens, quota).sum(axis=0)
+    if strategy.padded:
+        volumes[1:3] = padded_rows(tokens) * (placement.num_ranks - 1) // placement.num_ranks
+    copies = copy_volumes(plan.shadows, plan.homes, costs.transfer).sum(axis=0)
+    times = predict_block(volumes, copies, costs, scheduled)
+    plain = balanced_quota(load, uniform_placement(placement.num_experts, placement.num_ranks).replicas)
+    return BalanceReport(
+        imbalance=imbalance(quota.sum(axis=0)),
+        balance_ratio=balance_ratio(plain.sum(axis=0), quota.sum(axis=0)),
+        exchange_bytes=round(4 * int(volumes[1].sum()) * costs.row_bytes),
+        copy_bytes=round(float(copies[:, 0].sum()) * (costs.weight_bytes + costs.gradient_bytes)),
+        exposed_s=float(times.exposed_trans_s + times.exposed_agg_s),
+        block_s=float(times.total_s),
+    )

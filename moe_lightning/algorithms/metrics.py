@@ -1,0 +1,24 @@
+"""How even a division of work is, in the field's measures."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_lightning.algorithms.placement import IntArray
+
+
+def imbalance(rows: IntArray) -> float:
+    """Busiest rank over mean, 1 is perfect; rows are int64 [N]. Without any rows: 1."""
+    total = int(rows.sum())
+    return float(rows.max()) * len(rows) / total if total else 1.0
+
+
+def balance_ratio(before: IntArray, after: IntArray) -> float:
+    """RB: standard deviation of the ranks' rows before balancing over that after it (Pro-Prophet VI).
+
+    Infinite where the division after is perfect and the one before was not, 1 where both are.
+    """
+    spread_before, spread_after = float(np.std(before)), float(np.std(after))
+    if spread_after == 0:
+        return float("inf") if spread_before > 0 else 1.0
+    return spread_before / spread_after

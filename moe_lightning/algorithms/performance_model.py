@@ -1,0 +1,237 @@
+"""How long one MoE block of a training step takes under a plan, from a handful of measured constants.
+
+Pro-Prophet's model (eq. 1-6 and 8) for one expert per device, generalised: experts have replicas and
+shadows, ranks may differ in bandwidth and throughput, an exchange has a latency, an expert has a fixed cost, and copies
+travel by a stated method. With those at their neutral values the formulas are the paper's, except that an exchange
+takes as long as its busiest sender *or* receiver: the paper counts receivers, but the results travel back over the same
+links, where roles are exchanged.
+
+All functions broadcast over leading axes, so that a search can judge many plans at once.
+Shapes: N ranks, E experts, P phases of a transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.errors import ConfigurationError
+
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+TransferMethod = Literal["scatter", "direct", "average"]
+"""How an expert's weights reach m ranks. "direct": the home sends m copies. "scatter": the home sends m different
+pieces, which the targets then gather among themselves: about two copies' time however large m is. "average": eq. 4 of
+Pro-Prophet, which
+divides all bytes, the owner's included, by the bandwidth of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockCosts:
+    """Measured constants of one MoE block and the dense layers that follow it.
+
+    Attributes:
+        row_bytes: activations of one routed assignment.
+        weight_bytes: weights of one expert, as Trans sends them.
+        gradient_bytes: gradients of one expert, as Agg sends them.
+        bytes_per_s: bandwidth of each rank in each direction, one number or [N].
+        rows_per_s: assignments per second of each rank in the forward pass of an expert, one number or [N].
+        exchange_s: latency of one exchange.
+        expert_s: fixed forward cost of every expert that a rank computes.
+        backward_ratio: backward over forward time of experts.
+        dense_forward_s, dense_backward_s: the dense layers of the block.
+        transfer: how shadows are copied.
+
+    Raises:
+        ConfigurationError: a bandwidth or throughput that is not positive, a negative time, an unknown transfer method.
+    """
+
+    row_bytes: float
+    weight_bytes: float
+    gradient_bytes: float
+    bytes_per_s: float | FloatArray
+    rows_per_s: float | FloatArray
+    exchange_s: float = 0.0
+    expert_s: float = 0.0
+    backward_ratio: float = 2.0
+    dense_forward_s: float = 0.0
+    dense_backward_s: float = 0.0
+    transfer: TransferMethod = "scatter"
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_s", "rows_per_s", "backward_ratio"):
+            if not np.all(np.asarray(getattr(self, name)) > 0):
+                raise ConfigurationError(f"{name}={getattr(self, name)} is not positive: measure it on a working link")
+        names = (
+            "row_bytes",
+            "weight_bytes",
+            "gradient_bytes",
+            "exchange_s",
+            "expert_s",
+            "dense_forward_s",
+            "dense_backward_s",
+        )
+        for name in names:
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} is negative: give 0 or more")
+        if self.transfer not in get_args(TransferMethod):
+            raise ConfigurationError(
+                f"transfer={self.transfer!r} is unknown: use one of {list(get_args(TransferMethod))}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockTimes:
+    """Predicted seconds of one block; arrays where many plans were judged at once.
+
+    Attributes:
+        exchange_s: one token exchange; a step has four.
+        forward_s, backward_s: experts (FEC, BEC).
+        trans_s, agg_s: copying the shadows' weights and collecting their gradients.
+        exposed_trans_s, exposed_agg_s: the parts of them that nothing hides.
+        total_s: T' of eq. 6, with exposed parts where the scheduler runs (eq. 8). Dense layers are not included.
+    """
+
+    exchange_s: FloatArray
+    forward_s: FloatArray
+    backward_s: FloatArray
+    trans_s: FloatArray
+    agg_s: FloatArray
+    exposed_trans_s: FloatArray
+    exposed_agg_s: FloatArray
+    total_s: FloatArray
+
+
+def row_volumes(tokens: IntArray, quota: IntArray) -> IntArray:
+    """int64 [..., 4, N] of each expert: rows computed, sent, received, and 1 where the rank computes any.
+
+    The two first are Pro-Prophet's H and the counterpart of its R, which is the third. Sum over experts for a rank's
+    totals.
+
+    Args:
+        tokens: int64 [..., N], assignments of an expert on each rank before dispatch.
+        quota: int64 [..., N], assignments of it that each rank computes.
+    """
+    surplus = tokens - quota
+    return np.stack([quota, np.maximum(surplus, 0), np.maximum(-surplus, 0), (quota > 0).astype(np.int64)], axis=-2)
+
+
+def copy_volumes(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> FloatArray:
+    """float64 [..., E, P, 2, N]: copies of each expert that each rank sends (0) and receives (1) in each phase of
+    Trans.
+
+    Agg is the same in reverse. Sum over experts for a rank's totals.
+
+    Args:
+        shadows: bool [..., E, N], where the shadows go; never the home.
+        homes: int64 [E], the rank that sends each expert's weights.
+        transfer: see `TransferMethod`.
+    """
+    num_ranks = shadows.shape[-1]
+    targets = shadows.astype(np.float64)
+    count = targets.sum(axis=-1, keepdims=True)
+    moved = (count > 0).astype(np.float64)
+    at_home = np.equal.outer(homes, np.arange(num_ranks)).astype(np.float64)
+    if transfer == "average":
+        evenly = np.broadcast_to((count + moved) / num_ranks, targets.shape)
+        return np.stack([evenly, evenly], axis=-2)[..., None, :, :]
+    if transfer == "direct":
+        return np.stack([at_home * count, targets], axis=-2)[..., None, :, :]
+    piece = targets / np.maximum(count, 1)
+    scatter = np.stack([at_home * moved, piece], axis=-2)
+    gather = np.stack([targets - piece, targets - piece], axis=-2)
+    return np.stack([scatter, gather], axis=-3)
+
+
+def predict_block(volumes: IntArray, copies: FloatArray, costs: BlockCosts, scheduled: bool = True) -> BlockTimes:
+    """Seconds of one block from the totals of all ranks.
+
+    Args:
+        volumes: int64 [..., 4, N], `row_volumes` summed over experts.
+        copies: float64 [..., P, 2, N], `copy_volumes` summed over experts.
+        costs: constants.
+        scheduled: whether Trans and Agg run under computations (eq. 8) or on their own (eq. 6).
+    """
+    sent_bytes = (volumes[..., 1:3, :] * costs.row_bytes).astype(np.float64)
+    computed, touched = volumes[..., 0, :], volumes[..., 3, :]
+    exchange_s = _exchange_s(sent_bytes, costs)
+    forward_s = (computed / costs.rows_per_s + touched * costs.expert_s).max(axis=-1)
+    backward_s = costs.backward_ratio * forward_s
+    trans_s = _exchange_s(copies * costs.weight_bytes, costs).sum(axis=-1)
+    agg_s = _exchange_s(copies * costs.gradient_bytes, costs).sum(axis=-1)
+    exposed_trans_s, exposed_agg_s = trans_s, agg_s
+    if scheduled:
+        exposed_trans_s = np.maximum(trans_s - forward_s - costs.dense_forward_s, 0.0)
+        exposed_agg_s = np.maximum(agg_s - backward_s - costs.dense_backward_s, 0.0)
+    return BlockTimes(
+        exchange_s=exchange_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        trans_s=trans_s,
+        agg_s=agg_s,
+        exposed_trans_s=exposed_trans_s,
+        exposed_agg_s=exposed_agg_s,
+        total_s=4 * exchange_s + forward_s + backward_s + exposed_trans_s + exposed_agg_s,
+    )
+
+
+def _exchange_s(directions: FloatArray, costs: BlockCosts) -> FloatArray:
+    """Seconds [...] of exchanges of bytes [..., 2, N]: the busiest rank and direction, and the latency where anything
+    travels.
+    """
+    busiest = (directions / costs.bytes_per_s).max(axis=(-2, -1))
+    return np.asarray(busiest + costs.exchange_s * (busiest > 0), dtype=np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Seconds as a fixed part and a part per unit, fitted to measurements.
+
+    Attributes:
+        fixed_s: latency.
+        per_unit_s: seconds per byte, row or whatever was varied.
+        mean_error: mean relative error of the fit on its own measurements; above 0.1 the constants deserve a warning.
+    """
+
+    fixed_s: float
+    per_unit_s: float
+    mean_error: float
+
+    def predict_s(self, amount: float) -> float:
+        return self.fixed_s + self.per_unit_s * amount
+
+
+def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
+    """Least squares of relative errors, neither part negative.
+
+    Relative, because calibration varies amounts over decades and a plain fit would ignore the small ones.
+
+    Raises:
+        ConfigurationError: fewer than two different amounts, lists of different lengths, or a time that is not
+            positive.
+    """
+    x, y = np.array(amounts, dtype=np.float64), np.array(seconds, dtype=np.float64)
+    if x.shape != y.shape or len(np.unique(x)) < 2 or not (y > 0).all():
+        raise ConfigurationError(
+            f"{len(x)} amounts and {len(y)} times do not determine a line: "
+            "measure at least two amounts, with positive times"
+        )
+    columns = np.stack([1 / y, x / y], axis=1)
+    (fixed, per_unit), *_ = np.linalg.lstsq(columns, np.ones_like(y), rcond=None)
+    if fixed < 0:
+        fixed, per_unit = 0.0, float(columns[:, 1].sum() / (columns[:, 1] ** 2).sum())
+    elif per_unit < 0:
+        fixed, per_unit = float(columns[:, 0].sum() / (columns[:, 0] ** 2).sum()), 0.0
+    predicted = fixed + per_unit * x
+    return Line(fixed_s=float(fixed), per_unit_s=float(per_unit), mean_error=mean_relative_error(predicted, y))
+
+
+def mean_relative_error(predicted_s: FloatArray, measured_s: FloatArray) -> float:
+    """Mean of |predicted - measured| / measured."""
+    return float(np.mean(np.abs(predicted_s - measured_s) / measured_s))

@@ -1,0 +1,144 @@
+"""Shadows: experts whose weights visit other ranks for one step, so that hot experts are computed where their tokens
+are.
+
+A plan says which experts are copied to which ranks; how tokens then divide is a quota like any other. This file has the
+plan, its quotas, its predicted time and the policies to compare with; `shadow_search` has the search. Pro-Prophet
+IV.
+
+Shapes: E experts, N ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from moe_lightning.algorithms.performance_model import (
+    BlockCosts,
+    BlockTimes,
+    BoolArray,
+    copy_volumes,
+    predict_block,
+    row_volumes,
+)
+from moe_lightning.algorithms.placement import IntArray, Placement
+from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.errors import ConfigurationError
+
+QuotaRule = Literal["local", "balanced"]
+"""How tokens divide over residents and shadows. "local" (Pro-Prophet): a shadow computes its own rank's tokens,
+residents the rest.
+"balanced": residents and shadows are holders alike, as even as possible."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShadowPlan:
+    """Which experts of a layer are copied to which ranks for the next step.
+
+    Attributes:
+        shadows: bool [E, N], never where the expert is resident.
+        homes: int64 [E], the resident rank that sends each expert's weights and collects its gradients.
+        quota_rule: how tokens divide.
+    """
+
+    shadows: BoolArray
+    homes: IntArray
+    quota_rule: QuotaRule = "local"
+
+    @property
+    def num_copies(self) -> int:
+        return int(self.shadows.sum())
+
+    @property
+    def moved_experts(self) -> tuple[int, ...]:
+        """Experts with a shadow anywhere, ascending."""
+        return tuple(int(expert) for expert in np.flatnonzero(self.shadows.any(axis=1)))
+
+    def check(self, placement: Placement) -> None:
+        """Raise ConfigurationError where the plan was made for another placement."""
+        if self.shadows.shape != placement.replicas.shape:
+            raise ConfigurationError(
+                f"a shadow plan for {self.shadows.shape} (experts, ranks) does not fit a placement of "
+                f"{placement.replicas.shape}: plan again after a new placement"
+            )
+        resident = placement.replicas > 0
+        if (self.shadows & resident).any() or not resident[np.arange(len(self.homes)), self.homes].all():
+            raise ConfigurationError(
+                "the shadow plan names homes of another placement: plan again after a new placement"
+            )
+
+
+def choose_homes(placement: Placement, load: IntArray) -> IntArray:
+    """int64 [E]: a holder of each expert that speaks for it; hot experts first, each to the holder that speaks for
+    fewest.
+    """
+    homes = np.zeros(placement.num_experts, dtype=np.int64)
+    duties = np.zeros(placement.num_ranks, dtype=np.int64)
+    for expert in np.argsort(-load, kind="stable"):
+        holders = np.flatnonzero(placement.replicas[expert])
+        homes[expert] = holders[np.argmin(duties[holders])]
+        duties[homes[expert]] += 1
+    return homes
+
+
+def shadow_quota(tokens: IntArray, placement: Placement, plan: ShadowPlan) -> IntArray:
+    """Tokens of each expert that each rank computes, residents and shadows together.
+
+    Args:
+        tokens: int64 [E, N], assignments on each rank before dispatch.
+        placement: residents.
+        plan: shadows.
+
+    Returns:
+        int64 [E, N] with the row sums of `tokens`.
+
+    Raises:
+        ConfigurationError: the plan was made for another placement.
+    """
+    plan.check(placement)
+    if plan.quota_rule == "balanced" or not plan.num_copies:
+        return balanced_quota(tokens.sum(axis=1), placement.replicas + plan.shadows)
+    kept = tokens * plan.shadows
+    return kept + balanced_quota((tokens - kept).sum(axis=1), placement.replicas)
+
+
+def predict_plan(
+    tokens: IntArray, placement: Placement, plan: ShadowPlan, costs: BlockCosts, scheduled: bool = True
+) -> BlockTimes:
+    """Predicted seconds of a block under a plan, for tokens int64 [E, N]."""
+    volumes = row_volumes(tokens, shadow_quota(tokens, placement, plan)).sum(axis=0)
+    copies = copy_volumes(plan.shadows, plan.homes, costs.transfer).sum(axis=0)
+    return predict_block(volumes, copies, costs, scheduled)
+
+
+def no_shadows(tokens: IntArray, placement: Placement) -> ShadowPlan:
+    """Only residents compute."""
+    return ShadowPlan(
+        shadows=np.zeros(placement.replicas.shape, dtype=np.bool_), homes=choose_homes(placement, tokens.sum(axis=1))
+    )
+
+
+def top_shadows(tokens: IntArray, placement: Placement, count: int) -> ShadowPlan:
+    """The `count` experts with most tokens, everywhere: the top-2 and top-3 policies that Pro-Prophet compares with."""
+    shadows = np.zeros(placement.replicas.shape, dtype=np.bool_)
+    shadows[np.argsort(-tokens.sum(axis=1), kind="stable")[:count]] = True
+    return ShadowPlan(shadows=shadows & (placement.replicas == 0), homes=choose_homes(placement, tokens.sum(axis=1)))
+
+
+def fastermoe_shadows(tokens: IntArray, placement: Placement, costs: BlockCosts) -> ShadowPlan:
+    """FasterMoE's rule: the hottest k experts everywhere, for the k with the least estimate.
+
+    The estimate is (3 compute + 4 transfer) * rows + k * copy, where rows are what the busiest rank computes of experts
+    without shadows: shadowed rows and gradients are not counted. With one expert per rank the rows
+    always fall with k and the original stops at the first estimate that rises; with several they need not, so all k are
+    tried. Measured constants take the place of its defaults.
+    """
+    order = np.argsort(-tokens.sum(axis=1), kind="stable")
+    base = balanced_quota(tokens.sum(axis=1), placement.replicas)[order]
+    left = base.sum(axis=0) - np.concatenate([np.zeros((1, base.shape[1]), dtype=np.int64), np.cumsum(base, axis=0)])
+    bytes_per_s, rows_per_s = float(np.min(costs.bytes_per_s)), float(np.min(costs.rows_per_s))
+    per_row_s = (1 + costs.backward_ratio) / rows_per_s + 4 * costs.row_bytes / bytes_per_s
+    estimate_s = per_row_s * left.max(axis=1) + np.arange(len(left)) * costs.weight_bytes / bytes_per_s
+    return top_shadows(tokens, placement, int(np.argmin(estimate_s)))

@@ -1,0 +1,167 @@
+"""Shadow plans: quotas, the greedy search against every placement of small cases, and the policies to compare with."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from moe_lightning.algorithms.performance_model import BlockCosts
+from moe_lightning.algorithms.placement import Placement, uniform_placement
+from moe_lightning.algorithms.shadow_search import search_shadows
+from moe_lightning.algorithms.shadows import (
+    ShadowPlan,
+    choose_homes,
+    fastermoe_shadows,
+    no_shadows,
+    predict_plan,
+    shadow_quota,
+    top_shadows,
+)
+from moe_lightning.errors import ConfigurationError
+
+COSTS = BlockCosts(
+    row_bytes=8192, weight_bytes=4e6, gradient_bytes=4e6, bytes_per_s=6e9, rows_per_s=4e5, transfer="average"
+)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[np.ndarray, Placement]:
+    experts, ranks = draw(st.integers(1, 8)), draw(st.integers(1, 6))
+    tokens = draw(hnp.arrays(np.int64, (experts, ranks), elements=st.integers(0, 3000)))
+    table = draw(hnp.arrays(np.int64, (experts, ranks), elements=st.integers(0, 1)))
+    table[np.arange(experts), np.arange(experts) % ranks] = 1
+    return tokens, Placement(replicas=table)
+
+
+def test_the_example_of_the_paper_is_balanced_without_travel() -> None:
+    tokens_by_rank = np.array([[3, 0, 0], [2, 1, 0], [0, 1, 2]])  # [ranks, experts]
+    placement = uniform_placement(3, 3)
+    shadows = np.array([[False, True, False], [False, False, True], [False, False, False]])
+    plan = ShadowPlan(shadows=shadows, homes=np.arange(3))
+    quota = shadow_quota(tokens_by_rank.T, placement, plan)
+    assert quota.sum(axis=0).tolist() == [3, 3, 3]
+    assert (quota == tokens_by_rank.T).all()
+    assert plan.moved_experts == (0, 1)
+    assert plan.num_copies == 2
+
+
+@settings(deadline=None, max_examples=100)
+@given(layer=layers(), rule=st.sampled_from(["local", "balanced"]), seed=st.integers(0, 2**31))
+def test_quotas_conserve_tokens_and_stay_on_holders(layer: tuple[np.ndarray, Placement], rule: str, seed: int) -> None:
+    tokens, placement = layer
+    shadows = (np.random.default_rng(seed).random(tokens.shape) < 0.4) & (placement.replicas == 0)
+    homes = choose_homes(placement, tokens.sum(axis=1))
+    plan = ShadowPlan(shadows=shadows, homes=homes, quota_rule=rule)  # type: ignore[arg-type]
+    quota = shadow_quota(tokens, placement, plan)
+    assert quota.min() >= 0
+    assert (quota.sum(axis=1) == tokens.sum(axis=1)).all()
+    assert not quota[(placement.replicas == 0) & ~shadows].any()
+    if rule == "local":
+        assert (quota[shadows] == tokens[shadows]).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(layer=layers(), scheduled=st.booleans())
+def test_the_search_is_valid_and_never_predicts_worse_than_no_shadows(
+    layer: tuple[np.ndarray, Placement], scheduled: bool
+) -> None:
+    tokens, placement = layer
+    plan = search_shadows(tokens, placement, COSTS, scheduled=scheduled)
+    plan.check(placement)
+    found = predict_plan(tokens, placement, plan, COSTS, scheduled).total_s
+    assert found <= predict_plan(tokens, placement, no_shadows(tokens, placement), COSTS, scheduled).total_s
+
+
+def every_plan(num_ranks: int) -> list[np.ndarray]:
+    """All shadow tables of one expert per rank."""
+    ranks = range(num_ranks)
+    per_expert = []
+    for expert in ranks:
+        others = [rank for rank in ranks if rank != expert]
+        subsets = chain.from_iterable(combinations(others, size) for size in range(num_ranks))
+        per_expert.append([np.isin(ranks, list(subset)) for subset in subsets])
+    return [np.array(rows) for rows in product(*per_expert)]
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), [(3, 40), (4, 5)])
+def test_the_search_is_close_to_the_best_of_all_placements(num_ranks: int, cases: int) -> None:
+    rng = np.random.default_rng(num_ranks)
+    placement = uniform_placement(num_ranks, num_ranks)
+    tables = every_plan(num_ranks)
+    gaps = []
+    for _ in range(cases):
+        popularity = rng.dirichlet(np.full(num_ranks, 0.5))
+        tokens = rng.multinomial(4096, popularity, size=num_ranks).T
+        plans = [ShadowPlan(shadows=table, homes=np.arange(num_ranks)) for table in tables]
+        best = min(float(predict_plan(tokens, placement, plan, COSTS).total_s) for plan in plans)
+        found = search_shadows(tokens, placement, COSTS)
+        gaps.append(float(predict_plan(tokens, placement, found, COSTS).total_s) / best - 1)
+    assert np.mean(gaps) < 0.03
+    assert max(gaps) < 0.1
+
+
+def test_hot_expert_goes_everywhere_and_a_balanced_layer_stays_at_home() -> None:
+    placement = uniform_placement(4, 4)
+    hot = np.full((4, 4), 10)
+    hot[2] = 4000
+    plan = search_shadows(hot, placement, COSTS)
+    assert plan.shadows[2].sum() == 3
+    assert search_shadows(np.full((4, 4), 1000), placement, COSTS).num_copies == 0
+
+
+def test_dear_copies_are_not_made() -> None:
+    tokens = np.full((4, 4), 10)
+    tokens[2] = 40
+    dear = BlockCosts(row_bytes=8, weight_bytes=1e9, gradient_bytes=1e9, bytes_per_s=1e9, rows_per_s=1e6)
+    placement = uniform_placement(4, 4)
+    assert search_shadows(tokens, placement, dear).num_copies == 0
+    assert fastermoe_shadows(tokens, placement, dear).num_copies == 0
+
+
+def test_replicas_are_a_bigger_support_not_shadowed_again() -> None:
+    placement = Placement(replicas=np.array([[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]))
+    tokens = np.array([[5000] * 4, [50] * 4, [50] * 4])
+    plan = search_shadows(tokens, placement, COSTS)
+    assert plan.shadows[0].tolist() == [False, False, True, True]
+    quota = shadow_quota(tokens, placement, plan)
+    assert quota.sum(axis=0).max() < 1.05 * tokens.sum() / 4
+
+
+def test_homes_take_turns() -> None:
+    placement = Placement(replicas=np.ones((4, 2), dtype=np.int64))
+    assert sorted(choose_homes(placement, np.array([4, 3, 2, 1]))) == [0, 0, 1, 1]
+
+
+def test_top_policies_shadow_the_heaviest_everywhere() -> None:
+    tokens = np.array([[1] * 3, [9] * 3, [5] * 3])
+    plan = top_shadows(tokens, uniform_placement(3, 3), 2)
+    assert plan.moved_experts == (1, 2)
+    assert plan.num_copies == 4
+
+
+def test_fastermoe_estimate_by_hand() -> None:
+    placement = uniform_placement(3, 3)
+    tokens = np.array([[100] * 3, [40] * 3, [30] * 3])
+    # rows left after k copies: 300, 120, 90, 0; each row 1 s, each copy 100 s: 300, 220, 290, 300
+    costs = BlockCosts(row_bytes=0, weight_bytes=100, gradient_bytes=0, bytes_per_s=1, rows_per_s=3)
+    assert fastermoe_shadows(tokens, placement, costs).moved_experts == (0,)
+
+
+def test_wrong_input_is_one_sentence() -> None:
+    placement, tokens = uniform_placement(4, 4), np.ones((4, 4), dtype=np.int64)
+    with pytest.raises(ConfigurationError, match="do not fit a placement"):
+        search_shadows(tokens[:, :3], placement, COSTS)
+    with pytest.raises(ConfigurationError, match="alpha=-1"):
+        search_shadows(tokens, placement, COSTS, alpha=-1)
+    with pytest.raises(ConfigurationError, match="skipped_ranks=-1"):
+        search_shadows(tokens, placement, COSTS, skipped_ranks=-1)
+    with pytest.raises(ConfigurationError, match="does not fit a placement"):
+        shadow_quota(tokens, placement, no_shadows(tokens[:3], uniform_placement(3, 4)))
+    everywhere = ShadowPlan(shadows=np.ones((4, 4), dtype=np.bool_), homes=np.arange(4))
+    with pytest.raises(ConfigurationError, match="plan again"):
+        shadow_quota(tokens, placement, everywhere)
