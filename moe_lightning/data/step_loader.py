@@ -116,7 +116,7 @@ class StepLoader:
     # ------------------------------------------------------------------ iteration
 
     def __len__(self) -> int:
-        """Micro-batches in a whole epoch."""
+        """Micro-batches in a whole epoch; a Trainer applies its limit to this itself."""
         return len(self.step_sampler)
 
     def __iter__(self) -> Iterator[Any]:
@@ -161,7 +161,8 @@ class StepLoader:
         self.current = None
 
     def bind_to(self, trainer: Trainer) -> None:
-        """Take rank, world and accumulation from a Trainer; to overfit batches, training keeps them in a fixed order.
+        """Take rank, world, accumulation and the limit of an epoch from a Trainer; to overfit batches, training keeps
+        them in a fixed order.
 
         Raises:
             ConfigurationError: as `bind`, or the Trainer's limit_train_batches ends inside a step, whose batch would be
@@ -173,9 +174,9 @@ class StepLoader:
         if getattr(trainer, "overfit_batches", 0):
             self.step_sampler.shuffle = False
         if not getattr(trainer, "fast_dev_run", False):
-            self._check_limit(trainer.limit_train_batches)
+            self._limit_epoch(trainer.limit_train_batches)
 
-    def _check_limit(self, limit: int | float | None) -> None:
+    def _limit_epoch(self, limit: int | float | None) -> None:
         limit = 1.0 if limit is None else limit
         batches = min(limit, len(self)) if isinstance(limit, int) else int(len(self) * limit)
         num_micros = self.step_sampler.num_micros
@@ -184,6 +185,8 @@ class StepLoader:
                 f"limit_train_batches={limit} ends an epoch after {batches} micro-batches, inside a step of "
                 f"accumulate_grad_batches={num_micros}; set it to {max(1, batches // num_micros) * num_micros}."
             )
+        if batches:
+            self.step_sampler.limit_epoch(batches // num_micros)
 
     # Lightning sets this one on loaders whose workers it seeds (seed_everything(workers=True)).
     @property

@@ -106,8 +106,11 @@ class StepSampler(Sampler[list[int]]):
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.epoch_steps = num_samples // global_batch_size if drop_last else -(-num_samples // global_batch_size)
+        self.whole_steps = num_samples // global_batch_size if drop_last else -(-num_samples // global_batch_size)
+        self.epoch_steps = self.whole_steps
         self.consumed = 0
+        self._epoch_offset = 0  # our epoch minus the announced one
+        self._restored_at: int | None = None  # the position last restored
         self.moves = 0  # how often the position or the world was set from outside
         self._permutation: tuple[int, torch.Tensor] | None = None  # (epoch, its order)
         self._set_world(rank, world_size, num_micros)
@@ -177,8 +180,8 @@ class StepSampler(Sampler[list[int]]):
     # ------------------------------------------------------------------ iteration
 
     def __len__(self) -> int:
-        """Micro-batches in a whole epoch."""
-        return self.epoch_steps * self.num_micros
+        """Micro-batches in a whole epoch, also under `limit_epoch`: a Trainer applies its limit to this itself."""
+        return self.whole_steps * self.num_micros
 
     def __iter__(self) -> Iterator[list[int]]:
         position = self.consumed
@@ -212,6 +215,7 @@ class StepSampler(Sampler[list[int]]):
             )
         self.slice_at(consumed)
         self.consumed = consumed
+        self._restored_at = consumed
         self.moves += 1
 
     def bind(self, *, rank: int | None = None, world_size: int | None = None, num_micros: int | None = None) -> None:
@@ -228,14 +232,25 @@ class StepSampler(Sampler[list[int]]):
         )
         self.moves += 1
 
+    def limit_epoch(self, steps: int) -> None:
+        """Let every epoch end after its first `steps` steps, between 1 and `whole_steps` (training only)."""
+        assert self.drop_last
+        assert 1 <= steps <= self.whole_steps
+        if steps != self.epoch_steps:
+            self.epoch_steps = steps
+            self.moves += 1
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, unless the position is inside it already.
 
-        A Trainer calls it before every epoch, on `loader.batch_sampler.sampler`. It matters where an epoch was left
-        early (limit_train_batches) and on resuming after a whole epoch, when a Trainer restores no loader's state.
+        A Trainer calls it before every epoch, on `loader.batch_sampler.sampler`. It matters where no position was
+        restored. A restored one is right whatever is announced before its first batch: a Trainer that stopped at
+        max_steps counts the epoch it left as finished.
         """
-        if epoch != self.epoch:
-            self.consumed = epoch * self.epoch_size
+        if self.consumed == self._restored_at:
+            self._epoch_offset = self.epoch - epoch
+        if epoch + self._epoch_offset != self.epoch:
+            self.consumed = (epoch + self._epoch_offset) * self.epoch_size
             self.moves += 1
 
     @property
@@ -249,7 +264,7 @@ class StepSampler(Sampler[list[int]]):
         _require_at_least("world_size", world_size, 1)
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank={rank} is outside 0..{world_size - 1}; give the rank inside its world.")
-        step_size = self.global_batch_size if self.drop_last else self.num_samples // self.epoch_steps
+        step_size = self.global_batch_size if self.drop_last else self.num_samples // self.whole_steps
         if step_size // num_micros < world_size:
             raise ConfigurationError(self._too_few(step_size, num_micros, world_size))
         self._slice(self.consumed, rank, world_size, num_micros)

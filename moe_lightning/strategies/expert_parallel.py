@@ -48,6 +48,10 @@ from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_g
 from moe_lightning.strategies.zero import DenseOptimizerShards
 
 
+_LOADERS_KEY = "step_loaders"
+"""Where a checkpoint keeps the position of each training loader."""
+
+
 class ExpertParallelStrategy(DDPStrategy):
     """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
     placement.
@@ -110,6 +114,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self._sync_blocked = False
         self._synced = False
         self._slice: StepSlice | None = None
+        self._loader_states: list[dict[str, Any]] = []
         self.last_gradient_norm: Tensor | None = None
 
     # ------------------------------------------------------------------ world
@@ -253,10 +258,17 @@ class ExpertParallelStrategy(DDPStrategy):
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        loader = self._cut_loader(dataloader, trainer)
+        if isinstance(loader, StepLoader) and trainer.training:
+            loader.bind_to(trainer)
+            if self._loader_states:
+                loader.load_state_dict(self._loader_states.pop(0))
+        return loader
+
+    def _cut_loader(self, dataloader: object, trainer: pl.Trainer) -> object:
         world: dict[str, int] = {"rank": self.global_rank, "world_size": self.world_size}
-        micros = trainer.accumulate_grad_batches if trainer.training else 1
         if isinstance(dataloader, StepLoader):
-            dataloader.bind(**world, num_micros=micros)
+            dataloader.bind(**world)
             return dataloader
         if not isinstance(dataloader, DataLoader):
             if self.world_size == 1:
@@ -266,6 +278,7 @@ class ExpertParallelStrategy(DDPStrategy):
                 "return a torch DataLoader or a StepLoader"
             )
         seed = self._seed if self._seed is not None else _global_seed()
+        micros = trainer.accumulate_grad_batches if trainer.training else 1
         return StepLoader.from_dataloader(dataloader, **world, num_micros=micros, seed=seed, training=trainer.training)
 
     def _enter_batch(self, loaders: object, index: int = 0) -> None:
@@ -416,6 +429,14 @@ class ExpertParallelStrategy(DDPStrategy):
         return full_optimizer_state(bare, self._layout(bare), self.world)
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write on rank 0, with the position of the training data: Lightning itself leaves it out between epochs."""
+        assert self.lightning_module is not None
+        loaders = pytree.tree_leaves(self.lightning_module.trainer.train_dataloader)
+        checkpoint[_LOADERS_KEY] = [loader.state_dict() for loader in loaders if isinstance(loader, StepLoader)]
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint without unpickling code; tensors are mapped, so each rank reads only what it keeps.
 
@@ -428,7 +449,7 @@ class ExpertParallelStrategy(DDPStrategy):
         if not path.is_file():
             raise CheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
+            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
             reason = str(error).splitlines()[0]
             raise CheckpointError(
@@ -438,6 +459,9 @@ class ExpertParallelStrategy(DDPStrategy):
             raise CheckpointError(
                 f"the checkpoint {path} is damaged or no checkpoint: {str(error).splitlines()[0]}"
             ) from error
+
+        self._loader_states = list(checkpoint.get(_LOADERS_KEY, []))
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -270,7 +270,9 @@ def fit(path: Path, resume: Path | None = None, limit: int | None = None, **opti
         limit_train_batches=limit,
         **{"enable_checkpointing": False} | options,
     )
-    trainer.fit(module, step_loader(), step_loader(size=7, drop_last=False, shuffle=False), ckpt_path=resume)
+    loader = step_loader()
+    loader.bind_to(trainer)
+    trainer.fit(module, loader, step_loader(size=7, drop_last=False, shuffle=False), ckpt_path=resume)
     return module
 
 

@@ -1,0 +1,47 @@
+"""moe-bench NAME: the project's benchmarks. Every figure is a ratio inside one run or a median of several."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from moe_lightning.errors import ConfigurationError
+
+BENCHMARKS = {
+    "layer": "MoE layer forward and backward against a loop over experts and padded matrices",
+    "step": "training step with the strategy on one rank against stock Lightning",
+    "kernels": "every kernel against its reference and its competitors",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one benchmark; 0 on success, 2 for a user's mistake."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="moe-bench", description="Measure moe-lightning on this machine.")
+    subparsers = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    for name, summary in BENCHMARKS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        subparser.add_argument("--threads", type=int, default=1, help="torch and OpenMP threads (default: 1)")
+        if name in arguments[:1]:
+            _module(name).add_arguments(subparser)
+    options = parser.parse_args(arguments)
+    if options.threads < 1:
+        parser.error(f"--threads {options.threads} must be at least 1")
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    try:
+        return int(_module(options.name).run(options))
+    except ConfigurationError as error:
+        print(f"moe-bench: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _module(name: str):  # type: ignore[no-untyped-def]
+    """The benchmark's module; imported only when it is asked for, since most of them need torch."""
+    return importlib.import_module(f"moe_lightning.bench.{name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
