@@ -1,0 +1,162 @@
+"""The rules of the house, read from the syntax tree: who may import whom, and what no file may hold."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "moe_lightning"
+
+# Rooms of the package that a room may import, besides itself, errors and config. Rooms not named here are free.
+MAY_IMPORT = {
+    "algorithms": set[str](),
+    "kernels": set[str](),
+    "comm": {"algorithms", "kernels"},
+    "modules": {"comm", "kernels"},
+    "models": {"modules", "kernels"},
+    "checkpoint": {"algorithms", "comm", "kernels"},
+    "errors": set[str](),
+    "config": set[str](),
+}
+MAY_COMMUNICATE = {"comm", "elastic", "strategies"}
+WITHOUT_LIGHTNING = {"algorithms", "kernels", "comm", "modules", "checkpoint", "errors", "config"}
+UNSAFE_CALLS = {
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "joblib.load",
+    "dill.load",
+    "dill.loads",
+    "eval",
+    "exec",
+}
+SAFE_OPTION = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
+
+
+def source_files(*, rooms: set[str] | None = None, but: set[str] | None = None) -> Iterator[tuple[Path, str]]:
+    """(file, room) of the package, its kernels and its configurations."""
+    for folder in (PACKAGE, ROOT / "kernels", ROOT / "conf"):
+        for path in sorted(folder.rglob("*.py")):
+            room = path.relative_to(PACKAGE).parts[0].removesuffix(".py") if folder == PACKAGE else folder.name
+            if (rooms is None or room in rooms) and room not in (but or ()):
+                yield path, room
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of an attribute chain; "" where it does not begin with a name."""
+    if isinstance(node, ast.Attribute):
+        return f"{head}.{node.attr}" if (head := dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def names_used(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import and every attribute chain of a file."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, dotted(node)
+
+
+def is_under(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def test_every_room_is_read() -> None:
+    rooms = {room for _, room in source_files()}
+    assert set(MAY_IMPORT) <= rooms
+    assert {"strategies", "data", "cli"} <= rooms
+
+
+def test_rooms_import_only_what_lies_below() -> None:
+    wrong = [
+        f"{path}:{line}: {room} may not use {name}"
+        for path, room in source_files(rooms=set(MAY_IMPORT))
+        for line, name in names_used(path)
+        if name.startswith("moe_lightning.") and name.split(".")[1] not in MAY_IMPORT[room] | {room, "errors", "config"}
+    ]
+    assert not wrong
+
+
+def test_only_the_rooms_for_it_communicate() -> None:
+    wrong = [
+        f"{path}:{line}: {room} may not use {name}"
+        for path, room in source_files(but=MAY_COMMUNICATE)
+        for line, name in names_used(path)
+        if is_under(name, "torch.distributed")
+        and not (room == "checkpoint" and is_under(name, "torch.distributed.checkpoint"))
+    ]
+    assert not wrong
+
+
+def test_lower_rooms_do_without_lightning() -> None:
+    wrong = [
+        f"{path}:{line}: {room} may not use {name}"
+        for path, room in source_files(rooms=WITHOUT_LIGHTNING)
+        for line, name in names_used(path)
+        if is_under(name, "lightning", "pytorch_lightning", "lightning_fabric")
+    ]
+    assert not wrong
+
+
+def test_only_the_command_line_knows_hydra() -> None:
+    wrong = [
+        f"{path}:{line}: {room} may not use {name}"
+        for path, room in source_files(but={"cli"})
+        for line, name in names_used(path)
+        if is_under(name, "hydra", "omegaconf")
+    ]
+    assert not wrong
+
+
+def test_algorithms_do_no_input_or_output() -> None:
+    for path, _ in source_files(rooms={"algorithms"}):
+        for line, name in names_used(path):
+            assert not is_under(name, "os", "pathlib", "io", "socket", "subprocess", "time"), f"{path}:{line}: {name}"
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call):
+                assert dotted(node.func) not in ("open", "print", "input"), f"{path}:{node.lineno}"
+
+
+def test_nothing_is_left_undone() -> None:
+    for path, _ in source_files():
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type in (tokenize.COMMENT, tokenize.STRING):
+                left = [word for word in ("TODO", "FIXME", "XXX") if word in token.string]
+                assert not left, f"{path}:{token.start[0]}: {left}"
+
+
+def test_no_error_is_swallowed() -> None:
+    for path, _ in source_files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ExceptHandler):
+                assert node.type is not None, f"{path}:{node.lineno}: bare except"
+                assert not any(isinstance(s, ast.Pass) for s in node.body), f"{path}:{node.lineno}: except: pass"
+
+
+def test_nothing_is_unpickled_unverified() -> None:
+    for path, _ in source_files():
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            name, where = dotted(node.func), f"{path}:{node.lineno}"
+            assert name not in UNSAFE_CALLS, f"{where}: {name}"
+            if name.replace("numpy.", "np.") in SAFE_OPTION:
+                key, value = SAFE_OPTION[name.replace("numpy.", "np.")]
+                options = {k.arg: k.value for k in node.keywords}
+                found = options.get(key)
+                assert isinstance(found, ast.Constant), f"{where}: {name} without {key}={value}"
+                assert found.value is value, f"{where}: {name} without {key}={value}"

@@ -1,0 +1,160 @@
+"""Placements: every expert somewhere, even runs, groups that are complete, tables that fit."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.algorithms.placement import (
+    Placement,
+    cut,
+    dispatch_groups,
+    parse_placements,
+    uniform_placement,
+)
+from moe_lightning.errors import ConfigurationError
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 1000), st.integers(1, 50))
+def test_cut_is_even_and_complete(total: int, parts: int) -> None:
+    bounds = cut(total, parts)
+    sizes = [last - first for first, last in itertools.pairwise(bounds)]
+    assert len(sizes) == parts
+    assert sum(sizes) == total
+    assert bounds[0] == 0
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.integers(1, 40), st.integers(1, 24))
+def test_uniform_placement(data: st.DataObject, num_experts: int, num_ranks: int) -> None:
+    copies = data.draw(st.integers(1, num_ranks))
+    placement = uniform_placement(num_experts, num_ranks, copies)
+    assert placement.replicas.shape == (num_experts, num_ranks)
+    assert set(np.unique(placement.replicas)) <= {0, 1}
+    for first, last in itertools.pairwise(cut(num_ranks, copies)):
+        block = placement.replicas[:, first:last]
+        per_rank, per_expert = block.sum(axis=0), block.sum(axis=1)
+        assert (per_rank >= 1).all()
+        assert (per_expert >= 1).all()
+        if last - first <= num_experts:  # each expert once, ranks as even as possible
+            assert (per_expert == 1).all()
+            assert per_rank.max() - per_rank.min() <= 1
+        else:  # ranks share experts, as evenly as possible
+            assert (per_rank == 1).all()
+            assert per_expert.max() - per_expert.min() <= 1
+        for rank in range(first, last):
+            experts = placement.experts_on(rank)
+            assert experts == tuple(range(experts[0], experts[-1] + 1))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_holders_owners_and_slots_agree(num_experts: int, num_ranks: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    table = rng.integers(0, 3, (num_experts, num_ranks))
+    table[np.arange(num_experts), rng.integers(0, num_ranks, num_experts)] += 1
+    placement = Placement(replicas=table)
+    for expert in range(num_experts):
+        holders = placement.holders(expert)
+        assert holders == tuple(n for n in range(num_ranks) if table[expert, n] > 0)
+        assert placement.owners()[expert] == holders[0]
+        assert all(expert in placement.experts_on(n) for n in holders)
+    assert sum(len(placement.experts_on(n)) for n in range(num_ranks)) == (table > 0).sum()
+
+
+def test_placements_are_values() -> None:
+    table = np.array([[1, 0], [2, 1]])
+    one, other = Placement(replicas=table), Placement(replicas=table.copy())
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != Placement(replicas=table[::-1])
+    assert one != "a placement"
+    table[0, 0] = 7
+    assert one.replicas[0, 0] == 1, "the placement shares memory with the caller's table"
+    with pytest.raises(ValueError, match="read-only"):
+        one.replicas[0, 0] = 3
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 30), st.integers(1, 30))
+def test_dispatch_groups(num_ranks: int, ep_size: int) -> None:
+    if num_ranks % ep_size:
+        with pytest.raises(ConfigurationError, match=rf"ep_size={ep_size} .* {num_ranks} ranks.*use one of"):
+            dispatch_groups(num_ranks, ep_size)
+        return
+    groups = dispatch_groups(num_ranks, ep_size)
+    assert [rank for group in groups for rank in group] == list(range(num_ranks))
+    assert {len(group) for group in groups} == {ep_size}
+
+
+def test_a_group_that_lacks_an_expert_is_named() -> None:
+    placement = Placement(replicas=np.array([[1, 1, 1, 0], [1, 0, 0, 0]]))
+    placement.check_groups([(0, 1, 2, 3)])
+    with pytest.raises(ConfigurationError, match=r"ranks \[2, 3\] holds no replica of expert 1.*raise ep_size"):
+        placement.check_groups(dispatch_groups(4, 2))
+
+
+def test_one_table_serves_every_layer() -> None:
+    table = [[1, 0], [0, 2], [1, 1]]
+    options: dict[str, Any] = {"num_experts": 3, "num_ranks": 2, "origin": "placement"}
+    placements = parse_placements(table, num_layers=2, **options)
+    assert placements == [Placement(replicas=np.array(table))] * 2
+    each = parse_placements([table, table[::-1]], num_layers=2, **options)
+    assert each[1] == Placement(replicas=np.array(table[::-1]))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([[1, 0], [0]], r"plan\.json is not a rectangular table"),
+        ([[1.0, 0.0]], r"plan\.json must hold integers"),
+        ([["a", "b"]], r"plan\.json must hold integers"),
+        ([[True, False]], r"plan\.json must hold integers"),
+        ({"layers": 1}, r"plan\.json must hold integers"),
+        (None, r"plan\.json must hold integers"),
+        (3, r"plan\.json has shape"),
+        ([1, 1], r"plan\.json has shape"),
+        ([[1, 1]], r"plan\.json has shape \[2, 1, 2\], but this run needs \[2, 3, 2\]"),
+        ([[[1, 1]] * 3] * 3, r"plan\.json has shape \[3, 3, 2\], but this run needs \[2, 3, 2\]"),
+        ([[1, 1], [1, 0], [0, 0]], "no rank holds expert 2 .* at least one"),
+        ([[1, 1], [1, 0], [-1, 2]], "cannot hold -1 replicas: use 0 or more"),
+    ],
+)
+def test_wrong_tables(table: object, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_placements(table, num_layers=2, num_experts=3, num_ranks=2, origin="plan.json")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        (np.ones(3, dtype=int), r"table \[experts, ranks\].*shape \(3,\)"),
+        (np.ones((0, 3), dtype=int), r"shape \(0, 3\)"),
+        (np.ones((2, 2)), "in integers, not in float64"),
+    ],
+)
+def test_wrong_placements(replicas: np.ndarray, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Placement(replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 2), "0 experts on 2 ranks"),
+        ((2, 0), "2 experts on 0 ranks"),
+        ((4, 2, 3), "copies=3 .* between 1 and 2"),
+        ((4, 2, 0), "copies=0"),
+    ],
+)
+def test_wrong_sizes(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        uniform_placement(*sizes)
