@@ -91,6 +91,10 @@ class GPTConfig:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known: use one of {list(allowed)}")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigurationError(f"dropout={self.dropout} must be at least 0 and below 1")
+        if self.init_std < 0:
+            raise ConfigurationError(f"init_std={self.init_std} must be 0 or more")
+        if self.rope_theta <= 0:
+            raise ConfigurationError(f"rope_theta={self.rope_theta} must be above 0")
         if self.num_experts:
             self.router.check(self.num_experts)
 
