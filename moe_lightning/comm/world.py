@@ -65,7 +65,7 @@ class World:
 
 
 def join_launched_world(*, rank: int, size: int, backend: str, timeout: timedelta) -> bool:
-    """Make torch's default group over the launcher's store; False when this process was not started by our launcher.
+    """Make torch's default group over the launcher's store, or keep it; False when this process was not started by our launcher.
 
     Raises:
         ConfigurationError: the variable that names the store is malformed.
@@ -73,6 +73,8 @@ def join_launched_world(*, rank: int, size: int, backend: str, timeout: timedelt
     address = os.environ.get(STORE_VARIABLE)
     if address is None:
         return False
+    if dist.is_initialized():
+        return True  # a second fit or validate of the same process
     host, _, rest = address.partition(":")
     port, _, prefix = rest.partition("/")
     if not (host and port.isdigit() and prefix):
