@@ -130,13 +130,8 @@ class Experts(nn.Module):
             )
         rows = [self.slot_experts.index(expert) for expert in wanted] if not deferred else []
         for name, old in self.stacked_parameters().items():
-            data = torch.empty(len(wanted), *old.shape[1:], dtype=old.dtype, device=device)
-            if not deferred:
-                torch.index_select(
-                    old.data, 0, torch.tensor(rows, device=old.device), out=data if old.device == data.device else None
-                )
-                if old.device != data.device:
-                    data.copy_(old.data[rows])
+            shape = (len(wanted), *old.shape[1:])
+            data = torch.empty(shape, dtype=old.dtype, device=device) if deferred else old.data[rows].to(device)
             setattr(self, name, nn.Parameter(data, requires_grad=old.requires_grad))
         self.slot_experts = wanted
         if deferred:

@@ -7,6 +7,7 @@ from the learned scores, so that the router trains.
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,13 +119,15 @@ def _read_trace(path: Path, num_experts: int, layer: int) -> tuple[NDArray[np.in
     try:
         with np.load(path, allow_pickle=False) as archive:
             counts, iterations = archive["counts"], archive["iteration"].astype(np.int64)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile) as error:
         raise ConfigurationError(f"{path} is not a routing trace (.npz with counts and iteration): {error}") from error
-    if counts.ndim != 4 or len(counts) != len(iterations) or (np.diff(iterations) <= 0).any():
+    if counts.ndim != 4 or iterations.shape != counts.shape[:1] or (np.diff(iterations) <= 0).any():
         raise ConfigurationError(
             f"{path} needs counts [samples, layers, ranks, experts] and ascending iteration [samples], "
             f"not {counts.shape} and {iterations.shape}"
         )
+    if 0 in counts.shape or not np.issubdtype(counts.dtype, np.number) or not (counts >= 0).all():
+        raise ConfigurationError(f"{path} holds no counts, or negative ones, or no numbers: record it anew")
     loads = counts[:, layer % counts.shape[1]].sum(axis=1, dtype=np.float64)
     if loads.shape[1] < num_experts:
         raise ConfigurationError(

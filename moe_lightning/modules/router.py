@@ -87,6 +87,8 @@ class RouterConfig:
         for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be 0 (off) or more")
+        if self.scale <= 0:
+            raise ConfigurationError(f"scale={self.scale} must be above 0")
         if not 0 <= self.jitter < 1:
             raise ConfigurationError(f"jitter={self.jitter} must be at least 0 and below 1")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
