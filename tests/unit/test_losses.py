@@ -1,0 +1,79 @@
+"""Auxiliary losses against their formulas, and as means that slices of a batch add up to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from moe_lightning.modules.losses import auxiliary_loss, load_balancing_loss, router_z_loss
+from moe_lightning.modules.moe_layer import MoELayer
+
+
+def test_load_balancing_formula() -> None:
+    scores = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.2]])  # the second row sums to 0.4, as sigmoid scores may
+    counts = torch.tensor([3, 1, 0])
+    means = [(0.5 + 0.25) / 2, (0.25 + 0.25) / 2, (0.25 + 0.5) / 2]
+    expected = 3 * (3 / 4 * means[0] + 1 / 4 * means[1])
+    assert float(load_balancing_loss(scores, counts)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_perfect_balance_is_one_and_collapse_is_the_number_of_experts() -> None:
+    assert float(load_balancing_loss(torch.full((5, 4), 0.25), torch.full((4,), 10))) == pytest.approx(1.0)
+    collapsed = torch.eye(4)[[0, 0, 0]]
+    assert float(load_balancing_loss(collapsed, torch.tensor([9, 0, 0, 0]))) == pytest.approx(4.0)
+
+
+def test_the_gradient_moves_load_away_from_the_busy_expert() -> None:
+    logits = torch.zeros(6, 3, requires_grad=True)
+    load_balancing_loss(logits.softmax(dim=-1), torch.tensor([10, 1, 1])).backward()
+    assert logits.grad is not None
+    assert (logits.grad[:, 0] > 0).all()
+    assert (logits.grad[:, 1:] < 0).all()
+
+
+def test_slices_with_global_counts_average_to_the_batch() -> None:
+    scores, counts = torch.rand(12, 5), torch.tensor([3, 0, 9, 7, 5])
+    whole = load_balancing_loss(scores, counts)
+    parts = [(load_balancing_loss(scores[a:b], counts), (b - a) / 12) for a, b in ((0, 5), (5, 6), (6, 12))]
+    torch.testing.assert_close(sum(loss * share for loss, share in parts), whole)
+
+
+def test_nothing_routed_is_no_loss() -> None:
+    assert float(load_balancing_loss(torch.rand(3, 4), torch.zeros(4, dtype=torch.int64))) == 0.0
+
+
+def test_z_loss_formula() -> None:
+    logits = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    expected = (math.log(2) ** 2 + math.log(math.e + math.e**2) ** 2) / 2
+    assert float(router_z_loss(logits)) == pytest.approx(expected, rel=1e-6)
+    assert torch.isfinite(router_z_loss(torch.tensor([[1e4, -1e4]])))
+
+
+def test_a_model_sums_the_losses_of_its_layers() -> None:
+    model = nn.Sequential(
+        MoELayer(8, 8, 4, {"aux_loss_coef": 0.5, "z_loss_coef": 0.25}),
+        MoELayer(8, 8, 4, {"aux_loss_coef": 0.0}),
+        MoELayer(8, 8, 4, {"aux_loss_coef": 0.0, "z_loss_coef": 2.0}),
+    )
+    x = torch.randn(10, 8)
+    model(x)
+    first, second, third = (layer.auxiliary_loss for layer in model)
+    assert second is None
+    torch.testing.assert_close(auxiliary_loss(model), first + third)
+    routing = model[0].router(x)
+    expected = 0.5 * load_balancing_loss(routing.scores_TE, routing.tokens_per_expert_E)
+    torch.testing.assert_close(first, expected + 0.25 * router_z_loss(routing.logits_TE))
+
+
+def test_evaluation_has_no_auxiliary_loss() -> None:
+    layer = MoELayer(8, 8, 4)
+    layer(torch.randn(10, 8))
+    assert layer.auxiliary_loss is not None
+    layer.eval()(torch.randn(10, 8))
+    assert layer.auxiliary_loss is None
+    loss = auxiliary_loss(layer)
+    assert loss.shape == ()
+    assert float(loss) == 0.0
