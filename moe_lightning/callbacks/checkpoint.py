@@ -1,0 +1,35 @@
+"""Full checkpoints named after their step, the last one at the end of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+
+class LatestCheckpoint(ModelCheckpoint):
+    """Lightning's ModelCheckpoint that keeps the newest `step-NNNNNNN.ckpt` files and also writes one when training
+    ends.
+
+    Args:
+        dirpath: folder of the checkpoints.
+        every_n_train_steps: optimizer steps between checkpoints.
+        save_top_k: 1 keeps the newest checkpoint only, -1 all of them.
+    """
+
+    def __init__(self, dirpath: str | Path, *, every_n_train_steps: int = 1000, save_top_k: int = 1) -> None:
+        super().__init__(
+            dirpath=dirpath,
+            filename="step-{step:07d}",
+            auto_insert_metric_name=False,
+            every_n_train_steps=every_n_train_steps,
+            save_top_k=save_top_k,
+            enable_version_counter=False,
+        )
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._last_global_step_saved != trainer.global_step:
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))

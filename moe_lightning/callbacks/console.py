@@ -1,0 +1,182 @@
+"""What a user sees while a model trains: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console as RichConsole
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from typing_extensions import override
+
+from moe_lightning.data.text import TextData
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.gpt import GPT
+from moe_lightning.modules.moe_layer import moe_layers
+
+
+class Console(ProgressBar):
+    """Shows a headline, then progress every `log_every_n_steps` of the Trainer; rank 0 only.
+
+    Args:
+        style: "bar" draws a progress bar, "plain" prints lines, "auto" takes the bar on a terminal only, "none" shows
+            nothing.
+
+    Raises:
+        ConfigurationError: an unknown style.
+    """
+
+    def __init__(self, style: Literal["auto", "bar", "plain", "none"] = "auto") -> None:
+        super().__init__()
+        if style not in ("auto", "bar", "plain", "none"):
+            raise ConfigurationError(f"style={style!r} is not known: use 'auto', 'bar', 'plain' or 'none'")
+        self._style = style
+        self._enabled = style != "none"
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    @override
+    def disable(self) -> None:
+        self._enabled = False
+
+    @override
+    def enable(self) -> None:
+        self._enabled = self._style != "none"
+
+    # ------------------------------------------------------------------ hooks
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._enabled:
+            return
+        print(describe(trainer, pl_module), flush=True)
+        if self._style == "bar" or (self._style == "auto" and sys.stdout.isatty()):
+            self._bar = _progress_bar()
+            self._task = self._bar.add_task("", total=_total_steps(trainer), completed=trainer.global_step, status="")
+            self._bar.start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._enabled or trainer.fit_loop._should_accumulate():
+            return
+        logs = trainer._logger_connector.should_update_logs
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=trainer.global_step)
+            if logs:
+                self._bar.update(self._task, status=_status(trainer))
+        elif logs:
+            print(f"{_position(trainer)}  {_status(trainer)}", flush=True)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loss = trainer.callback_metrics.get("val/loss")
+        if not self._enabled or trainer.sanity_checking or loss is None or trainer.state.fn != "fit":
+            return
+        line = f"{_position(trainer)}  validation loss {float(loss):.4f}"
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, flush=True)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _progress_bar() -> Progress:
+    return Progress(
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("<"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+        console=RichConsole(),
+        refresh_per_second=4,
+        expand=True,
+    )
+
+
+def describe(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+    """The headline: parameters, experts, ranks, data."""
+    layers = moe_layers(module)
+    total, active = count_parameters(module)
+    lines = [f"model  {_short(total)} parameters"]
+    if layers:
+        blocks = next((len(m.blocks) for m in module.modules() if isinstance(m, GPT)), len(layers))
+        lines[0] += (
+            f", {_short(active)} active for a token: "
+            f"{layers[0].num_experts} experts in {len(layers)} of {blocks} layers, top-{layers[0].router.config.top_k}"
+        )
+    data = getattr(trainer, "datamodule", None)
+    if isinstance(data, TextData):
+        lines.append(f"data   {data.summary()}")
+    device = trainer.strategy.root_device.type
+    ranks = "1 rank" if trainer.world_size == 1 else f"{trainer.world_size} ranks"
+    lines.append(f"ranks  {ranks} on {device}, {trainer.precision} precision")
+    return "\n".join(lines)
+
+
+def count_parameters(module: pl.LightningModule) -> tuple[int, int]:
+    """Parameters of the whole model, experts of other ranks included, and those that one token passes."""
+    total = active = sum(p.numel() for p in module.parameters())
+    for layer in moe_layers(module):
+        held = sum(p.numel() for p in layer.experts.parameters())
+        each = held // layer.experts.num_slots
+        total += each * layer.num_experts - held
+        active += each * layer.router.config.top_k - held
+    return total, active
+
+
+def _short(count: float) -> str:
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.1f}{unit}"
+    return f"{count:.0f}"
+
+
+def _total_steps(trainer: pl.Trainer) -> int | None:
+    total = trainer.estimated_stepping_batches
+    return int(total) if total != float("inf") else None
+
+
+def _position(trainer: pl.Trainer) -> str:
+    total = _total_steps(trainer)
+    return f"step {trainer.global_step:>{len(str(total))}}/{total}" if total else f"step {trainer.global_step}"
+
+
+def _status(trainer: pl.Trainer) -> str:
+    """The numbers of the last logging step in columns of fixed width."""
+    metrics = trainer.callback_metrics
+    parts = []
+    if "train/loss" in metrics:
+        parts.append(f"loss {float(metrics['train/loss']):.4f}")
+    if "train/tokens_per_s" in metrics:
+        parts.append(f"{_short(float(metrics['train/tokens_per_s'])):>6} tokens/s")
+    if "moe/expert_imbalance_ratio" in metrics:
+        imbalance = f"imbalance {float(metrics['moe/expert_imbalance_ratio']):.2f}"
+        if "moe/rank_imbalance_ratio" in metrics:
+            imbalance += f" > {float(metrics['moe/rank_imbalance_ratio']):.2f}"
+        parts.append(imbalance)
+    return "  ".join(parts)

@@ -1,0 +1,74 @@
+"""Hydra's composition errors as one sentence each, with the nearest key or the choices there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from moe_lightning.cli.mistakes import one_line, suggestion
+
+CONFIG_DIR = Path(__file__).parent.parent / "conf"
+CONFIG_NAME = "train"
+
+_UNKNOWN_KEY = re.compile(r"Could not (?:override|append to config\.|delete from config)[^']*'([^']+)'")
+
+
+def sentence_of_composition(error: BaseException, overrides: Sequence[str]) -> str | None:
+    """The sentence for an error of Hydra or OmegaConf; None for any other error."""
+    if isinstance(error, MissingConfigException):
+        return _about_choice(error)
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return None
+    message = str(error)
+    match = _UNKNOWN_KEY.search(message)
+    if match:
+        key = match[1].split("@")[0]
+        known = set(known_keys(overrides))
+        if key in known or any(name.startswith(f"{key}.") for name in known):
+            return one_line(message)
+        return f"there is no key '{key}'{suggestion(key, known)}: see moe-train --cfg job"
+    first = message.splitlines()[0]
+    detail = f" ({one_line(error.__cause__)})" if isinstance(error.__cause__, OmegaConfBaseException) else ""
+    return one_line(first + detail)
+
+
+def _about_choice(error: MissingConfigException) -> str:
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    options = [option for option in error.options or () if not option.startswith("_")]
+    if not options:
+        return one_line(str(error))
+    what = "recipe" if group == "recipes" else group
+    return f"there is no {what} '{name}'{suggestion(name, options)}: choose one of {', '.join(options)}"
+
+
+def known_keys(overrides: Sequence[str] = ()) -> list[str]:
+    """Dotted keys of the configuration under the overrides that choose a recipe or a group; without them where these
+    fail.
+    """
+    choices = [text for text in overrides if "=" in text and "." not in text.split("=")[0] and text[0] not in "+~"]
+    for chosen in (choices, []):
+        try:
+            with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+                config = OmegaConf.to_container(compose(CONFIG_NAME, list(chosen)), resolve=False)
+            break
+        except (HydraException, OmegaConfBaseException):
+            continue
+    return [*_dotted(config), *_groups()]
+
+
+def _dotted(node: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(node, Mapping):
+        for name, child in node.items():
+            yield f"{prefix}{name}"
+            yield from _dotted(child, f"{prefix}{name}.")
+
+
+def _groups() -> list[str]:
+    return [folder.name for folder in CONFIG_DIR.iterdir() if folder.is_dir() and not folder.name.startswith("_")]

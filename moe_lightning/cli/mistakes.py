@@ -1,0 +1,47 @@
+"""Which exceptions are the user's mistakes, and the one sentence that each becomes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from moe_lightning.errors import CheckpointError, ConfigurationError
+
+EXIT_MISTAKE = 2
+EXIT_CRASH = 1
+EXIT_INTERRUPTED = 130
+
+
+def one_line(message: object) -> str:
+    """A message of any shape as one line; paragraphs after the first are advice on other libraries' options and go."""
+    first = str(message).strip().split("\n\n")[0]
+    return " ".join(first.split())
+
+
+def sentence_of(error: BaseException) -> str | None:
+    """The sentence for a mistake of the user; None for a defect of ours."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    if isinstance(error, ConfigurationError | CheckpointError | MisconfigurationException):
+        return one_line(error)
+    return None
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant: a near spelling, or a dotted name that ends in it."""
+    names = sorted(known)
+    endings = [candidate for candidate in names if candidate.split(".")[-1] == name.split(".")[-1]]
+    if len(endings) == 1:
+        return endings[0]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return close[0]
+    by_ending = {candidate.split(".")[-1]: candidate for candidate in names}
+    close = difflib.get_close_matches(name.split(".")[-1], sorted(by_ending), n=1, cutoff=0.75)
+    return by_ending[close[0]] if close else None
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean 'x'?)", or nothing where no known name is near."""
+    best = nearest(name, known)
+    return f" (did you mean '{best}'?)" if best else ""

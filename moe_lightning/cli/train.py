@@ -1,0 +1,213 @@
+"""`moe-train`: compose a configuration, start its ranks, and say in one sentence what is wrong where something is.
+
+Each run gets its ranks from a configuration file written into its run directory. Workers never see the command line,
+so neither they nor the jobs of a multirun can start the command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from omegaconf import DictConfig, OmegaConf
+
+from moe_lightning import __version__
+from moe_lightning.cli import mistakes
+from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, sentence_of_composition
+from moe_lightning.cli.ranks import is_externally_launched, with_ranks
+from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.errors import ConfigurationError
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command; exits with 0, 1 (a defect), 2 (the user's mistake) or 130 (Ctrl-C)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        _run(arguments)
+    except KeyboardInterrupt as stop:
+        number = getattr(stop, "signal", signal.SIGINT)
+        print(f"moe-train: interrupted by {signal.Signals(number).name}; the same command resumes", file=sys.stderr)
+        sys.exit(128 + number)
+    except Exception as error:
+        sys.exit(_report(error, arguments))
+    sys.exit(0)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    # Hydra's machinery without hydra.main, which would answer a wrong option with a screen of usage.
+    from hydra import version
+    from hydra._internal.utils import _run_hydra, get_args_parser
+
+    version.setbase("1.3")
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    if "--version" in arguments:  # the parser's own would tell Hydra's
+        print(f"moe-train {__version__}")
+        return
+    options = parser.parse_args(list(arguments))
+    if options.help:
+        from moe_lightning.cli.help import help_text
+
+        print(help_text(options.config_dir), end="")
+        return
+    _check_options(options)
+    failures: list[Exception] = []
+
+    def job(composed: DictConfig) -> None:
+        try:
+            run_job(composed)
+        except Exception as error:  # Hydra would print a note of its own; the other jobs of a multirun go on
+            failures.append(error)
+
+    with _full_hydra_errors():
+        _run_hydra(
+            args=options,
+            args_parser=parser,
+            task_function=job,
+            config_path=str(CONFIG_DIR.absolute()),
+            config_name=CONFIG_NAME,
+        )
+    if failures:
+        raise failures[0]
+
+
+def run_job(composed: DictConfig) -> None:
+    """Train as one composed configuration says: in this process, or on ranks of its own.
+
+    Raises:
+        ConfigurationError, CheckpointError: a mistake of the user, found here.
+        RanksFailed, Interrupted: from the launcher.
+    """
+    resolved = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    assert isinstance(resolved, dict)
+    config = {str(name): value for name, value in resolved.items()}
+    check_top_level(config)
+    external = is_externally_launched()
+    config = with_ranks(config, external=external)
+    directory = RunDirectory(Path(config["run_dir"]))
+    if _prepare(
+        directory, config, leader=not external or os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
+    ):
+        return
+    ranks = config["trainer"]["devices"]
+    num_ranks = len(ranks) if isinstance(ranks, list) else ranks
+    if external or num_ranks == 1:
+        from moe_lightning.cli.worker import train
+
+        train(config)
+    else:
+        from moe_lightning.elastic.launcher import LocalLauncher
+
+        LocalLauncher(num_ranks=num_ranks, log_dir=directory.logs).run([str(directory.config.absolute())])
+
+
+def check_top_level(config: Mapping[str, Any]) -> None:
+    """Check the keys that no constructor will see.
+
+    Raises:
+        ConfigurationError: one of them has a value it cannot have.
+    """
+    if config["task"] not in ("train", "validate"):
+        raise ConfigurationError(f"task={config['task']} is not known: use train or validate")
+    if not isinstance(config["resume"], bool | str):
+        raise ConfigurationError(f"resume={config['resume']} must be true, false or the path of a checkpoint")
+    seed = config["seed"]
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigurationError(f"seed={seed} must be an integer from 0 to 4294967295")
+    for name in ("model", "data", "optimizer", "strategy", "trainer", "callbacks", "logger", "module"):
+        if not isinstance(config[name], Mapping):
+            raise ConfigurationError(f"{name}={config[name]} must be a group's choice or a mapping, not a plain value")
+
+
+def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, leader: bool) -> bool:
+    """Make the run directory ready; True when there is nothing left to train."""
+    newest = directory.newest_checkpoint()
+    max_steps = config["trainer"].get("max_steps")
+    if config["task"] == "train" and config["resume"] is True and newest is not None:
+        if isinstance(max_steps, int) and 0 < max_steps <= newest.step:
+            if leader:
+                print(
+                    f"{directory.path} has finished its {newest.step} steps: "
+                    f"train on with trainer.max_steps={2 * newest.step}, start anew with resume=false, "
+                    "or measure it with task=validate"
+                )
+            return True
+        if leader:
+            print(f"resuming {directory.path} after step {newest.step} (resume=false starts anew)", flush=True)
+    if not leader:
+        return False
+    if config["task"] == "train" and config["resume"] is False:
+        place = directory.move_aside()
+        if place is not None:
+            print(f"the earlier run is kept in {place}", flush=True)
+    directory.create()
+    OmegaConf.save(OmegaConf.create(dict(config)), directory.config)
+    return False
+
+
+def _report(error: Exception, arguments: Sequence[str]) -> int:
+    """Print an error once, as a sentence or with its traceback; the exit code."""
+    import traceback
+
+    failure = getattr(error, "failure", None)
+    if failure is not None:
+        if failure.kind == "mistake":
+            return _say(failure.message)
+        print(f"{failure.details}\nmoe-train: rank {failure.rank} failed: {failure.message}", file=sys.stderr)
+        return mistakes.EXIT_CRASH
+    sentence = sentence_of_composition(error, arguments)
+    if sentence is None and _is_training_loaded():
+        sentence = mistakes.sentence_of(error)
+    elif sentence is None and isinstance(error, ConfigurationError):
+        sentence = mistakes.one_line(error)
+    if sentence is not None:
+        return _say(sentence)
+    traceback.print_exception(error)
+    return mistakes.EXIT_CRASH
+
+
+def _say(sentence: str) -> int:
+    print(f"moe-train: error: {sentence}", file=sys.stderr)
+    return mistakes.EXIT_MISTAKE
+
+
+def _is_training_loaded() -> bool:
+    return "lightning.pytorch" in sys.modules  # else no error of Lightning's can have come up
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigurationError(f"{message} (moe-train --help shows the options)")
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if options.config_dir is not None and not Path(options.config_dir).is_dir():
+        raise ConfigurationError(f"--config-dir {options.config_dir} is not a folder: give the one that holds recipes/")
+    if options.config_path is not None or options.config_name is not None:
+        raise ConfigurationError(
+            "--config-path and --config-name would replace moe-train's configuration: use --config-dir"
+        )
+
+
+class _full_hydra_errors:  # noqa: N801
+    """Lets Hydra raise its errors instead of printing them; children do not inherit the variable."""
+
+    _NAME = "HYDRA_FULL_ERROR"
+
+    def __enter__(self) -> None:
+        self._former = os.environ.get(self._NAME)
+        os.environ[self._NAME] = "1"
+
+    def __exit__(self, *_: object) -> None:
+        if self._former is None:
+            os.environ.pop(self._NAME, None)
+        else:
+            os.environ[self._NAME] = self._former
+
+
+if __name__ == "__main__":
+    main()

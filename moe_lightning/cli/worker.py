@@ -1,0 +1,170 @@
+"""One rank of a training run: builds everything from the composed configuration, trains, validates.
+
+Started by the launcher as `python -m moe_lightning.cli.worker CONFIG`; a run of one rank, and one started by torchrun
+or srun, calls `train` in the process of moe-train itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def main() -> int:
+    """Run one rank under the launcher; the exit code."""
+    from moe_lightning.elastic.lifeline import end_with_launcher
+
+    end_with_launcher()
+    from moe_lightning.cli.mistakes import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
+    from moe_lightning.elastic.failure import report_failure
+
+    try:
+        train(read_config(Path(sys.argv[1])))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        details = traceback.format_exc()
+        sentence = sentence_of(error)
+        kind, code = ("mistake", EXIT_MISTAKE) if sentence else ("crash", EXIT_CRASH)
+        if not report_failure(kind, sentence or f"{type(error).__name__}: {error}", details):  # type: ignore[arg-type]
+            raise
+        return code
+    return 0
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The configuration that moe-train composed and left in the run directory."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(config, dict)
+    return {str(name): value for name, value in config.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a configuration describes, built."""
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    data: pl.LightningDataModule
+
+
+def train(config: Mapping[str, Any]) -> None:
+    """Train and validate as the composed configuration says, in this process.
+
+    Raises:
+        ConfigurationError, CheckpointError: a mistake of the user.
+        KeyboardInterrupt: the user ended the run.
+    """
+    from moe_lightning.cli.quiet import quiet_libraries
+
+    quiet_libraries()
+    run = build(config)
+    checkpoint = checkpoint_to_load(config)
+    try:
+        if config["task"] == "train":
+            run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
+            run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+        else:
+            run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
+    except SystemExit:
+        if run.trainer.interrupted:  # Lightning turns a Ctrl-C into an exit
+            raise KeyboardInterrupt from None
+        raise
+
+
+def build(config: Mapping[str, Any]) -> Run:
+    """Build what the configuration describes, after checking every name and type in it.
+
+    Raises:
+        ConfigurationError: one sentence about the first thing that is wrong.
+    """
+    import lightning.pytorch as pl
+
+    from moe_lightning.cli.instantiation import build_object, check_arguments
+
+    check_arguments(config)
+    pl.seed_everything(config["seed"], verbose=False)
+    data = build_object(config["data"], "data")
+    config = with_vocab_size(config, data)
+    module = build_object(config["module"], "module")
+    callbacks = [build_object(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
+    loggers = [build_object(node, f"logger.{name}") for name, node in config["logger"].items() if node]
+    trainer = build_object(
+        config["trainer"],
+        "trainer",
+        strategy=build_object(config["strategy"], "strategy"),
+        callbacks=callbacks,
+        logger=loggers,
+        plugins=_environment_plugins(),
+    )
+    for logger in trainer.loggers:
+        logger.log_hyperparams({name: config[name] for name in ("run_name", "data", "strategy", "trainer", "seed")})
+    return Run(trainer=trainer, module=module, data=data)
+
+
+def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
+    """The checkpoint that the run goes on from, or None.
+
+    Raises:
+        ConfigurationError: `resume` names a file that is not there, or there is nothing to validate.
+    """
+    from moe_lightning.cli.run_directory import RunDirectory
+    from moe_lightning.errors import ConfigurationError
+
+    resume = config["resume"]
+    if isinstance(resume, str):
+        if not Path(resume).is_file():
+            raise ConfigurationError(f"resume={resume} is not a file: give a checkpoint's path, true or false")
+        return resume
+    directory = RunDirectory(Path(config["run_dir"]))
+    newest = directory.newest_checkpoint() if resume or config["task"] == "validate" else None
+    if newest is None and config["task"] == "validate":
+        raise ConfigurationError(
+            f"{directory.checkpoints} holds no checkpoint to validate: train first, or give resume=CHECKPOINT"
+        )
+    return str(newest.path) if newest else None
+
+
+def with_vocab_size(config: Mapping[str, Any], data: Any) -> dict[str, Any]:
+    """The configuration with `vocab_size: auto` replaced by the data's.
+
+    Raises:
+        ConfigurationError: the model has fewer tokens than the data.
+    """
+    from moe_lightning.errors import ConfigurationError
+
+    model = config["module"].get("config")
+    if not (isinstance(model, Mapping) and "vocab_size" in model and hasattr(data, "vocab_size")):
+        return dict(config)
+    wanted, needed = model["vocab_size"], data.vocab_size
+    if wanted != "auto" and wanted < needed:
+        raise ConfigurationError(
+            f"model.vocab_size={wanted} is below the {needed} tokens of the data: use model.vocab_size=auto"
+        )
+    size = needed if wanted == "auto" else wanted
+    return {**config, "module": {**config["module"], "config": {**model, "vocab_size": size}}}
+
+
+def _environment_plugins() -> list[Any]:
+    """Ranks started by our launcher are described by plain variables; torchrun and SLURM are found by Lightning
+    itself.
+    """
+    from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
+
+    from moe_lightning.comm.world import STORE_VARIABLE
+
+    return [LightningEnvironment()] if STORE_VARIABLE in os.environ else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""How a worker tells its launcher why it failed: one small private JSON file for each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+FAILURE_FILE_VARIABLE = "MOE_LIGHTNING_FAILURE_FILE"
+"""Where a worker leaves its failure; set by the launcher."""
+
+FailureKind = Literal["mistake", "crash", "death"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """Why a rank ended.
+
+    Attributes:
+        rank: which one.
+        kind: "mistake" of the user, "crash" of ours (an exception), or "death" without a word (signal, exit).
+        message: one sentence.
+        details: the traceback, or the last lines of its log.
+        time_s: seconds since the epoch at which it was noticed.
+    """
+
+    rank: int
+    kind: FailureKind
+    message: str
+    details: str
+    time_s: float
+
+
+def report_failure(kind: FailureKind, message: str, details: str) -> bool:
+    """Leave the failure of this worker for its launcher; False when there is none."""
+    path = os.environ.get(FAILURE_FILE_VARIABLE)
+    if path is None:
+        return False
+    failure = RankFailure(rank=int(os.environ["RANK"]), kind=kind, message=message, details=details, time_s=time.time())
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(asdict(failure), file)
+    return True
+
+
+def read_failure(path: Path) -> RankFailure | None:
+    """What a worker left, or None where it left nothing readable: it may have died while writing."""
+    try:
+        return RankFailure(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
