@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ledger import load_trace
 
 from moe_lightning.algorithms.dynamic_k import DynamicK
 from moe_lightning.algorithms.ledger import Ledger, Source, expected_plt, worst_case_plt
 from moe_lightning.algorithms.selection import full_selection, sequential_selection
 from moe_lightning.errors import ConfigurationError
+from tests.unit.test_ledger import load_trace
 
 
 def predictor(experts: int, interval: int, total_steps: int, model=worst_case_plt):

@@ -1,0 +1,318 @@
+"""The persist agent: one process per node that writes snapshots to storage, and goes on doing so when the workers are
+dead.
+
+It watches the arenas of a private directory, writes the snapshots that wait there as parts of checkpoints, commits
+them when every rank's part is there (whichever node that happens on), and prunes old ones. Everything it needs to go
+on after its own death lies in the arenas and in the storage. It tells the workers what it did, and what failed, in
+`status.json`; nobody ever waits for it.
+
+    python -m moe_lightning.checkpoint.agent --arenas DIR --checkpoints ROOT
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moe_lightning.checkpoint.agent_control import LOCK, STATUS, STOP, AgentStatus
+from moe_lightning.checkpoint.arena import Arena
+from moe_lightning.checkpoint.buffers import choose_step
+from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part
+from moe_lightning.checkpoint.durable import write_durably
+from moe_lightning.checkpoint.store import staging_path, steps_in_staging, write_part
+from moe_lightning.checkpoint.table import Table
+from moe_lightning.errors import CheckpointError
+
+_LAST_ATTEMPTS = 3
+"""Failures in a row after which an agent that should leave gives up."""
+
+
+@dataclass
+class _Job:
+    """A step that is being persisted on this node."""
+
+    session: str
+    step: int
+    world_size: int
+    began: float
+    written: set[Path] = field(default_factory=set)
+    nbytes: int = 0
+
+
+class Agent:
+    """The agent's loop.
+
+    Args:
+        arenas: directory of the arena files.
+        root: directory of the checkpoints.
+        keep_last: whole checkpoints to keep.
+        poll_s: pause between two looks at the arenas.
+        grace_s: after the last worker's death, how long to wait for new ones before exiting.
+        retry_s: pause after a failed attempt.
+        commit_timeout_s: how long to wait for the parts of other nodes.
+    """
+
+    def __init__(
+        self,
+        arenas: Path,
+        root: Path,
+        *,
+        keep_last: int = 2,
+        poll_s: float = 0.02,
+        grace_s: float = 30.0,
+        retry_s: float = 1.0,
+        commit_timeout_s: float = 600.0,
+    ) -> None:
+        self.arenas_path, self.root, self.keep_last = arenas, root, keep_last
+        self.poll_s, self.grace_s, self.retry_s, self.commit_timeout_s = poll_s, grace_s, retry_s, commit_timeout_s
+        self.status = AgentStatus()
+        self._arenas: dict[Path, Arena] = {}
+        self._job: _Job | None = None
+        self._retry_at = 0.0
+        self._failures = 0  # in a row
+        self._stop = threading.Event()
+
+    def run(self) -> int:
+        """Serve until told to stop, or until the workers have been gone for the grace period and everything is
+        persisted.
+
+        Returns:
+            0, or 1 where a snapshot could not be persisted (its arena file is kept).
+        """
+        alive_at = time.monotonic()
+        while True:
+            busy = self.serve_once()
+            now = time.monotonic()
+            if any(arena.writer_alive for arena in self._arenas.values()):
+                alive_at = now
+            told = self._stop.is_set() or (self.arenas_path / STOP).exists()
+            gone = now - alive_at > self.grace_s
+            if (told or gone) and not busy and (self._failures >= _LAST_ATTEMPTS or not self._pending()):
+                return self._leave()
+            if not busy:
+                time.sleep(self.poll_s)
+
+    def stop(self) -> None:
+        """Persist what waits and return from `run`."""
+        self._stop.set()
+
+    def serve_once(self) -> bool:
+        """Look at the arenas once and do what can be done; True if something was done."""
+        self._find_arenas()
+        if time.monotonic() < self._retry_at:
+            return False
+        try:
+            self._take_up()
+            return self._finish() or (self._write() and (self._finish() or True))
+        except (OSError, CheckpointError) as error:
+            self._fail(_sentence(error, self.root))
+            return True
+
+    # --- steps of a round -------------------------------------------------------------------------------------------
+
+    def _find_arenas(self) -> None:
+        for path, arena in list(self._arenas.items()):
+            if arena.replaced:
+                arena.close()
+                del self._arenas[path]
+        for path in sorted(self.arenas_path.glob("*.arena")):
+            if path not in self._arenas:
+                try:
+                    self._arenas[path] = Arena(path)
+                except (CheckpointError, FileNotFoundError):
+                    continue  # being replaced: the next round sees the new one
+        for arena in self._arenas.values():
+            if arena.state.writing is not None and not arena.writer_alive:
+                arena.abort_of_the_dead()
+
+    def _take_up(self) -> None:
+        """Choose the step to persist, and make its snapshots P."""
+        if self._job is None:
+            self._job = self._interrupted_job() or self._next_job()
+        job = self._job
+        if job is None:
+            return
+        for arena in self._arenas.values():
+            state = arena.state
+            index = state.waiting.get(job.step)
+            if state.persisting is None and index is not None and _session(arena.table(index)) == job.session:
+                arena.transition(lambda s: s.start_persist(job.step) if job.step in s.waiting else s)
+
+    def _interrupted_job(self) -> _Job | None:
+        """A persist that an agent before this one began."""
+        for arena in self._arenas.values():
+            index = arena.state.persisting
+            if index is not None:
+                table = arena.table(index)
+                if table is not None:
+                    return _Job(table.session, table.step, table.world_size, time.monotonic())
+                arena.transition(lambda s: s.fail_persist() if s.persisting is not None else s)
+        return None
+
+    def _next_job(self) -> _Job | None:
+        waiting: list[dict[int, Table]] = []
+        for arena in self._arenas.values():
+            tables = [arena.table(index) for index in arena.state.waiting.values()]
+            waiting.append({table.step: table for table in tables if table is not None})
+        session = max((t.session for found in waiting for t in found.values()), default=None)
+        if session is None:
+            return None
+        current = [{step for step, t in found.items() if t.session == session} for found in waiting]
+        step = choose_step(current, steps_in_staging(self.root, session))
+        if step is None:
+            return None
+        world_size = next(found[step].world_size for found in waiting if step in found)
+        return _Job(session, step, world_size, time.monotonic())
+
+    def _write(self) -> bool:
+        """Write the parts of all ranks of this node that are P and not written yet."""
+        job = self._job
+        if job is None:
+            return False
+        todo = []
+        for path, arena in self._arenas.items():
+            index = arena.state.persisting
+            table = None if index is None or path in job.written else arena.table(index)
+            if table is not None and (table.session, table.step) == (job.session, job.step):
+                todo.append((path, arena, table))
+        if not todo:
+            return False
+        with ThreadPoolExecutor(max_workers=min(4, len(todo))) as pool:
+            for (path, _, _), part in zip(
+                todo, pool.map(lambda item: write_part(self.root, item[2], item[1].payload), todo), strict=True
+            ):
+                job.written.add(path)
+                job.nbytes += sum(record.nbytes for record in part.files.values())
+        return True
+
+    def _finish(self) -> bool:
+        """Commit if all parts are there; then the snapshots are R."""
+        job = self._job
+        if job is None:
+            return False
+        committed = try_commit(self.root, job.session, job.step, job.world_size)
+        if committed is None:
+            self._give_up_if_hopeless(job)
+            return False
+        self._end_job(success=True)
+        self._failures = 0
+        persist_s = time.monotonic() - job.began
+        self._report(
+            replace(
+                self.status,
+                committed_step=job.step,
+                committed_session=job.session,
+                committed_path=str(committed),
+                persist_s=persist_s,
+                persist_bytes=job.nbytes,
+                error=None,
+            )
+        )
+        prune(self.root, self.keep_last)
+        return True
+
+    def _give_up_if_hopeless(self, job: _Job) -> None:
+        """Other nodes went on to a newer step that waits here too, or their parts never came."""
+        newer = [step for step in steps_in_staging(self.root, job.session) if step > job.step]
+        waits = all(any(step in arena.state.waiting for step in newer) for arena in self._arenas.values())
+        if newer and waits:
+            self._end_job(success=False)
+        elif time.monotonic() - job.began > self.commit_timeout_s:
+            missing = missing_ranks(staging_path(self.root, job.session, job.step), job.world_size)
+            raise CheckpointError(
+                f"the parts of ranks {missing} of step {job.step} did not come within {self.commit_timeout_s:g} s: "
+                "look at their agents"
+            )
+
+    def _end_job(self, *, success: bool) -> None:
+        job, self._job = self._job, None
+        for arena in self._arenas.values():
+            index = arena.state.persisting
+            if job is not None and index is not None and arena.state.buffers[index].step == job.step:
+                arena.transition(lambda s: s.finish_persist() if success else s.fail_persist())
+
+    def _fail(self, problem: str) -> None:
+        """Keep the error for the workers, drop this node's parts, and try again later with the newest snapshot."""
+        job = self._job
+        if job is not None:
+            for arena in self._arenas.values():
+                index = arena.state.persisting
+                table = None if index is None else arena.table(index)
+                if table is not None:
+                    with contextlib.suppress(OSError):  # storage that cannot be written: `problem` says so already
+                        withdraw_part(self.root, job.session, job.step, table.rank)
+            self._end_job(success=False)
+        self._retry_at = time.monotonic() + self.retry_s
+        self._failures += 1
+        self._report(replace(self.status, error=problem, errors=self.status.errors + 1))
+
+    def _pending(self) -> bool:
+        return self._job is not None or self._next_job() is not None
+
+    def _report(self, status: AgentStatus) -> None:
+        self.status = status
+        try:
+            write_durably(self.arenas_path / STATUS, json.dumps(vars(status)).encode())
+        except OSError as error:
+            print(f"the agent cannot report to {self.arenas_path} ({error.strerror}): {status}", file=sys.stderr)
+
+    def _leave(self) -> int:
+        """Release memory unless it holds snapshots that storage lacks."""
+        unsaved = self._pending()
+        for path, arena in self._arenas.items():
+            arena.close()
+            if not unsaved:
+                path.unlink(missing_ok=True)
+                path.with_suffix(".alive").unlink(missing_ok=True)
+        (self.arenas_path / STOP).unlink(missing_ok=True)
+        return 1 if unsaved else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line of the agent."""
+    parser = argparse.ArgumentParser(description="Writes the snapshots of this node's workers to storage.")
+    parser.add_argument("--arenas", type=Path, required=True)
+    parser.add_argument("--checkpoints", type=Path, required=True)
+    parser.add_argument("--keep-last", type=int, default=2)
+    for name, default in (("poll", 0.02), ("grace", 30.0), ("retry", 1.0), ("commit-timeout", 600.0)):
+        parser.add_argument(f"--{name}-s", type=float, default=default)
+    options: dict[str, Any] = vars(parser.parse_args(argv))
+    arenas, root = options.pop("arenas"), options.pop("checkpoints")
+    with open(arenas / LOCK, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another agent serves {arenas} already")
+            return 0
+        agent = Agent(arenas, root, **options)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: agent.stop())
+        return agent.run()
+
+
+def _session(table: Table | None) -> str | None:
+    return None if table is None else table.session
+
+
+def _sentence(error: OSError | CheckpointError, root: Path) -> str:
+    if isinstance(error, OSError):
+        where = error.filename or root
+        return f"writing a checkpoint to {where} failed ({error.strerror or error}): the last one is untouched"
+    return str(error)
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""The arena: one rank's snapshots in host memory, in a file that outlives the process.
+
+A file in /dev/shm is reserved, mapped and touched once; snapshots are copied into it and can be read from another
+process, also after the writer was killed. Memory is a pool of blocks: three of them for every key, enough for the
+three buffers of `buffers.TripleBuffer`. A snapshot is a table of contents that names a block for every key of the
+rank: new blocks for the keys copied this time, the blocks of the snapshot before for experts that were left out. So
+    every whole snapshot gives the newest copy of every expert of the rank.
+
+Layout of the file (little-endian):
+    superblock   magic, sizes, the classes of blocks as JSON
+    state x 2    the triple buffer, written alternately, so that one copy is always whole
+    header x 3   generation begin, step, bytes, xxh3 of the table, generation end; torn where the generations differ
+    table x 3    JSON (`Table`)
+    blocks       64-byte aligned, by size class
+Sources: PEC 3.2, MoC-System 5.1-5.2; ALGORITHMS 3.6, 5.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import struct
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from moe_lightning.checkpoint.buffers import NO_STEP, Buffer, Status, TripleBuffer
+from moe_lightning.checkpoint.durable import lock_exclusively
+from moe_lightning.checkpoint.room import reserve
+from moe_lightning.checkpoint.table import Placed, Table
+from moe_lightning.errors import CheckpointError, ConfigurationError
+
+_MAGIC = b"MOEARN01"
+_PAGE = 4096
+_ALIGN = 64
+_MADV_POPULATE_WRITE = 23  # missing from the mmap module
+_SUPERBLOCK = struct.Struct("<8sQQQQ")  # magic, bytes of superblock, of a table, of all blocks, of the JSON behind
+_HEADER = struct.Struct("<QqQQQ")  # generation begin, step, bytes of table, xxh3 of table, generation end
+_STATE = struct.Struct("<Q" + "qqq" * 3 + "qQ")  # sequence, (status, step, used_at) x 3, writing, clock
+_LOCK_TIMEOUT_S = 10.0
+
+
+def block_bytes(nbytes: int) -> int:
+    """Size of the block that holds a payload."""
+    return max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
+
+
+def arena_bytes(capacity: Mapping[int, int], table_bytes: int) -> int:
+    """Size of the file for `capacity[block size] = keys`: three blocks each, plus tables and headers."""
+    classes = json.dumps(sorted(capacity.items()))
+    superblock = -(-(_SUPERBLOCK.size + len(classes)) // _PAGE) * _PAGE
+    return superblock + 5 * _PAGE + 3 * table_bytes + 3 * sum(size * count for size, count in capacity.items())
+
+
+class Arena:
+    """A mapped arena file; the same class serves the worker that writes and the agent that reads.
+
+    Transitions of the triple buffer happen under a lock on the file, which the kernel releases when its holder dies.
+    """
+
+    def __init__(self, path: Path, *, hold_alive: bool = False) -> None:
+        """Open an existing arena.
+
+        Args:
+            hold_alive: this process is the writer: others see it alive (`writer_alive`) until it closes or dies.
+
+        Raises:
+            CheckpointError: the file is no arena, or another writer holds it.
+        """
+        self.path = path
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(path, flags)
+        self._alive_fd = os.open(_alive_path(path), flags | os.O_CREAT, 0o600)
+        _OPEN.add(self)
+        size = os.fstat(self._fd).st_size
+        if size < _PAGE:
+            raise CheckpointError(f"{path} is no arena: {size} bytes are too few; delete it")
+        self._map = mmap.mmap(self._fd, size)
+        magic, superblock, self.table_bytes, blocks, json_bytes = _SUPERBLOCK.unpack_from(self._map, 0)
+        if magic != _MAGIC or superblock + 5 * _PAGE + 3 * self.table_bytes + blocks != size:
+            raise CheckpointError(f"{path} is no arena of this version; delete it")
+        classes = json.loads(self._map[_SUPERBLOCK.size : _SUPERBLOCK.size + json_bytes])
+        self.capacity = {int(block): int(count) for block, count in classes}
+        self._state_at = superblock
+        self._header_at = superblock + 2 * _PAGE
+        self._table_at = superblock + 5 * _PAGE
+        self._blocks_at = self._table_at + 3 * self.table_bytes
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        if hold_alive:
+            message = f"another process writes snapshots to {path}: end it first"
+            lock_exclusively(self._alive_fd, timeout_s=_LOCK_TIMEOUT_S, message=message)
+
+    @classmethod
+    def create(cls, path: Path, *, capacity: Mapping[int, int], table_bytes: int) -> Arena:
+        """Take over the arena of an earlier process where it has the same capacity (its snapshots stay readable), or
+        make a new one.
+
+        Every page is reserved and touched, so that a later copy neither fails nor waits for the kernel.
+
+        Raises:
+            ConfigurationError: the file system has no room.
+            CheckpointError: another writer holds it.
+        """
+        capacity = {block_bytes(size): count for size, count in sorted(capacity.items())}
+        if path.exists():
+            with contextlib.suppress(CheckpointError):
+                arena = cls(path, hold_alive=True)
+                if arena.capacity == capacity and arena.table_bytes == table_bytes:
+                    arena.transition(lambda state: state.abort_snapshot().drop_waiting())
+                    arena._populate()
+                    return arena
+                arena.close()
+            path.unlink()
+        size = arena_bytes(capacity, table_bytes)
+        staged = path.with_suffix(f".{os.getpid()}.new")
+        fd = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            reserve(fd, size, path.parent)
+            with mmap.mmap(fd, size) as pages:
+                classes = json.dumps(sorted(capacity.items())).encode()
+                superblock = -(-(_SUPERBLOCK.size + len(classes)) // _PAGE) * _PAGE
+                blocks = 3 * sum(block * count for block, count in capacity.items())
+                _SUPERBLOCK.pack_into(pages, 0, _MAGIC, superblock, table_bytes, blocks, len(classes))
+                pages[_SUPERBLOCK.size : _SUPERBLOCK.size + len(classes)] = classes
+            os.rename(staged, path)
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        arena = cls(path, hold_alive=True)
+        arena._populate()
+        return arena
+
+    # --- the triple buffer ------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TripleBuffer:
+        """The triple buffer as last written (the newer whole one of the two copies)."""
+        return max((self._read_state(slot) for slot in (0, 1)), key=lambda pair: pair[0])[1]
+
+    def transition(self, step: Callable[[TripleBuffer], TripleBuffer]) -> TripleBuffer:
+        """Apply `step: TripleBuffer -> TripleBuffer` under the file's lock and return the new state."""
+        with self.locked():
+            sequence, state = max((self._read_state(slot) for slot in (0, 1)), key=lambda pair: pair[0])
+            new = step(state)
+            numbers = [value for b in new.buffers for value in (int(b.status), b.step, b.used_at)]
+            writing = -1 if new.writing is None else new.writing
+            packed = _STATE.pack(sequence + 1, *numbers, writing, new.clock)
+            at = self._state_at + (sequence + 1) % 2 * _PAGE
+            self._map[at : at + _STATE.size + 8] = packed + xxhash.xxh3_64_digest(packed)
+            return new
+
+    def _read_state(self, slot: int) -> tuple[int, TripleBuffer]:
+        at = self._state_at + slot * _PAGE
+        packed = self._map[at : at + _STATE.size]
+        if xxhash.xxh3_64_digest(packed) != self._map[at + _STATE.size : at + _STATE.size + 8]:
+            return 0, TripleBuffer()  # never written, or its writer died in the middle: the other copy counts
+        sequence, *numbers, writing, clock = _STATE.unpack(packed)
+        buffers = tuple(
+            Buffer(status=Status(status), step=step, used_at=used_at)
+            for status, step, used_at in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+        )
+        return sequence, TripleBuffer(buffers=buffers, writing=None if writing < 0 else writing, clock=clock)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        message = f"the lock of {self.path} was not free within {_LOCK_TIMEOUT_S:g} s"
+        lock_exclusively(self._fd, timeout_s=_LOCK_TIMEOUT_S, message=message)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    @property
+    def writer_alive(self) -> bool:
+        """Whether the process that writes snapshots lives (asked from another process)."""
+        try:
+            fcntl.flock(self._alive_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._alive_fd, fcntl.LOCK_UN)
+        return False
+
+    def abort_of_the_dead(self) -> None:
+        """Give up the snapshot that a dead writer left unfinished (asked again under the lock: a new writer may be
+        there by now)."""
+        self.transition(lambda s: s if s.writing is None or self.writer_alive else s.abort_snapshot())
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the path now names another file, or none."""
+        try:
+            return os.stat(self.path).st_ino != os.fstat(self._fd).st_ino
+        except FileNotFoundError:
+            return True
+
+    # --- tables and payloads ----------------------------------------------------------------------------------------
+
+    def table(self, index: int) -> Table | None:
+        """The table of a buffer's snapshot; None where the buffer is empty or torn."""
+        begin, step, size, digest, end = _HEADER.unpack_from(self._map, self._header_at + index * _PAGE)
+        if begin != end or begin == 0 or step == NO_STEP or size > self.table_bytes:
+            return None
+        at = self._table_at + index * self.table_bytes
+        data = self._map[at : at + size]
+        if xxhash.xxh3_64_intdigest(data) != digest:
+            return None
+        return Table.parse(data)
+
+    def tables(self) -> list[Table]:
+        """Tables of all whole snapshots, newest first: what recovery may read."""
+        found = [self.table(i) for i, b in enumerate(self.state.buffers) if b.step != NO_STEP]
+        return sorted((t for t in found if t is not None), key=lambda t: -t.step)
+
+    def payload(self, placed: Placed) -> torch.Tensor:
+        """uint8 [nbytes]: the bytes of a piece, in the mapped memory."""
+        return self.memory[placed.block : placed.block + placed.piece.nbytes]
+
+    def begin_table(self, index: int) -> None:
+        """Mark a buffer's header as being written: it is torn until `finish_table`."""
+        at = self._header_at + index * _PAGE
+        begin, *_, end = _HEADER.unpack_from(self._map, at)
+        _HEADER.pack_into(self._map, at, max(begin, end) + 1, NO_STEP, 0, 0, 0)
+
+    def finish_table(self, index: int, table: Table) -> None:
+        """Write the table, then the header with equal generations.
+
+        Raises:
+            ConfigurationError: the table does not fit.
+        """
+        data = table.dump()
+        if len(data) > self.table_bytes:
+            raise ConfigurationError(
+                f"the snapshot's table takes {len(data)} bytes, the arena has room for {self.table_bytes}: "
+                "raise table_bytes"
+            )
+        at = self._table_at + index * self.table_bytes
+        self._map[at : at + len(data)] = data
+        header = self._header_at + index * _PAGE
+        begin, *_ = _HEADER.unpack_from(self._map, header)
+        _HEADER.pack_into(self._map, header, begin, table.step, len(data), xxhash.xxh3_64_intdigest(data), begin)
+
+    def free_blocks(self, used: Iterable[Placed]) -> dict[int, list[int]]:
+        """Offsets of the blocks of each class that no given piece occupies."""
+        taken = {placed.block for placed in used}
+        free: dict[int, list[int]] = {}
+        at = self._blocks_at
+        for size, count in self.capacity.items():
+            free[size] = [offset for offset in range(at, at + 3 * count * size, size) if offset not in taken]
+            at += 3 * count * size
+        return free
+
+    def _populate(self) -> None:
+        """Map every page for writing now; the first copy would otherwise spend ten times its time on page faults."""
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE)
+        except OSError:  # Linux before 5.14: touch the pages, without changing what an earlier process left there
+            pages = np.frombuffer(self._map, dtype=np.uint8)[::_PAGE]
+            pages[:] = pages.copy()
+
+    def close(self) -> None:
+        """Release the file; the mapping goes when the last tensor on it does."""
+        for fd in (self._fd, self._alive_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._alive_fd = -1
+
+
+def capacity_of(sizes: Iterable[int]) -> dict[int, int]:
+    """Block size -> number of keys, from the payload bytes of a rank's keys."""
+    return dict(sorted(Counter(block_bytes(size) for size in sizes).items()))
+
+
+def _alive_path(path: Path) -> Path:
+    return path.with_suffix(".alive")
+
+
+_OPEN: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    """In a forked child: descriptors would keep the parent's locks alive after its death."""
+    for arena in list(_OPEN):
+        arena.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

@@ -1,0 +1,187 @@
+"""Commit of a checkpoint without collectives: whoever finds every rank's part in the staging directory gives it a
+name; and pruning.
+
+Two agents may try at the same time: both happen under a lock that dies with its holder, and every step can be repeated
+after a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+
+from moe_lightning.checkpoint.durable import directory_lock, sync_directory, write_durably
+from moe_lightning.checkpoint.frames import StoredPiece, dump_metadata
+from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part, check_coverage
+from moe_lightning.checkpoint.records import is_partial
+from moe_lightning.checkpoint.store import checkpoints, parse_staging, part_path, previous_of, staging_path
+from moe_lightning.errors import CheckpointError
+
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
+
+
+def try_commit(root: Path, session: str, step: int, world_size: int) -> Path | None:
+    """Commit a step if every rank's part is there.
+
+    Returns:
+        The checkpoint (also where another process has just committed it), or None while parts are missing.
+
+    Raises:
+        CheckpointError: the parts do not make a whole checkpoint.
+        OSError: the storage failed.
+    """
+    staging = staging_path(root, session, step)
+    if not root.is_dir() or (
+        staging.is_dir() and not (staging / MANIFEST).exists() and missing_ranks(staging, world_size)
+    ):
+        return None
+    with directory_lock(root):
+        done = next((p for p, m in checkpoints(root) if (m.session, m.step) == (session, step)), None)
+        if done is not None or not staging.is_dir():
+            return done
+        if not (staging / MANIFEST).exists():
+            parts = [Part.parse(path.read_bytes(), str(path)) for path in sorted(staging.glob("part-*.json"))]
+            if len(parts) < world_size:
+                return None
+            _assemble(root, staging, parts)
+        return _give_name(root, staging, step)
+
+
+def withdraw_part(root: Path, session: str, step: int, rank: int) -> None:
+    """Take back a rank's part that did not lead to a commit, so that it is written anew."""
+    if root.is_dir():
+        with directory_lock(root):
+            part_path(staging_path(root, session, step), rank).unlink(missing_ok=True)
+
+
+def missing_ranks(staging: Path, world_size: int) -> list[int]:
+    """Ranks whose part is not in a staging directory."""
+    return [rank for rank in range(world_size) if not part_path(staging, rank).exists()]
+
+
+def _assemble(root: Path, staging: Path, parts: list[Part]) -> None:
+    """Write .metadata and, last, MANIFEST.json."""
+    first = parts[0]
+    for part in parts:
+        if (part.run, part.session, part.step, part.world_size) != (first.run, first.session, first.step, len(parts)):
+            raise CheckpointError(f"{staging} holds parts of different runs, sessions, steps or worlds: delete it")
+    stored = _freshest(parts)
+    files = {name: record for part in parts for name, record in part.files.items()}
+    fresh_keys = {item.piece.key for item in stored}
+    previous = previous_of(root, first.session, first.step)
+    required: set[str] = set()
+    if previous is not None:
+        path, manifest = previous
+        required = {item.piece.key for item in manifest.stored}
+        carried = [s for s in manifest.stored if is_partial(s.piece.key) and s.piece.key not in fresh_keys]
+        for name in {item.file for item in carried}:
+            files[name] = _carry_over(path, manifest.files[name], staging / name)
+        stored += carried
+    extra = next((part.extra for part in parts if part.rank == 0), {})
+    check_coverage(stored, required=required, extra=extra)
+    files = {name: record for name, record in files.items() if any(item.file == name for item in stored)}
+    metadata = dump_metadata(stored, {name: record.path for name, record in files.items()})
+    write_durably(staging / METADATA, metadata)
+    files[METADATA] = FileRecord(path=METADATA, nbytes=len(metadata), xxh3=xxhash.xxh3_64_hexdigest(metadata))
+    manifest = Manifest(
+        run=first.run,
+        session=first.session,
+        sequence=1 + max((m.sequence for _, m in checkpoints(root)), default=0),
+        step=first.step,
+        world_size=first.world_size,
+        created_s=time.time(),
+        previous=previous[0].name if previous else None,
+        files=files,
+        stored=tuple(stored),
+        extra=extra,
+    )
+    write_durably(staging / MANIFEST, manifest.dump())
+
+
+def _freshest(parts: list[Part]) -> list[StoredPiece]:
+    """Where several ranks wrote the same piece, the newest version, ties by rank."""
+    best: dict[tuple[str, int], StoredPiece] = {}
+    for part in sorted(parts, key=lambda p: p.rank):
+        for item in part.stored:
+            known = best.get((item.piece.key, item.piece.first_row))
+            if known is None or item.piece.version > known.piece.version:
+                best[item.piece.key, item.piece.first_row] = item
+    return list(best.values())
+
+
+def _carry_over(directory: Path, record: FileRecord, target: Path) -> FileRecord:
+    """Hard-link a file of an older checkpoint, or refer to it where the file system has no links."""
+    source = directory / record.path
+    try:
+        os.link(source, target)
+    except FileExistsError:  # from a commit that was interrupted
+        return replace(record, path=target.name)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source} has vanished, and experts of this checkpoint are only there") from error
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        owner = Path(record.path).parent.name or directory.name
+        return replace(record, path=f"../{owner}/{target.name}")
+    return replace(record, path=target.name)
+
+
+def _give_name(root: Path, staging: Path, step: int) -> Path:
+    manifest = Manifest.parse((staging / MANIFEST).read_bytes(), str(staging / MANIFEST))
+    for path in staging.iterdir():  # parts, and what interrupted attempts left
+        if path.name != MANIFEST and path.name not in manifest.files:
+            path.unlink()
+    sync_directory(staging)
+    names = [f"step-{step:08d}", *(f"step-{step:08d}-{i}" for i in range(2, 1000))]
+    target = next(root / name for name in names if not (root / name).exists())
+    os.rename(staging, target)
+    sync_directory(root)
+    return target
+
+
+def prune(root: Path, keep_last: int) -> list[str]:
+    """Delete all but the newest whole checkpoints, and what interrupted saves left behind.
+
+    A checkpoint loses its manifest first, so that no half-deleted directory looks like one; files that kept manifests
+    refer to stay.
+
+    Returns:
+        The names of the deleted checkpoints.
+    """
+    removed = []
+    with directory_lock(root):
+        named = checkpoints(root)
+        kept, dropped = named[: max(1, keep_last)], named[max(1, keep_last) :]
+        if not kept:
+            return []
+        needed = {(path / record.path).resolve() for path, m in kept for record in m.files.values()}
+        for path, _ in reversed(dropped):
+            (path / MANIFEST).unlink(missing_ok=True)
+            sync_directory(path)
+            removed.append(path.name)
+        for path in root.glob("step-*"):
+            if not (path / MANIFEST).exists():
+                _delete_unneeded(path, needed)
+        newest = kept[0][1]
+        for path in root.glob(".staging-*"):
+            owner = parse_staging(path)
+            if owner is not None and owner < (newest.session, newest.step):
+                shutil.rmtree(
+                    path, ignore_errors=True
+                )  # another agent may still be writing there; it is told by the error
+    return removed
+
+
+def _delete_unneeded(path: Path, needed: set[Path]) -> None:
+    for file in [path / METADATA, *path.glob("*.distcp")]:
+        if file.resolve() not in needed:
+            file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # files that others need keep it
+        path.rmdir()

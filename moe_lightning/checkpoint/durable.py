@@ -1,0 +1,70 @@
+"""Files that are on disk when a call returns, and locks that die with their holder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_lightning.errors import CheckpointError
+
+
+def lock_exclusively(fd: int, *, timeout_s: float, message: str) -> None:
+    """Take the exclusive lock of an open file, but wait no longer than the timeout.
+
+    Raises:
+        CheckpointError: `message`, after the timeout.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise CheckpointError(message) from error
+            time.sleep(0.0005)
+        else:
+            return
+
+
+@contextlib.contextmanager
+def directory_lock(root: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
+    """Hold ROOT/.lock; the kernel releases it when this process dies.
+
+    Raises:
+        CheckpointError: another process holds it for longer than the timeout.
+    """
+    fd = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        message = f"the lock of {root} was not free within {timeout_s:g} s"
+        lock_exclusively(fd, timeout_s=timeout_s, message=message)
+        yield
+    finally:
+        os.close(fd)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, on disk when this returns."""
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
+    try:
+        with open(staged, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(staged, path)
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

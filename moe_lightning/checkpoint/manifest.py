@@ -1,0 +1,218 @@
+"""The manifest: what a checkpoint directory holds, with checksums; written last, it is the commit.
+
+A manifest, and the part that each rank contributes to it, is JSON in an envelope with its own checksum. Nothing of a
+checkpoint is interpreted in any other way before the manifest vouched for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from moe_lightning.checkpoint.frames import StoredPiece
+from moe_lightning.checkpoint.records import DTYPES, OBJECT, is_partial, parse_expert_key
+from moe_lightning.errors import CheckpointError
+
+MANIFEST = "MANIFEST.json"
+METADATA = ".metadata"
+_FORMAT = 1
+_SAFE_PATH = re.compile(r"(\.\./step-\d+(-\d+)?/)?[\w.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """A file of a checkpoint: path relative to its directory (in the directory itself or in a sibling), size and
+    hexadecimal xxh3."""
+
+    path: str
+    nbytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank wrote for one checkpoint."""
+
+    run: str
+    session: str
+    step: int
+    rank: int
+    world_size: int
+    files: Mapping[str, FileRecord]
+    stored: tuple[StoredPiece, ...]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> bytes:
+        return _seal(_jsonable(self))
+
+    @classmethod
+    def parse(cls, data: bytes, origin: str) -> Part:
+        return cls(**_typed(_unseal(data, origin), origin))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A whole checkpoint.
+
+    Attributes:
+        run: the training run it belongs to.
+        session: the start of that run that wrote it; experts are carried over only within a session.
+        sequence: counts the commits of a directory: the newest checkpoint is the one with the highest, whatever its
+            step.
+        step: training step after which the state was taken.
+        world_size: ranks that wrote it.
+        created_s: time of the commit, seconds since 1970.
+        previous: name of the checkpoint that experts were carried over from, or None.
+        files: file name -> record, `.metadata` included.
+        stored: every piece of every key.
+        extra: what rank 0 gave to `Snapshotter.start`.
+    """
+
+    run: str
+    session: str
+    sequence: int
+    step: int
+    world_size: int
+    created_s: float
+    previous: str | None
+    files: Mapping[str, FileRecord]
+    stored: tuple[StoredPiece, ...]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> bytes:
+        return _seal(_jsonable(self))
+
+    @classmethod
+    def parse(cls, data: bytes, origin: str) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            CheckpointError: it is damaged, of another format, or names files outside its directory.
+        """
+        return cls(**_typed(_unseal(data, origin), origin))
+
+    def pieces(self) -> dict[str, list[StoredPiece]]:
+        """key -> its pieces, by first row."""
+        found: dict[str, list[StoredPiece]] = defaultdict(list)
+        for item in sorted(self.stored, key=lambda s: s.piece.first_row):
+            found[item.piece.key].append(item)
+        return dict(found)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(item.piece.nbytes for item in self.stored)
+
+    @property
+    def new_bytes(self) -> int:
+        """Payload that this checkpoint wrote itself."""
+        return sum(item.piece.nbytes for item in self.stored if item.piece.version == self.step)
+
+
+def check_coverage(
+    stored: Iterable[StoredPiece], *, required: Iterable[str] = (), extra: Mapping[str, Any] | None = None
+) -> None:
+    """Every key exactly once, every row of every tensor exactly once, every expert of a layer with the same tensors.
+
+    Args:
+        required: keys that must be there.
+        extra: a manifest's extra entries; `num_layers` and `num_experts` are checked where they are given.
+
+    Raises:
+        CheckpointError: the first key for which that does not hold.
+    """
+    by_key: dict[str, list[StoredPiece]] = defaultdict(list)
+    for item in stored:
+        by_key[item.piece.key].append(item)
+    missing = sorted(set(required) - by_key.keys())
+    if missing:
+        raise CheckpointError(f"{missing[0]} is missing ({len(missing)} keys are)")
+    for key, items in by_key.items():
+        _check_rows(key, sorted(items, key=lambda s: s.piece.first_row))
+    _check_experts(by_key.keys(), extra or {})
+
+
+def _check_rows(key: str, items: list[StoredPiece]) -> None:
+    first = items[0].piece
+    if first.dtype != OBJECT and first.dtype not in DTYPES:
+        raise CheckpointError(f"{key} has the unknown dtype {first.dtype}")
+    if first.dtype == OBJECT or not first.shape:
+        if len(items) != 1:
+            raise CheckpointError(f"{key} is there {len(items)} times")
+        return
+    row = 0
+    for item in items:
+        piece = item.piece
+        if (piece.dtype, piece.num_rows, piece.shape[1:]) != (first.dtype, first.num_rows, first.shape[1:]):
+            raise CheckpointError(f"{key} has pieces of different dtypes or shapes")
+        if piece.first_row != row:
+            raise CheckpointError(
+                f"rows {min(row, piece.first_row)} to {max(row, piece.first_row)} of {key} are missing or there twice"
+            )
+        row += piece.shape[0]
+    if row != first.num_rows:
+        raise CheckpointError(f"rows {row} to {first.num_rows} of {key} are missing")
+
+
+def _check_experts(keys: Iterable[str], extra: Mapping[str, Any]) -> None:
+    tensors: dict[int, dict[int, set[tuple[str, str]]]] = defaultdict(lambda: defaultdict(set))
+    for key in keys:
+        if is_partial(key):
+            layer, expert, scope, name = parse_expert_key(key)
+            tensors[layer][expert].add((scope, name))
+    for layer in range(int(extra.get("num_layers", 0))):
+        if layer not in tensors:
+            raise CheckpointError(f"all experts of layer {layer} are missing")
+    for layer, experts in tensors.items():
+        num_experts = max(int(extra.get("num_experts", 0)), max(experts) + 1)
+        everything = set().union(*experts.values())
+        for expert in range(num_experts):
+            lacking = everything - experts.get(expert, set())
+            if lacking:
+                raise CheckpointError(f"expert {expert} of layer {layer} lacks {'/'.join(min(lacking))}")
+
+
+def _jsonable(record: Part | Manifest) -> dict[str, Any]:
+    values = dict(vars(record))
+    values["files"] = {name: vars(entry) for name, entry in record.files.items()}
+    values["stored"] = [item.to_json() for item in record.stored]
+    return values
+
+
+def _typed(values: dict[str, Any], origin: str) -> dict[str, Any]:
+    try:
+        values["files"] = {name: FileRecord(**entry) for name, entry in values["files"].items()}
+        values["stored"] = tuple(StoredPiece.from_json(item) for item in values["stored"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{origin} was written by something else: it lacks an entry ({error})") from error
+    for name, entry in values["files"].items():
+        if not _SAFE_PATH.fullmatch(entry.path) or not entry.path.endswith(name):
+            raise CheckpointError(f"{origin} names the file {entry.path!r}, which no checkpoint of ours would hold")
+    return values
+
+
+def _canonical(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _seal(values: dict[str, Any]) -> bytes:
+    body = _canonical(values)
+    return b'{"format":%d,"xxh3":"%s","body":%s}\n' % (_FORMAT, xxhash.xxh3_64_hexdigest(body).encode(), body)
+
+
+def _unseal(data: bytes, origin: str) -> dict[str, Any]:
+    try:
+        envelope = json.loads(data)
+        version, digest, values = envelope["format"], envelope["xxh3"], envelope["body"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{origin} is damaged: it is no manifest ({error})") from error
+    if version != _FORMAT:
+        raise CheckpointError(f"{origin} has format {version}, not {_FORMAT}: read it with the version that wrote it")
+    if not isinstance(values, dict) or xxhash.xxh3_64_hexdigest(_canonical(values)) != digest:
+        raise CheckpointError(f"{origin} is damaged: its checksum does not match")
+    return values

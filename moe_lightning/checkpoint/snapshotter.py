@@ -1,0 +1,334 @@
+"""Copies a rank's state into its arena while the next forward and backward run, and measures what training has to wait.
+
+After the optimizer step of iteration k, `start` hands the live tensors to a background thread; before the optimizer
+step of iteration k + 1, `wait_before_update` waits until the copy is complete and returns the seconds of that stall.
+The thread copies in chunks, so that `pause` and `resume` can keep it out of windows in which memory bandwidth matters
+more. Nothing here communicates.
+Sources: PEC 3.2, MoC-System 5.2; ALGORITHMS 5.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_lightning.checkpoint.arena import Arena, capacity_of
+from moe_lightning.checkpoint.frames import dump_object
+from moe_lightning.checkpoint.records import OBJECT, Piece, Rows, describe, is_partial
+from moe_lightning.checkpoint.table import Placed, Table, digest_of
+from moe_lightning.errors import ConfigurationError
+
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotReport:
+    """Measured times of one snapshot.
+
+    Attributes:
+        step: the step after which the state was taken.
+        copied_bytes: payload copied this time (carried-over experts are not).
+        copy_s: from `start` to the end of the copy.
+        publish_s: checksums and table, after the copy; training may already go on.
+    """
+
+    step: int
+    copied_bytes: int
+    copy_s: float
+    publish_s: float
+
+
+class Snapshotter:
+    """Snapshots of one rank.
+
+    Args:
+        path: the arena file, in a directory of `arena_directory`; the agent watches it.
+        run: identifies the training run for ever; a manifest of another run is refused.
+        session: identifies this start of the run, the same on all ranks and larger (as a string) than that of any
+            earlier start; the first checkpoint of a session is full.
+        rank: this process in the world.
+        world_size: ranks that together make one checkpoint.
+        state: every key that this rank may ever save, to size the arena (values are looked at, not copied).
+        objects: number of object keys (`start(objects=...)`) to reserve room for.
+        object_bytes: room of each.
+        table_bytes: room of a table of contents; None estimates it.
+
+    Raises:
+        ConfigurationError: the arena does not fit, or a dtype cannot be stored.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run: str,
+        session: str,
+        rank: int,
+        world_size: int,
+        state: Mapping[str, torch.Tensor | Rows],
+        objects: int = 8,
+        object_bytes: int = 1 << 20,
+        table_bytes: int | None = None,
+    ) -> None:
+        for name, value in (("run", run), ("session", session)):
+            if not re.fullmatch(r"[\w.-]+", value):
+                raise ConfigurationError(
+                    f"{name}={value!r} becomes part of file names: use letters, digits, '.', '_', '-'"
+                )
+        pieces = [describe(key, tensor, version=0, group="") for key, tensor in state.items()]
+        self._run, self._session, self._rank, self._world_size = run, session, rank, world_size
+        self._object_bytes = object_bytes
+        self.arena = Arena.create(
+            path,
+            capacity=capacity_of([*(p.nbytes for p in pieces), *[object_bytes] * objects]),
+            table_bytes=table_bytes or _table_estimate(pieces, objects),
+        )
+        self._pins = _PageLock(self.arena) if any(t.is_cuda for t in map(_tensor_of, state.values())) else None
+        self._may_copy = threading.Event()
+        self._may_copy.set()
+        self._copied = threading.Event()
+        self._copied.set()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._report: SnapshotReport | None = None
+        self._newest: Table | None = None
+
+    def start(
+        self,
+        step: int,
+        state: Mapping[str, torch.Tensor | Rows],
+        *,
+        fresh: Collection[str] | None = None,
+        persist: Collection[str] | None = None,
+        objects: Mapping[str, object] | None = None,
+        groups: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin copying the state after `step`; the tensors must stay untouched until `wait_before_update` returns.
+
+        Args:
+            state: everything that this rank is responsible for, copied now or not.
+            fresh: the expert keys to copy (None: all). Others keep the block of their newest snapshot; keys that have
+                none are copied in any case, and so is everything that is not an expert's.
+            persist: the expert keys meant for storage (None: all fresh ones). What storage has no version of is
+                written too.
+            objects: small picklable values under their keys, readable again with `weights_only=True`.
+            groups: key -> file group, so that experts that are saved together share a file.
+            extra: JSON for the manifest (ledger, plan).
+
+        Raises:
+            ConfigurationError: the state does not fit the arena it was sized for.
+        """
+        self.finish()
+        began = time.perf_counter()
+        groups = groups or {}
+        older = {} if self._newest is None else {p.piece.key: p for p in self._newest.placed}
+        copies: list[tuple[Piece, torch.Tensor]] = []
+        carried: list[Placed] = []
+        for key, value in state.items():
+            known = older.get(key)
+            piece = describe(key, value, version=step, group=groups.get(key, "experts" if is_partial(key) else "dense"))
+            same_shape = known is not None and replace(known.piece, version=step, group=piece.group, xxh3="") == piece
+            if fresh is not None and is_partial(key) and key not in fresh and known is not None and same_shape:
+                wanted = persist is not None and key in persist
+                carried.append(Placed(piece=replace(known.piece, group=piece.group), block=known.block, persist=wanted))
+            else:
+                copies.append((piece, _tensor_of(value)))
+        copies += [self._object_piece(key, value, step) for key, value in (objects or {}).items()]
+        placed = self._allocate(copies, carried, persist)
+        table = Table(
+            run=self._run,
+            session=self._session,
+            step=step,
+            rank=self._rank,
+            world_size=self._world_size,
+            placed=(*placed, *carried),
+            extra=dict(extra or {}),
+        )
+        self._copied.clear()
+        stream = _side_stream() if self._pins is not None else None
+        arguments = (table, placed, [tensor for _, tensor in copies], stream, began)
+        self._thread = threading.Thread(target=self._copy, args=arguments, name="snapshot", daemon=True)
+        self._thread.start()
+
+    def wait_before_update(self) -> float:
+        """Wait until the live tensors may change; returns the seconds waited (the stall of this step).
+
+        Raises:
+            RuntimeError: the copy failed.
+        """
+        began = time.perf_counter()
+        self._may_copy.set()
+        self._copied.wait()
+        stall_s = time.perf_counter() - began
+        self._raise_failure()
+        return stall_s
+
+    def finish(self) -> SnapshotReport | None:
+        """Wait until the snapshot is published and return its report (None: there was none)."""
+        if self._thread is not None:
+            self._may_copy.set()
+            self._thread.join()
+            self._thread = None
+        self._raise_failure()
+        return self._report
+
+    def pause(self) -> None:
+        """Stop copying after the present chunk, until `resume`, `wait_before_update` or `finish`."""
+        self._may_copy.clear()
+
+    def resume(self) -> None:
+        """Go on copying."""
+        self._may_copy.set()
+
+    def close(self) -> None:
+        """Publish what is being copied and release the arena; its file stays for the agent."""
+        try:
+            self.finish()
+        finally:
+            if self._pins is not None:
+                self._pins.release()
+            self.arena.close()
+
+    def _object_piece(self, key: str, value: object, step: int) -> tuple[Piece, torch.Tensor]:
+        data = torch.frombuffer(bytearray(dump_object(value)), dtype=torch.uint8)
+        if data.numel() > self._object_bytes:
+            raise ConfigurationError(
+                f"{key} takes {data.numel()} bytes, the arena has room for {self._object_bytes}: raise object_bytes"
+            )
+        piece = Piece(
+            key=key,
+            dtype=OBJECT,
+            shape=(),
+            first_row=0,
+            num_rows=0,
+            version=step,
+            group="objects",
+            nbytes=data.numel(),
+        )
+        return piece, data
+
+    def _allocate(
+        self, copies: list[tuple[Piece, torch.Tensor]], carried: list[Placed], persist: Collection[str] | None
+    ) -> list[Placed]:
+        """Open a buffer and give every piece a block that no other live snapshot uses."""
+        state = self.arena.transition(lambda s: s.begin_snapshot())
+        assert state.writing is not None
+        self.arena.begin_table(state.writing)
+        live = [self.arena.table(i) for i, b in enumerate(state.buffers) if i != state.writing and b.step >= 0]
+        used = [placed for table in live if table is not None for placed in table.placed]
+        free = self.arena.free_blocks([*used, *carried])
+        placed = []
+        for piece, _ in copies:
+            size = capacity_of([self._object_bytes if piece.dtype == OBJECT else piece.nbytes]).popitem()[0]
+            if not free.get(size):
+                self.arena.transition(lambda s: s.abort_snapshot())
+                raise ConfigurationError(
+                    f"{piece.key} ({piece.nbytes} bytes) has no room in the arena, which was sized for "
+                    "another set of keys: give the snapshotter every key that the rank may ever save"
+                )
+            meant = not is_partial(piece.key) or persist is None or piece.key in persist
+            placed.append(Placed(piece=piece, block=free[size].pop(0), persist=meant))
+        return placed
+
+    def _copy(self, table: Table, placed: list[Placed], sources: list[torch.Tensor], stream: Any, began: float) -> None:
+        """The background thread: copy, let training go on, checksum, publish."""
+        try:
+            for item, source in zip(placed, sources, strict=True):
+                self._copy_one(self.arena.payload(item), source, stream)
+            if stream is not None:
+                stream.synchronize()
+            copied = time.perf_counter()
+            self._copied.set()
+            self._publish(table, placed)
+            copied_bytes = sum(item.piece.nbytes for item in placed)
+            self._report = SnapshotReport(
+                step=table.step,
+                copied_bytes=copied_bytes,
+                copy_s=copied - began,
+                publish_s=time.perf_counter() - copied,
+            )
+        except BaseException as error:  # handed to the training thread, which raises it
+            self._failure = error
+            self.arena.transition(lambda s: s.abort_snapshot())
+        finally:
+            self._copied.set()
+
+    def _copy_one(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        if source.numel() == 0:
+            return
+        with torch.cuda.stream(stream):  # no effect where the stream is None
+            flat = source.detach().contiguous().view(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), _CHUNK_BYTES):
+                self._may_copy.wait()
+                part = flat[start : start + _CHUNK_BYTES]
+                if stream is not None:
+                    target[start : start + _CHUNK_BYTES].copy_(part, non_blocking=True)
+                else:  # a quarter faster than copy_ here, and without the interpreter's lock as well
+                    ctypes.memmove(target.data_ptr() + start, part.data_ptr(), part.numel())
+
+    def _publish(self, table: Table, placed: list[Placed]) -> None:
+        hashed = {p.piece.key: _with_digest(p, self.arena.payload(p)) for p in placed}
+        table = replace(table, placed=tuple(hashed.get(p.piece.key, p) for p in table.placed))
+        index = self.arena.state.writing
+        assert index is not None
+        self.arena.finish_table(index, table)
+        self.arena.transition(lambda s: s.finish_snapshot(table.step))
+        self._newest = table
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise RuntimeError(f"the snapshot failed: {failure}") from failure
+
+
+def _tensor_of(value: torch.Tensor | Rows) -> torch.Tensor:
+    return value.tensor if isinstance(value, Rows) else value
+
+
+def _with_digest(placed: Placed, payload: torch.Tensor) -> Placed:
+    return replace(placed, piece=replace(placed.piece, xxh3=digest_of(payload)))
+
+
+def _table_estimate(pieces: list[Piece], objects: int) -> int:
+    """Room for a table: what the pieces take as JSON with long numbers, and 256 KiB for the manifest's extra
+    entries."""
+    widest = [
+        Placed(piece=replace(p, version=10**12, group="x" * 32, xxh3="f" * 16), block=1 << 40, persist=False)
+        for p in pieces
+    ]
+    table = Table(run="", session="", step=0, rank=0, world_size=0, placed=tuple(widest))
+    return -(-(len(table.dump()) + 512 * objects + (256 << 10)) // 4096) * 4096
+
+
+def _side_stream() -> Any:
+    """A CUDA stream that starts after the work queued so far (the optimizer step whose result is copied)."""
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
+class _PageLock:
+    """Page-locks an arena's memory, so that copies from a GPU are asynchronous."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._address = arena.memory.data_ptr()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(self._address, arena.memory.numel(), 0))
+        if code:
+            raise ConfigurationError(
+                f"CUDA could not page-lock {arena.memory.numel()} bytes of host memory (error {code}): "
+                "raise the limit of locked memory"
+            )
+
+    def release(self) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(self._address)

@@ -1,0 +1,238 @@
+"""The triple buffer, the arena in shared memory, and snapshots that are torn, too large, or read after their writer's
+death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.checkpoint.arena import Arena, arena_bytes, capacity_of
+from moe_lightning.checkpoint.buffers import NO_STEP, Status, TripleBuffer, choose_step
+from moe_lightning.checkpoint.room import arena_directory
+from moe_lightning.checkpoint.snapshotter import Snapshotter
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from tests.unit.checkpoint_state import Node, expert_keys, node, whole_state
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from(["begin", "finish", "abort", "start", "done", "fail"]), max_size=80))
+def test_random_walks_keep_the_invariants(actions: list[str]) -> None:
+    state, step, recovered = TripleBuffer(), 0, NO_STEP
+    for action in actions:
+        if action == "begin" and state.writing is None:
+            before = state
+            state = state.begin_snapshot()
+            assert state.writing is not None
+            assert before.buffers[state.writing].status is Status.SNAPSHOT, "never overwrites P or R"
+        elif action == "finish" and state.writing is not None:
+            step += 1
+            state = state.finish_snapshot(step)
+        elif action == "abort":
+            state = state.abort_snapshot()
+        elif action == "start" and state.waiting and state.persisting is None:
+            state = state.start_persist(max(state.waiting))
+            assert not state.waiting, "older waiting snapshots are dropped"
+        elif action == "done" and state.persisting is not None:
+            state = state.finish_persist()
+        elif action == "fail" and state.persisting is not None:
+            state = state.fail_persist()
+        statuses = [b.status for b in state.buffers]
+        assert statuses.count(Status.PERSIST) <= 1
+        assert statuses.count(Status.RECOVERY) <= 1
+        assert statuses.count(Status.SNAPSHOT) >= 1
+        if recovered != NO_STEP:
+            assert state.recovery is not None
+        if state.recovery is not None:
+            assert state.buffers[state.recovery].step >= recovered
+            recovered = state.buffers[state.recovery].step
+
+
+def test_the_papers_timeline() -> None:
+    state, written = TripleBuffer(), []
+    for step in (1, 2, 3, 4):
+        state = state.begin_snapshot()
+        written.append(state.writing)
+        state = state.finish_snapshot(step).start_persist(step).finish_persist()
+    assert written == [0, 1, 2, 0]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sets(st.integers(0, 6)), max_size=4), st.sets(st.integers(0, 6)))
+def test_all_ranks_of_a_node_persist_the_same_step(waiting: list[set[int]], elsewhere: set[int]) -> None:
+    chosen = choose_step(waiting, elsewhere)
+    common = {step for step in range(7) if waiting and all(step in steps for steps in waiting)}
+    if not common:
+        assert chosen is None
+    else:
+        assert chosen == max(common & elsewhere or common)
+
+
+def test_memory_is_reserved_up_front_and_bounded(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=1) as made:
+        arena = made.ranks[0].arena
+        size = arena.path.stat().st_size
+        state = whole_state(0)
+        sizes = [t.numel() * t.element_size() for t in state.values()] + [4096] * 2
+        assert size == arena_bytes(capacity_of(sizes), arena.table_bytes)
+        assert os.stat(arena.path).st_blocks * 512 >= size
+        for step in range(1, 12):
+            made.snapshot(step, fresh=[step % 4])
+        assert arena.path.stat().st_size == size
+
+
+def test_every_snapshot_names_a_copy_of_every_expert(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=1) as made:
+        versions = dict.fromkeys(range(4), 1)
+        made.snapshot(1)
+        for step in range(2, 10):
+            versions[step % 4] = step
+            made.snapshot(step, fresh=[step % 4])
+            for table in made.ranks[0].arena.tables():
+                for placed in table.placed:
+                    piece = placed.piece
+                    if piece.dtype == "object":
+                        continue
+                    bytes_then = whole_state(piece.version)[piece.key].contiguous().view(-1).view(torch.uint8)
+                    assert torch.equal(made.ranks[0].arena.payload(placed), bytes_then), (table.step, piece.key)
+            newest = made.ranks[0].arena.tables()[0]
+            experts = {p.piece.key: p.piece.version for p in newest.placed if p.piece.key.startswith("expert/")}
+            assert experts == {key: versions[int(key.split("/")[2])] for key in experts}
+            assert len(experts) == len(expert_keys(range(4)))
+
+
+def test_a_torn_snapshot_is_not_read(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=1) as made:
+        made.snapshot(1)
+        made.snapshot(2)
+        reader = Arena(made.ranks[0].arena.path)
+        assert [t.step for t in reader.tables()] == [2, 1]
+        index = reader.state.waiting[2]
+        reader.begin_table(index)  # as a writer does that dies before it finishes
+        assert reader.table(index) is None
+        assert [t.step for t in reader.tables()] == [1]
+        reader.close()
+
+
+def test_a_state_torn_by_death_falls_back_to_the_other_copy(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=1) as made:
+        made.snapshot(1)
+        arena = made.ranks[0].arena
+        before = arena.state
+        after = arena.transition(lambda s: s.begin_snapshot())
+        assert arena.state == after
+        sequence = max(arena._read_state(slot)[0] for slot in (0, 1))
+        at = arena._state_at + sequence % 2 * 4096
+        arena._map[at + 20] ^= 1
+        assert arena.state == before
+
+
+def test_the_writer_can_be_read_after_kill_9(tmp_path: Path) -> None:
+    path = tmp_path / "rank00000.arena"
+    program = f"""
+        import os, signal, torch
+        from pathlib import Path
+        from moe_lightning.checkpoint.snapshotter import Snapshotter
+        state = {{"expert/0/0/weight/w": torch.arange(1000.0)}}
+        writer = Snapshotter(Path({str(path)!r}), run="r", session="1", rank=0, world_size=1, state=state)
+        writer.start(7, state)
+        writer.finish()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    reader = Arena(path)
+    assert not reader.writer_alive
+    (table,) = reader.tables()
+    assert table.step == 7
+    assert torch.equal(reader.payload(table.placed[0]).view(torch.float32), torch.arange(1000.0))
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    reader.close()
+
+
+def test_only_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_lightning.checkpoint.arena._LOCK_TIMEOUT_S", 0.05)
+    with node(tmp_path, world_size=1) as made:
+        assert Arena(made.ranks[0].arena.path).writer_alive
+        with pytest.raises(CheckpointError, match="another process writes snapshots"):
+            Node(tmp_path, world_size=1)
+
+
+def test_an_arena_is_taken_over_with_its_snapshots(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=1) as made:
+        made.snapshot(1)
+        made.persist()
+        inode = made.ranks[0].arena.path.stat().st_ino
+    with node(tmp_path, world_size=1, session="2") as made:
+        arena = made.ranks[0].arena
+        assert arena.path.stat().st_ino == inode
+        assert [t.step for t in arena.tables()] == [1], "memory recovery still finds the last persisted snapshot"
+        made.snapshot(2, fresh=[0])
+        assert {p.piece.version for p in arena.tables()[0].placed} == {2}, "nothing is carried over between sessions"
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    huge = {1 << 50: 4}
+    with pytest.raises(ConfigurationError, match=r"the arena needs 12582912\.\d\d GiB"):
+        Arena.create(tmp_path / "rank00000.arena", capacity=huge, table_bytes=4096)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigurationError, match=r"need 1048576\.00 GiB"):
+        arena_directory("test-huge", needed_bytes=1 << 50, fallback=tmp_path)
+    fallback = arena_directory("small", needed_bytes=1 << 10, fallback=tmp_path, memory=tmp_path / "no-such-directory")
+    assert fallback == tmp_path / "moe-lightning-small"
+    assert fallback.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_state_that_outgrows_its_arena_is_refused(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=1) as made:
+        snapshotter = made.ranks[0]
+        made.snapshot(1)
+        with pytest.raises(ConfigurationError, match="has no room in the arena"):
+            snapshotter.start(2, whole_state(2) | {"dense/new": torch.zeros(1000)})
+        with pytest.raises(ConfigurationError, match="raise object_bytes"):
+            snapshotter.start(2, whole_state(2), objects={"trainer": torch.zeros(5000)})
+        with pytest.raises(ConfigurationError, match="cannot hold"):
+            snapshotter.start(2, {"dense/x": torch.zeros(2, dtype=torch.complex64)})
+        made.snapshot(3)
+        assert snapshotter.arena.tables()[0].step == 3, "a refused snapshot does not block the next"
+    with pytest.raises(ConfigurationError, match="becomes part of file names"):
+        Snapshotter(tmp_path / "x.arena", run="a/b", session="1", rank=0, world_size=1, state={})
+
+
+def test_pause_holds_the_copy_and_the_update_releases_it(tmp_path: Path) -> None:
+    state = whole_state(1)
+    with node(tmp_path, world_size=1) as made:
+        snapshotter = made.ranks[0]
+        snapshotter.pause()
+        snapshotter.start(1, state)
+        assert not snapshotter._copied.wait(0.05)
+        assert snapshotter.wait_before_update() >= 0
+        for tensor in state.values():
+            tensor.zero_()  # the update
+        report = snapshotter.finish()
+        assert report is not None
+        assert report.copied_bytes == sum(t.numel() * t.element_size() for t in state.values())
+        (table,) = snapshotter.arena.tables()
+        for placed in table.placed:
+            expected = whole_state(1)[placed.piece.key].contiguous().view(-1).view(torch.uint8)
+            assert torch.equal(snapshotter.arena.payload(placed), expected)
+
+
+def test_strided_tensors_are_copied_in_order(tmp_path: Path) -> None:
+    tensor = torch.arange(12.0).view(3, 4).t()
+    snapshotter = Snapshotter(
+        tmp_path / "rank00000.arena", run="r", session="1", rank=0, world_size=1, state={"dense/t": tensor}
+    )
+    snapshotter.start(1, {"dense/t": tensor})
+    snapshotter.finish()
+    (placed,) = snapshotter.arena.tables()[0].placed
+    assert torch.equal(snapshotter.arena.payload(placed).view(torch.float32).view(4, 3), tensor)
+    snapshotter.close()

@@ -1,0 +1,286 @@
+"""Damage and failing storage: detected, named in one sentence, and never at the cost of the last whole checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_lightning.checkpoint import durable, store
+from moe_lightning.checkpoint.agent import Agent, main
+from moe_lightning.checkpoint.agent_control import agent_alive, read_status, request_stop, start_agent
+from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
+from moe_lightning.errors import CheckpointError
+from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
+
+
+@pytest.fixture
+def two_checkpoints(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a full checkpoint of step 1 and a partial one of step 2."""
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+        made.snapshot(2, fresh=[0])
+        made.persist()
+        yield made.root
+
+
+def unshare(path: Path) -> None:
+    """Give a hard-linked file an inode of its own, so that damage does not reach the older checkpoint."""
+    copy = path.read_bytes()
+    path.unlink()
+    path.write_bytes(copy)
+
+
+def kinds_of_files(root: Path) -> list[str]:
+    directory = root / "step-00000002"
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "grow"])
+def test_every_kind_of_file_is_guarded(two_checkpoints: Path, harm: str) -> None:
+    names = kinds_of_files(two_checkpoints)
+    assert {name.split(".")[0] for name in names} >= {"dense", "experts", "objects", "", "MANIFEST"}
+    pristine = two_checkpoints.parent / "pristine"
+    shutil.copytree(two_checkpoints, pristine)
+    for name in names:
+        path = two_checkpoints / "step-00000002" / name
+        unshare(path)
+        data = bytearray(path.read_bytes())
+        if harm == "flip":
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        elif harm == "truncate":
+            path.write_bytes(data[: len(data) // 2])
+        elif harm == "grow":
+            path.write_bytes(bytes(data) + b"x")
+        else:
+            path.unlink()
+        found = find_newest(two_checkpoints)
+        assert found.checkpoint is not None
+        harmless = (
+            name == MANIFEST and harm == "grow"
+        )  # a manifest is JSON in an envelope: a byte behind it makes it unreadable
+        assert found.checkpoint.manifest.step == 1 or harmless, name
+        if name == MANIFEST and harm == "delete":
+            assert found.problems == (), "without a manifest it never was a checkpoint"
+        else:
+            (problem,) = found.problems
+            assert str(path) in problem
+            assert "\n" not in problem
+        assert_holds(found.checkpoint, dict.fromkeys(range(EXPERTS), 1))
+        shutil.copy(pristine / "step-00000002" / name, path)
+    assert find_newest(two_checkpoints).problems == ()
+
+
+def test_a_flipped_byte_anywhere_is_found(two_checkpoints: Path) -> None:
+    path = next((two_checkpoints / "step-00000002").glob("experts.rank00000.step00000002*"))
+    data = path.read_bytes()
+    for position in range(0, len(data), 97):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 0x10]) + data[position + 1 :])
+        with pytest.raises(CheckpointError, match="checksum does not match"):
+            Checkpoint(path.parent).verify()
+    path.write_bytes(data)
+    Checkpoint(path.parent).verify()
+
+
+def test_a_manifest_from_elsewhere(two_checkpoints: Path, tmp_path: Path) -> None:
+    ours = two_checkpoints / "step-00000002" / MANIFEST
+    shutil.copy(two_checkpoints / "step-00000001" / MANIFEST, ours)
+    assert "belongs to step 1, not to step-00000002" in find_newest(two_checkpoints).problems[0]
+    other = tmp_path / "other"
+    other.mkdir()
+    with node(other, run="another") as made:
+        made.snapshot(2)
+        made.persist()
+        shutil.copy(made.root / "step-00000002" / MANIFEST, ours)
+    found = find_newest(two_checkpoints)
+    assert "belongs to run another, but" in found.problems[0]
+    assert found.checkpoint is not None
+    assert found.checkpoint.manifest.step == 1
+
+
+def test_a_manifest_that_points_outside_is_refused(two_checkpoints: Path) -> None:
+    path = two_checkpoints / "step-00000002"
+    manifest = Checkpoint(path).manifest
+    name = next(iter(manifest.files))
+    record = manifest.files[name]
+    for evil in (f"/etc/{name}", f"../../{name}", f"../step-1/../../{name}"):
+        harmed = Manifest(**{**vars(manifest), "files": {name: type(record)(**{**vars(record), "path": evil})}})
+        (path / MANIFEST).write_bytes(harmed.dump())
+        with pytest.raises(CheckpointError, match="no checkpoint of ours"):
+            Checkpoint(path)
+
+
+def test_a_manifest_of_another_format(two_checkpoints: Path) -> None:
+    path = two_checkpoints / "step-00000002" / MANIFEST
+    envelope = json.loads(path.read_bytes())
+    path.write_bytes(json.dumps({**envelope, "format": 99}).encode())
+    with pytest.raises(CheckpointError, match="format 99"):
+        Checkpoint(path.parent)
+    path.write_bytes(b'{"format":1,"xxh3":"0","body":{}}')
+    with pytest.raises(CheckpointError, match="checksum"):
+        Checkpoint(path.parent)
+
+
+def test_coverage_names_the_hole(two_checkpoints: Path) -> None:
+    stored = list(Checkpoint(two_checkpoints / "step-00000001").manifest.stored)
+    check_coverage(stored)
+    rows = [s for s in stored if s.piece.key == "dense/embedding/weight"]
+    assert len(rows) == 2
+    with pytest.raises(CheckpointError, match=r"rows 0 to 5 of dense/embedding/weight"):
+        check_coverage([s for s in stored if s is not rows[0]])
+    with pytest.raises(CheckpointError, match=r"rows 5 to 11 of dense/embedding/weight"):
+        check_coverage([s for s in stored if s is not rows[1]])
+    with pytest.raises(CheckpointError, match="missing or there twice"):
+        check_coverage([*stored, rows[1]])
+    scalar = next(s for s in stored if s.piece.key == "dense/step")
+    with pytest.raises(CheckpointError, match="dense/step is there 2 times"):
+        check_coverage([*stored, scalar])
+    gone = "expert/1/2/weight/b"
+    with pytest.raises(CheckpointError, match="expert 2 of layer 1 lacks weight/b"):
+        check_coverage([s for s in stored if s.piece.key != gone])
+    with pytest.raises(CheckpointError, match="layer 2 are missing"):
+        check_coverage(stored, extra={"num_layers": 3})
+
+
+@pytest.mark.parametrize("refused", ["write", "fsync", "mkdir", "rename"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+def test_failing_storage_is_reported_and_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, code: int
+) -> None:
+    """Each operation on the storage is refused in turn; memory (the arenas' directory) stays writable."""
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+        storage = str(made.root)
+
+        def refuse(path: object) -> None:
+            if str(path).startswith(storage):
+                raise OSError(code, os.strerror(code), str(path))
+
+        with monkeypatch.context() as patch:
+            if refused == "mkdir":
+                real_mkdir = Path.mkdir
+                patch.setattr(Path, "mkdir", lambda self, *a, **k: (refuse(self), real_mkdir(self, *a, **k))[1])
+            elif refused == "rename":
+                real_rename = os.rename
+                patch.setattr(durable.os, "rename", lambda a, b: (refuse(b), real_rename(a, b))[1])
+            elif refused == "fsync":
+                real_fsync = os.fsync
+                patch.setattr(
+                    durable.os, "fsync", lambda fd: (refuse(os.readlink(f"/proc/self/fd/{fd}")), real_fsync(fd))[1]
+                )
+            else:
+
+                class Full(io.BufferedWriter):
+                    def write(self, data: object, /) -> int:
+                        raise OSError(code, os.strerror(code), storage)
+
+                def opened(path: Path, mode: str, **options: object) -> io.BufferedWriter:
+                    return Full(io.FileIO(path, mode.replace("b", "")))
+
+                patch.setattr(store, "open", opened, raising=False)
+            made.snapshot(2, fresh=[0])
+            for _ in range(3):
+                made.agent.serve_once()
+            status = read_status(made.arenas)
+            assert status.errors >= 1
+            assert os.strerror(code) in str(status.error)
+            assert storage in str(status.error)
+            assert "\n" not in str(status.error)
+            found = find_newest(made.root)
+            assert found.checkpoint is not None
+            assert found.checkpoint.manifest.step == 1
+        made.persist()
+        assert read_status(made.arenas).error is None
+        found = find_newest(made.root)
+        assert found.checkpoint is not None
+        assert_holds(found.checkpoint, {0: 2, 1: 1, 2: 1, 3: 1})
+
+
+def test_a_vanished_directory_gets_a_full_checkpoint(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+        shutil.rmtree(made.root)
+        made.snapshot(2, fresh=[0])
+        made.persist()
+        found = find_newest(made.root)
+        assert found.checkpoint is not None
+        assert_holds(found.checkpoint, {0: 2, 1: 1, 2: 1, 3: 1})
+
+
+def test_a_file_size_limit_stops_a_real_agent_but_not_the_checkpoint(tmp_path: Path) -> None:
+    """The operating system itself refuses to write, by its limit on file sizes."""
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+        made.snapshot(2, fresh=[0])
+        limited = (
+            "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000));"
+            "from moe_lightning.checkpoint.agent import main; sys.exit(main(sys.argv[1:]))"
+        )
+        request_stop(made.arenas)
+        arguments = ["--arenas", str(made.arenas), "--checkpoints", str(made.root), "--retry-s", "0.01"]
+        done = subprocess.run([sys.executable, "-c", limited, *arguments], check=False, timeout=120)
+        assert done.returncode == 1
+        assert "File too large" in str(read_status(made.arenas).error)
+        found = find_newest(made.root)
+        assert found.checkpoint is not None
+        assert found.checkpoint.manifest.step == 1
+        assert len(list(made.arenas.glob("*.arena"))) == 2, "unsaved snapshots stay in memory"
+        made.persist()
+        assert find_newest(made.root).checkpoint.manifest.step == 2  # type: ignore[union-attr]
+
+
+def test_an_agent_process_outlives_its_workers(tmp_path: Path) -> None:
+    made = Node(tmp_path)
+    made.snapshot(1)
+    made.close()  # all workers are gone before an agent looked
+    process = start_agent(made.arenas, made.root, grace_s=0.2, keep_last=3)
+    assert process.wait(timeout=120) == 0
+    assert not agent_alive(made.arenas)
+    status = read_status(made.arenas)
+    assert (status.committed_step, status.error) == (1, None)
+    assert status.persist_bytes > 0
+    found = find_newest(made.root)
+    assert found.checkpoint is not None
+    assert_holds(found.checkpoint, dict.fromkeys(range(EXPERTS), 1))
+    assert not list(made.arenas.glob("*.arena")), "memory is given back"
+
+
+def test_a_second_agent_leaves_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arenas = tmp_path / "arenas"
+    arenas.mkdir()
+    with contextlib.ExitStack() as stack:
+        import fcntl
+
+        lock = stack.enter_context(open(arenas / "agent.lock", "a"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert agent_alive(arenas)
+        assert main(["--arenas", str(arenas), "--checkpoints", str(tmp_path / "c")]) == 0
+    assert "another agent serves" in capsys.readouterr().out
+
+
+def test_an_agent_takes_up_what_another_left(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.agent._find_arenas()
+        made.agent._take_up()
+        made.agent._write()  # and dies here: parts written, nothing committed
+        heir = Agent(made.arenas, made.root, retry_s=0.0)
+        assert heir.serve_once()
+        assert find_newest(made.root).checkpoint is not None
+        assert all(rank.arena.state.recovery is not None for rank in made.ranks)

@@ -1,0 +1,229 @@
+"""Checkpoint directories: what is written, carried over, read back by stock torch and by us, and pruned."""
+
+from __future__ import annotations
+
+import errno
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from moe_lightning.checkpoint import commit
+from moe_lightning.checkpoint.commit import prune
+from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.store import checkpoints, staging_path
+from moe_lightning.errors import CheckpointError
+from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, expert_keys, node, whole_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def newest(root: Path) -> Checkpoint:
+    found = find_newest(root)
+    assert found.checkpoint is not None, found.problems
+    assert found.problems == ()
+    return found.checkpoint
+
+
+def stock_load(path: Path, *, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What torch.distributed.checkpoint itself reads from a directory."""
+    state = {key: torch.full_like(tensor, -1) for key, tensor in like.items()}
+    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_full_checkpoint_reads_back(tmp_path: Path, world_size: int) -> None:
+    with node(tmp_path, world_size=world_size) as made:
+        made.snapshot(3)
+        made.persist()
+        checkpoint = newest(made.root)
+        assert_holds(checkpoint, dict.fromkeys(range(EXPERTS), 3))
+        for key, tensor in stock_load(checkpoint.path, like=whole_state(3)).items():
+            assert torch.equal(tensor, whole_state(3)[key]), key
+        for rank in range(world_size):
+            assert checkpoint.read_object(f"rng/{rank}")["state"].tolist() == [rank, 3]
+        rng: dict[str, object] = {"rng/0": None}
+        dcp.load(rng, checkpoint_id=str(checkpoint.path), no_dist=True)
+        assert rng["rng/0"]["state"].tolist() == [0, 3]  # type: ignore[index]
+        assert checkpoint.manifest.new_bytes == checkpoint.manifest.payload_bytes
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "references"])
+def test_partial_checkpoints_carry_experts_over(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not links:
+
+        def refuse(source: object, target: object) -> None:
+            raise OSError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr(commit.os, "link", refuse)
+    versions = dict.fromkeys(range(EXPERTS), 1)
+    with node(tmp_path, keep_last=2) as made:
+        made.snapshot(1)
+        made.persist()
+        for step in range(2, 9):
+            saved = step % EXPERTS
+            made.snapshot(step, fresh=[saved])
+            made.persist()
+            versions[saved] = step
+            checkpoint = newest(made.root)
+            assert_holds(checkpoint, versions)
+            read = stock_load(checkpoint.path, like=whole_state(step))
+            for key, tensor in read.items():
+                assert torch.equal(tensor, checkpoint.read(key)), key
+            assert checkpoint.expert_versions().tolist() == [[versions[e] for e in range(EXPERTS)]] * 2
+            experts = [item.piece for item in checkpoint.manifest.stored if item.piece.key.startswith("expert/")]
+            new_bytes = sum(piece.nbytes for piece in experts if piece.version == step)
+            assert new_bytes * EXPERTS == sum(piece.nbytes for piece in experts)
+        assert len(checkpoints(made.root)) == 2, "older directories were deleted, the newest still reads"
+        directories = sorted(path.name for path in made.root.glob("step-*"))
+        if links:
+            assert directories == ["step-00000007", "step-00000008"]
+        else:
+            referred = {path.name for path in made.root.glob("step-*") if not (path / MANIFEST).exists()}
+            assert 0 < len(referred) <= 4, "directories whose files are still referred to, and no others"
+
+
+def test_persist_less_than_the_snapshot_holds(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+        made.snapshot(2, fresh=[0, 1], persist=[1])
+        made.persist()
+        assert_holds(newest(made.root), {0: 1, 1: 2, 2: 1, 3: 1})
+        in_memory = {p.piece.key: p.piece.version for p in made.ranks[0].arena.tables()[0].placed}
+        assert in_memory["expert/0/0/weight/w1"] == 2, "memory holds the fresher copy"
+        assert in_memory["expert/0/2/weight/w1"] == 1
+
+
+def test_a_new_session_writes_everything_again(tmp_path: Path) -> None:
+    with node(tmp_path, session="1") as made:
+        made.snapshot(1)
+        made.persist()
+        made.snapshot(4, fresh=[0])
+        made.persist()
+    with node(tmp_path, session="2") as made:
+        made.snapshot(2, fresh=[0], persist=[0])
+        made.persist()
+        checkpoint = newest(made.root)
+        assert checkpoint.manifest.step == 2, "newest is what was committed last, not the highest step"
+        assert checkpoint.manifest.previous is None
+        assert_holds(checkpoint, dict.fromkeys(range(EXPERTS), 2))
+        made.snapshot(4, fresh=[1])
+        made.persist()
+        assert newest(made.root).path.name == "step-00000004-2"
+        assert_holds(newest(made.root), {0: 2, 1: 4, 2: 2, 3: 2})
+
+
+def test_another_number_of_ranks_reads_rows(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=4) as made:
+        made.snapshot(1)
+        made.persist()
+        checkpoint = newest(made.root)
+        expected = whole_state(1)["dense/embedding/weight"]
+        for world_size in (1, 2, 3, 5):
+            bounds = [rank * 11 // world_size for rank in range(world_size + 1)]
+            for low, high in pairwise(bounds):
+                out = torch.empty(high - low, 3, dtype=torch.float64)
+                checkpoint.read_into("dense/embedding/weight", out, first_row=low)
+                assert torch.equal(out.float(), expected[low:high])
+        with pytest.raises(CheckpointError, match="do not fit"):
+            checkpoint.read_into("dense/embedding/weight", torch.empty(5, 3), first_row=8)
+        with pytest.raises(CheckpointError, match="do not fit"):
+            checkpoint.read_into("dense/embedding/weight", torch.empty(5, 4))
+
+
+def test_a_missing_part_is_waited_for(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        elsewhere = made.ranks.pop()  # as if rank 1 lived on another node
+        elsewhere.close()
+        elsewhere.arena.path.unlink()
+        made.snapshot(1)
+        made.persist()
+        assert checkpoints(made.root) == []
+        assert (staging_path(made.root, "1", 1) / "part-00000.json").exists()
+        made.agent.commit_timeout_s = 0.0
+        made.agent.serve_once()
+        assert "ranks [1]" in str(made.agent.status.error)
+
+
+def test_a_key_that_vanishes_is_refused(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=1) as made:
+        made.snapshot(1)
+        made.persist()
+        state = whole_state(2)
+        del state["dense/norm/weight"]
+        made.ranks[0].start(2, state, objects={"rng/0": 1})
+        made.ranks[0].finish()
+        made.agent.serve_once()
+        assert "dense/norm/weight is missing" in str(made.agent.status.error)
+        assert_holds(newest(made.root), dict.fromkeys(range(EXPERTS), 1))
+        made.snapshot(3)
+        made.persist()
+        assert made.agent.status.error is None
+        assert newest(made.root).manifest.step == 3
+
+
+def test_an_incomplete_first_checkpoint_is_refused(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=1) as made:
+        state = {key: t for key, t in whole_state(1).items() if key not in expert_keys([EXPERTS - 1])}
+        made.ranks[0].start(1, state, extra={"num_layers": 2, "num_experts": EXPERTS})
+        made.ranks[0].finish()
+        made.agent.serve_once()
+        assert "expert 3 of layer 0 lacks" in str(made.agent.status.error)
+
+
+def test_slow_storage_drops_snapshots_but_keeps_the_newest(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+        for step in range(2, 7):
+            made.snapshot(step, fresh=[step % EXPERTS])
+        made.persist()
+        assert newest(made.root).manifest.step == 6
+        assert [path.name for path, _ in checkpoints(made.root)] == ["step-00000006", "step-00000001"]
+        # What the dropped snapshots would have saved is still in memory; storage has the versions it was given.
+        assert_holds(newest(made.root), {0: 1, 1: 1, 2: 6, 3: 1})
+
+
+def test_prune_keeps_the_only_checkpoint_and_foreign_files(tmp_path: Path) -> None:
+    with node(tmp_path, keep_last=1) as made:
+        made.snapshot(1)
+        made.persist()
+        foreign = made.root / "step-00000099"
+        foreign.mkdir()
+        (foreign / "notes.txt").write_text("mine")
+        assert prune(made.root, 0) == []
+        assert len(checkpoints(made.root)) == 1
+        assert (foreign / "notes.txt").exists()
+
+
+def test_files_are_private_and_nothing_temporary_stays(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+        checkpoint = newest(made.root)
+        names = {path.name for path in checkpoint.path.iterdir()}
+        assert names == {MANIFEST, *checkpoint.manifest.files}
+        assert not list(made.root.glob(".staging*"))
+        for path in made.arenas.glob("rank*"):
+            assert os.stat(path).st_mode & 0o077 == 0, path
+
+
+def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+    other = Node(tmp_path, session="2", run="other")
+    try:
+        other.snapshot(1)
+        other.agent.serve_once()
+        assert "holds the checkpoints of run run, not of other" in str(other.agent.status.error)
+    finally:
+        other.close()
+    with pytest.raises(CheckpointError, match="belongs to run run, not to other"):
+        Checkpoint(tmp_path / "checkpoints" / "step-00000001", run="other")
