@@ -77,6 +77,8 @@ class Dispatcher:
         self._quota = balanced_quota if quota == "balanced" else equal_quota
         self._slots = placement.experts_on(world.rank)
         self.last_rank_loads: IntArray | None = None
+        self.last_sent_rows = 0
+        self.last_sent_bytes = 0
 
     @classmethod
     def local(cls, num_experts: int) -> Dispatcher:
@@ -145,6 +147,8 @@ class Dispatcher:
         rows_MD = ops.permute(x_TD, route.order_M, route.inverse_TK)
         if route.slot_order_M is None:
             return rows_MD
+        self.last_sent_rows = sum(route.send_rows) - route.send_rows[self.world.rank]
+        self.last_sent_bytes = self.last_sent_rows * rows_MD.shape[-1] * rows_MD.element_size()
         rows_MD = exchange_rows(rows_MD, route.send_rows, route.recv_rows, self.world)
         return ops.gather_rows(rows_MD, route.slot_order_M, route.slot_inverse_M)
 
