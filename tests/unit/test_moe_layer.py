@@ -1,0 +1,185 @@
+"""The MoE layer against a plain loop over tokens' experts: forward, gradients, drops, edge cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+
+D_MODEL = 8
+
+
+def make(seed: int = 0, num_experts: int = 5, **options: Any) -> MoELayer:
+    torch.manual_seed(seed)
+    return MoELayer(D_MODEL, 6, num_experts, init_std=0.5, **options)
+
+
+def expert_by_hand(layer: MoELayer, e: int, x_D: Tensor) -> Tensor:
+    experts = layer.experts
+    hidden = x_D @ experts.w_up[e]
+    if experts.b_up is not None:
+        hidden = hidden + experts.b_up[e]
+    if experts.activation == "swiglu":
+        hidden = F.silu(hidden[: len(hidden) // 2]) * hidden[len(hidden) // 2 :]
+    else:
+        hidden = F.gelu(hidden)
+    out = hidden @ experts.w_down[e]
+    return out if experts.b_down is None else out + experts.b_down[e]
+
+
+def by_hand(layer: MoELayer, x: Tensor) -> Tensor:
+    """One token and one choice after another."""
+    x_TD = x.reshape(-1, D_MODEL)
+    routing = layer.router(x_TD)
+    rows = []
+    for t, x_D in enumerate(x_TD):
+        row = torch.zeros(D_MODEL)
+        for e, weight in zip(routing.expert_ids_TK[t].tolist(), routing.weights_TK[t], strict=True):
+            if e >= 0:
+                row = row + weight * expert_by_hand(layer, e, x_D)
+        rows.append(row if layer.shared_expert is None else row + layer.shared_expert(x_D))
+    return torch.stack(rows).view_as(x) if rows else x.clone()
+
+
+def outcome(layer: MoELayer, x: Tensor, out: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+    layer.zero_grad()
+    x.grad = None
+    out.backward(upstream)
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {"out": out.detach(), "dx": x.grad.clone()} | gradients
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_layer_equals_the_loop(data: st.DataObject) -> None:
+    num_experts = data.draw(st.integers(1, 6))
+    router: dict[str, object] = {
+        "top_k": data.draw(st.integers(1, num_experts)),
+        "score": data.draw(st.sampled_from(["softmax", "sigmoid"])),
+        "capacity_factor": data.draw(st.sampled_from([None, 0.4, 1.0])),
+        "drop_policy": data.draw(st.sampled_from(["probability", "position"])),
+        "scale": 1.5,
+    }
+    layer = make(
+        seed=data.draw(st.integers(0, 99)),
+        num_experts=num_experts,
+        router=router,
+        activation=data.draw(st.sampled_from(["gelu", "swiglu"])),
+        bias=data.draw(st.booleans()),
+        num_shared_experts=data.draw(st.integers(0, 2)),
+    )
+    x = torch.randn(data.draw(st.sampled_from([(1,), (7,), (2, 3), (2, 2, 2)])) + (D_MODEL,), requires_grad=True)
+    upstream = torch.randn(x.shape)
+    found = outcome(layer, x, layer(x), upstream)
+    expected = outcome(layer, x, by_hand(layer, x), upstream)
+    assert set(expected) <= set(found)
+    for name, values in found.items():
+        reference = expected.get(name, torch.zeros_like(values))
+        torch.testing.assert_close(values, reference, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_experts_without_tokens_get_zero_gradients() -> None:
+    layer = make(router={"top_k": 1, "aux_loss_coef": 0.0})
+    x = torch.randn(1, D_MODEL)
+    layer(x).sum().backward()
+    (chosen,) = layer.router(x).expert_ids_TK[0].tolist()
+    for expert in range(5):
+        gradient = layer.experts.w_up.grad[expert]  # type: ignore[index]
+        assert bool(gradient.any()) is (expert == chosen)
+
+
+@pytest.mark.parametrize("shape", [(0, D_MODEL), (3, 0, D_MODEL)])
+def test_no_token_at_all(shape: tuple[int, ...]) -> None:
+    layer = make(router={"z_loss_coef": 0.1})
+    x = torch.randn(*shape, requires_grad=True)
+    out = layer(x)
+    assert out.shape == shape
+    assert layer.auxiliary_loss is not None
+    assert torch.isfinite(layer.auxiliary_loss)
+    (out.sum() + layer.auxiliary_loss).backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is None or not parameter.grad.any(), name
+
+
+def test_every_assignment_dropped() -> None:
+    layer = make(num_experts=2, router={"top_k": 1, "capacity_factor": 1e-9}, num_shared_experts=1)
+    x = torch.randn(4, D_MODEL)
+    out = layer(x)
+    assert layer.statistics is not None
+    assert layer.statistics.computed_NE.sum() <= 2, "a limit of one token for each expert"
+    assert torch.isfinite(out).all()
+    assert layer.shared_expert is not None
+    dropped_T = (layer.router(x).expert_ids_TK == -1)[:, 0]
+    torch.testing.assert_close(out[dropped_T], layer.shared_expert(x)[dropped_T])
+
+
+def test_statistics_count_before_and_after_drops() -> None:
+    layer = make(router={"capacity_factor": 0.5})
+    x = torch.randn(20, D_MODEL)
+    layer(x)
+    routing, statistics = layer.router(x), layer.statistics
+    assert statistics is not None
+    assert statistics.tokens_NE.shape == (1, 5)
+    assert torch.equal(statistics.tokens_NE[0], routing.tokens_per_expert_E)
+    kept = routing.expert_ids_TK[routing.expert_ids_TK >= 0]
+    assert torch.equal(statistics.computed_NE[0], torch.bincount(kept, minlength=5))
+
+
+def test_bf16_autocast_stays_close() -> None:
+    layer, x = make(activation="swiglu", bias=True), torch.randn(30, D_MODEL)
+    exact = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    torch.testing.assert_close(out.float(), exact, rtol=0.1, atol=0.1)
+    (out.float().sum() + layer.auxiliary_loss).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+def test_the_layer_works_under_activation_checkpointing() -> None:
+    layer, x = make(router={"noisy_top_k": True, "jitter": 0.1}), torch.randn(12, D_MODEL, requires_grad=True)
+    layer.router.stream.advance(step=0, first_sample=0, num_samples=12)
+    upstream = torch.randn(12, D_MODEL)
+    plain = outcome(layer, x, layer(x), upstream)
+    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    for name, values in outcome(layer, x, again, upstream).items():
+        torch.testing.assert_close(values, plain[name], msg=name)
+
+
+def test_evaluation_counts_nothing_for_the_bias() -> None:
+    layer, x = make(router={"bias_update_rate": 0.1}), torch.randn(9, D_MODEL)
+    layer.eval()(x)
+    layer.router.update_bias()
+    assert not layer.router.expert_bias_E.any()
+    layer.train()(x)
+    layer.router.update_bias()
+    assert layer.router.expert_bias_E.any()
+
+
+def test_layers_are_found_in_order_and_once() -> None:
+    shared, other = make(), make()
+    model = nn.ModuleList([shared, nn.Sequential(other, shared)])
+    assert moe_layers(model) == [shared, other]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_shared_experts": -1}, "num_shared_experts=-1 must be 0 or more"),
+        ({"num_experts": 1}, "top_k=2 is more than the 1 experts"),
+        ({"router": {"top_q": 1}}, "did you mean 'top_k'"),
+        ({"router": "top2"}, "RouterConfig is made from keyword arguments, not from 'top2'"),
+        ({"num_experts": 0}, "num_experts=0 must be at least 1"),
+    ],
+)
+def test_wrong_layers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make(**options)
