@@ -23,12 +23,17 @@ def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tenso
     shares_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp_min(1e-20)
     counts_E = tokens_per_expert_E.to(scores_TE)
     fraction_E = counts_E / counts_E.sum().clamp_min(1.0)
-    return scores_TE.shape[-1] * (fraction_E * shares_TE.mean(dim=0)).sum()
+    return scores_TE.shape[-1] * (fraction_E * _mean_over_tokens(shares_TE)).sum()
 
 
 def router_z_loss(logits_TE: Tensor) -> Tensor:
     """Mean squared log-sum-exp of the router's logits (ST-MoE, eq. 5)."""
-    return torch.logsumexp(logits_TE, dim=-1).square().mean()
+    return _mean_over_tokens(torch.logsumexp(logits_TE, dim=-1).square())
+
+
+def _mean_over_tokens(values: Tensor) -> Tensor:
+    """Mean over dim 0; zero, not NaN, where there is no token."""
+    return values.sum(dim=0) / max(1, values.shape[0])
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:

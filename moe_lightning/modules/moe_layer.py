@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_lightning.comm.dispatcher import Dispatcher
 from moe_lightning.config import build_config
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import Activation, Experts
 from moe_lightning.modules.feed_forward import FeedForward
 from moe_lightning.modules.losses import load_balancing_loss, router_z_loss
@@ -53,6 +54,9 @@ class MoELayer(nn.Module):
         auxiliary_loss: weighted auxiliary losses of the last forward pass in training, differentiable; None where
             there are none.
         statistics: counts of the last forward pass.
+
+    Raises:
+        ConfigurationError: a size below its least value, or a router that cannot serve so many experts.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class MoELayer(nn.Module):
         down_init_std: float | None = None,
     ) -> None:
         super().__init__()
+        if num_shared_experts < 0:
+            raise ConfigurationError(f"num_shared_experts={num_shared_experts} must be 0 or more")
         config = build_config(RouterConfig, router)
         self.experts = Experts(
             num_experts,
