@@ -7,8 +7,10 @@ and on any number of ranks under any placement.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +49,26 @@ class ExpertRows:
     def select(self, tensor_EX: Tensor) -> Tensor:
         """The rows of this rank's slots from a full stack."""
         return tensor_EX[list(self.slot_experts)]
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint file, read without unpickling code; tensors are mapped, so a rank reads only what it keeps.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds objects that only unsafe unpickling could read.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"the checkpoint {path} holds more than tensors and plain values ({reason}): it is not loaded"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"the checkpoint {path} is damaged or no checkpoint: {reason}") from error
 
 
 def full_model_state(state: Mapping[str, Tensor], experts: Mapping[str, ExpertRows], world: World) -> dict[str, Tensor]:

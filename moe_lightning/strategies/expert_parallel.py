@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -21,32 +17,27 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from moe_lightning.algorithms.placement import Placement, dispatch_groups, parse_placements, uniform_placement
 from moe_lightning.checkpoint.full_state import (
-    ExpertRows,
     OptimizerLayout,
     full_model_state,
     full_optimizer_state,
     load_local_optimizer_state,
     local_model_state,
+    read_checkpoint,
 )
 from moe_lightning.comm.dense_sum import sum_over_ranks
-from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
-from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
-from moe_lightning.comm.world import World, broadcast_, join_launched_world
-from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.comm.dispatcher import QuotaPolicy
+from moe_lightning.comm.world import World, join_launched_world
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
-from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 from moe_lightning.modules.stream import SampleStream, attach_stream
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
+from moe_lightning.strategies.placed_experts import PlacedExperts, resolve_placements
+from moe_lightning.strategies.step_data import StepData, loader_states, running_slice
 from moe_lightning.strategies.zero import DenseOptimizerShards
-
 
 _LOADERS_KEY = "step_loaders"
 """Where a checkpoint keeps the position of each training loader."""
@@ -57,8 +48,8 @@ class ExpertParallelStrategy(DDPStrategy):
     placement.
 
     One seed and one global batch give one loss sequence on any number of ranks: a DataLoader's batch_size is the
-        *global* batch, which the
-    strategy cuts over the ranks; gradients are those of the mean loss over it; noise follows the samples.
+    *global* batch, which the strategy cuts over the ranks; gradients are those of the mean loss over it; noise follows
+    the samples.
 
     Args:
         ep_size: ranks of a dispatch group; tokens travel only inside it. None: the whole world.
@@ -107,14 +98,13 @@ class ExpertParallelStrategy(DDPStrategy):
         self._seed = seed
         self._world: World | None = None
         self._stream = SampleStream()
-        self._experts: dict[nn.Parameter, ExpertRows] = {}
-        self._replica_sum: ReplicaSum | None = None
+        self._experts: PlacedExperts | None = None
+        self._data: StepData | None = None
         self._shards: DenseOptimizerShards | None = None
         self._optimizer_groups: list[list[list[nn.Parameter]]] = []
         self._sync_blocked = False
         self._synced = False
         self._slice: StepSlice | None = None
-        self._loader_states: list[dict[str, Any]] = []
         self.last_gradient_norm: Tensor | None = None
 
     # ------------------------------------------------------------------ world
@@ -124,6 +114,12 @@ class ExpertParallelStrategy(DDPStrategy):
         """The ranks that train together; available once the strategy is set up."""
         assert self._world is not None
         return self._world
+
+    @property
+    def experts(self) -> PlacedExperts:
+        """The experts under their placements; available once the strategy is set up."""
+        assert self._experts is not None
+        return self._experts
 
     @override
     def setup_distributed(self) -> None:
@@ -144,11 +140,13 @@ class ExpertParallelStrategy(DDPStrategy):
         if self._world is None:
             assert self._timeout is not None
             self._world = World.connect(self.root_device, self._timeout)
-        self._stream.seed = self._seed if self._seed is not None else _global_seed()
+        self._stream.seed = self._run_seed()
         attach_stream(module, self._stream)
-        self._place_experts(module)
-        names = [name for name, parameter in module.named_parameters() if parameter in self._experts]
-        ignored = names + _identical_buffers(module)
+        placements = resolve_placements(
+            module, self.world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
+        )
+        self._experts = PlacedExperts(module, placements, self.world, ep_size=self._ep_size, quota=self._quota)
+        ignored = list(self._experts.keys(module)) + _identical_buffers(module)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
         super().setup(trainer)
         self.precision_plugin.clip_grad_by_norm = self._clip_by_global_norm  # type: ignore[method-assign]
@@ -180,49 +178,6 @@ class ExpertParallelStrategy(DDPStrategy):
         with deferred_experts():
             yield
 
-    def _place_experts(self, module: nn.Module) -> None:
-        layers = moe_layers(module)
-        placements = self._placements(layers)
-        groups = dispatch_groups(self.world.size, self._ep_size or self.world.size)
-        self._experts = {}
-        stacked = []
-        for layer, placement in zip(layers, placements, strict=True):
-            self._take_rank_0_experts(layer)
-            layer.place(Dispatcher(placement, self.world, groups, self._quota), self.root_device)
-            slots = layer.experts.slot_experts
-            for parameter in layer.experts.stacked_parameters().values():
-                self._experts[parameter] = ExpertRows(slot_experts=slots, placement=placement, rank=self.world.rank)
-                stacked.append(StackedParameter(parameter=parameter, slot_experts=slots, placement=placement))
-        self._replica_sum = ReplicaSum(stacked, self.world)
-
-    def _placements(self, layers: Sequence[MoELayer]) -> list[Placement]:
-        size = self.world.size
-        if self._placement is None:
-            copies = self._copies or size // (self._ep_size or size)
-            return [uniform_placement(layer.num_experts, size, copies) for layer in layers]
-        if len({layer.num_experts for layer in layers}) > 1:
-            raise ConfigurationError(
-                "a placement table needs the same number of experts in every MoE layer: use copies instead"
-            )
-        table, origin = _read_placement(self._placement)
-        experts = layers[0].num_experts if layers else 0
-        return parse_placements(table, num_layers=len(layers), num_experts=experts, num_ranks=size, origin=origin)
-
-    def _take_rank_0_experts(self, layer: MoELayer) -> None:
-        """Start from one model: rank 0's weights, or its seed where nothing is allocated yet; DDP does the same for
-        dense parameters.
-        """
-        experts = layer.experts
-        if experts.is_deferred:
-            seed = torch.tensor([experts.init_seed], device=self.root_device)
-            broadcast_(seed, 0, self.world)
-            experts.init_seed = int(seed)
-        elif experts.num_slots == experts.num_experts and self.world.size > 1:
-            for parameter in experts.stacked_parameters().values():
-                values = parameter.data.to(self.root_device)
-                broadcast_(values, 0, self.world)
-                parameter.data.copy_(values)
-
     # ------------------------------------------------------------------ dense gradients
 
     @override
@@ -241,7 +196,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self._optimizer_groups = [[list(g["params"]) for g in optimizer.param_groups] for optimizer in self.optimizers]
         if self._zero1 and self.world.size > 1:
             assert self.lightning_module is not None
-            dense = [p for p in self.lightning_module.parameters() if p.requires_grad and p not in self._experts]
+            dense = [p for p in self.lightning_module.parameters() if p.requires_grad and p not in self.experts.rows]
             self._shards = DenseOptimizerShards(dense, self.world)
             for optimizer in self.optimizers:
                 self._shards.shard(optimizer)
@@ -257,42 +212,24 @@ class ExpertParallelStrategy(DDPStrategy):
                 ...).
         """
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        loader = self._cut_loader(dataloader, trainer)
-        if isinstance(loader, StepLoader) and trainer.training:
-            loader.bind_to(trainer)
-            if self._loader_states:
-                loader.load_state_dict(self._loader_states.pop(0))
-        return loader
+        return self._step_data().cut(dataloader, self.lightning_module.trainer)
 
-    def _cut_loader(self, dataloader: object, trainer: pl.Trainer) -> object:
-        world: dict[str, int] = {"rank": self.global_rank, "world_size": self.world_size}
-        if isinstance(dataloader, StepLoader):
-            dataloader.bind(**world)
-            return dataloader
-        if not isinstance(dataloader, DataLoader):
-            if self.world_size == 1:
-                return dataloader
-            raise ConfigurationError(
-                f"a loader of type {type(dataloader).__name__} cannot be cut over {self.world_size} ranks: "
-                "return a torch DataLoader or a StepLoader"
-            )
-        seed = self._seed if self._seed is not None else _global_seed()
-        micros = trainer.accumulate_grad_batches if trainer.training else 1
-        return StepLoader.from_dataloader(dataloader, **world, num_micros=micros, seed=seed, training=trainer.training)
+    def _step_data(self) -> StepData:
+        if self._data is None:
+            self._data = StepData(rank=self.global_rank, world_size=self.world_size, seed=self._run_seed())
+        return self._data
+
+    def _run_seed(self) -> int:
+        """The strategy's seed, or the one given to Lightning's seed_everything, or 0."""
+        return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
     def _enter_batch(self, loaders: object, index: int = 0) -> None:
-        """Learn from the loader which samples the running batch holds."""
-        flat = pytree.tree_leaves(loaders)
-        loader = flat[index] if index < len(flat) else None
-        self._slice = loader.current if isinstance(loader, StepLoader) else None
+        """Learn which samples the running batch holds, and let keyed randomness follow them."""
+        self._slice = running_slice(loaders, index)
         if self._slice is not None:
             assert self.lightning_module is not None
-            self._stream.advance(
-                step=self.lightning_module.trainer.global_step,
-                first_sample=self._slice.offset,
-                num_samples=self._slice.count,
-            )
+            step = self.lightning_module.trainer.global_step
+            self._stream.advance(step=step, first_sample=self._slice.offset, num_samples=self._slice.count)
 
     # ------------------------------------------------------------------ one step
 
@@ -374,8 +311,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self._sync_blocked = False
 
     def _sum_replicas(self) -> None:
-        assert self._replica_sum is not None
-        self._replica_sum()
+        self.experts.sum_replica_gradients()
         self._synced = True
 
     @override
@@ -389,14 +325,13 @@ class ExpertParallelStrategy(DDPStrategy):
         output = super().optimizer_step(optimizer, closure_then_sum, model, **kwargs)
         if self._shards is not None:
             self._shards.spread_updates()
-        assert self.lightning_module is not None
-        for layer in moe_layers(self.lightning_module):
+        for layer in self.experts.layers:
             layer.router.update_bias()
         return output
 
     def _clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = self._layout(optimizer).numbered()
-        self.last_gradient_norm = global_gradient_norm(parameters, self._experts, self.world)
+        self.last_gradient_norm = global_gradient_norm(parameters, self.experts.rows, self.world)
         scale_gradients(parameters, self.last_gradient_norm, float(clip_val))
 
     # ------------------------------------------------------------------ checkpoints
@@ -406,21 +341,18 @@ class ExpertParallelStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # a full checkpoint is cut to the slots, so the slots must exist
 
-    def _expert_keys(self) -> dict[str, ExpertRows]:
-        assert self.lightning_module is not None
-        named = self.lightning_module.named_parameters(remove_duplicate=False)
-        return {name: self._experts[parameter] for name, parameter in named if parameter in self._experts}
-
     def _layout(self, optimizer: Optimizer) -> OptimizerLayout:
         bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         index = next(i for i, known in enumerate(self.optimizers) if known is bare)
         owners = self._shards.owners if self._shards is not None else {}
-        return OptimizerLayout(groups=self._optimizer_groups[index], experts=self._experts, owners=owners)
+        return OptimizerLayout(groups=self._optimizer_groups[index], experts=self.experts.rows, owners=owners)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model on rank 0, expert stacks [E, ...]; empty on the others."""
-        return full_model_state(super().lightning_module_state_dict(), self._expert_keys(), self.world)
+        assert self.lightning_module is not None
+        keys = self.experts.keys(self.lightning_module)
+        return full_model_state(super().lightning_module_state_dict(), keys, self.world)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -432,8 +364,7 @@ class ExpertParallelStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write on rank 0, with the position of the training data: Lightning itself leaves it out between epochs."""
         assert self.lightning_module is not None
-        loaders = pytree.tree_leaves(self.lightning_module.trainer.train_dataloader)
-        checkpoint[_LOADERS_KEY] = [loader.state_dict() for loader in loaders if isinstance(loader, StepLoader)]
+        checkpoint[_LOADERS_KEY] = loader_states(self.lightning_module.trainer.train_dataloader)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -443,24 +374,11 @@ class ExpertParallelStrategy(DDPStrategy):
         Raises:
             CheckpointError: the file is missing, damaged, or holds objects that only unsafe unpickling could read.
         """
-        path = Path(str(checkpoint_path))
         if "://" in str(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only=True)
-        if not path.is_file():
-            raise CheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
-        try:
-            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            reason = str(error).splitlines()[0]
-            raise CheckpointError(
-                f"the checkpoint {path} holds more than tensors and plain values ({reason}): it is not loaded"
-            ) from error
-        except (RuntimeError, EOFError, ValueError, OSError) as error:
-            raise CheckpointError(
-                f"the checkpoint {path} is damaged or no checkpoint: {str(error).splitlines()[0]}"
-            ) from error
-
-        self._loader_states = list(checkpoint.get(_LOADERS_KEY, []))
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
+        else:
+            checkpoint = read_checkpoint(Path(str(checkpoint_path)))
+        self._step_data().restore(checkpoint.get(_LOADERS_KEY, []))
         return checkpoint
 
     @override
@@ -469,7 +387,10 @@ class ExpertParallelStrategy(DDPStrategy):
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
         local = local_model_state(
-            checkpoint["state_dict"], self.lightning_module.state_dict(), self._expert_keys(), strict=strict
+            checkpoint["state_dict"],
+            self.lightning_module.state_dict(),
+            self.experts.keys(self.lightning_module),
+            strict=strict,
         )
         self.lightning_module.load_state_dict(local, strict=strict)
 
@@ -491,30 +412,9 @@ class ExpertParallelStrategy(DDPStrategy):
             strategy_registry.register(cls.strategy_name, cls, description="Expert parallelism with replicated experts")
 
 
-def _global_seed() -> int:
-    """The seed of lightning's seed_everything; 0 where none was given."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
 def _identical_buffers(module: nn.Module) -> list[str]:
     """Buffers of our own layers: every rank computes the same values, so DDP need not broadcast them before each
     forward pass.
     """
     ours = [f"{name}." for name, m in module.named_modules() if type(m).__module__.startswith("moe_lightning.")]
     return [name for name, _ in module.named_buffers() if any(name.startswith(prefix) for prefix in ours)]
-
-
-def _read_placement(source: str | Sequence[Any]) -> tuple[object, str]:
-    if not isinstance(source, str):
-        return list(source), "placement"
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigurationError(
-            f"the placement file {path} does not exist: give a .json or .npy table [layers, experts, ranks]"
-        )
-    try:
-        if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False), str(path)
-        return json.loads(path.read_text()), str(path)
-    except (ValueError, OSError) as error:
-        raise ConfigurationError(f"the placement file {path} is not a .json or .npy table: {error}") from error

@@ -1,0 +1,73 @@
+"""What the strategy knows about data: every loader is cut over the ranks, and every batch has its place in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.errors import ConfigurationError
+
+
+class StepData:
+    """Cuts loaders over the ranks and follows the running batch.
+
+    Args:
+        rank, world_size: whose slices.
+        seed: of the order of stock loaders.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, seed: int) -> None:
+        self._world = {"rank": rank, "world_size": world_size}
+        self._seed = seed
+        self._restored: list[dict[str, Any]] = []
+
+    def cut(self, loader: object, trainer: pl.Trainer) -> object:
+        """The loader's part for this rank; its batch_size is the global batch.
+
+        Raises:
+            ConfigurationError: a loader that cannot be cut exactly.
+        """
+        cut = self._cut(loader, trainer)
+        if isinstance(cut, StepLoader) and trainer.training:
+            cut.bind_to(trainer)
+            if self._restored:
+                cut.load_state_dict(self._restored.pop(0))
+        return cut
+
+    def _cut(self, loader: object, trainer: pl.Trainer) -> object:
+        if isinstance(loader, StepLoader):
+            loader.bind(**self._world)
+            return loader
+        if isinstance(loader, DataLoader):
+            micros = trainer.accumulate_grad_batches if trainer.training else 1
+            return StepLoader.from_dataloader(
+                loader, **self._world, num_micros=micros, seed=self._seed, training=trainer.training
+            )
+        if self._world["world_size"] == 1:
+            return loader
+        raise ConfigurationError(
+            f"a loader of type {type(loader).__name__} cannot be cut over {self._world['world_size']} ranks: "
+            "return a torch DataLoader or a StepLoader"
+        )
+
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+        """Positions for the training loaders that will be cut next."""
+        self._restored = list(states)
+
+
+def loader_states(loaders: object) -> list[dict[str, Any]]:
+    """The positions of the StepLoaders in a collection of loaders."""
+    return [loader.state_dict() for loader in pytree.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+
+
+def running_slice(loaders: object, index: int = 0) -> StepSlice | None:
+    """Which samples the batch holds that a loader yielded last; None where the loader does not know."""
+    flat = pytree.tree_leaves(loaders)
+    loader = flat[index] if index < len(flat) else None
+    return loader.current if isinstance(loader, StepLoader) else None
