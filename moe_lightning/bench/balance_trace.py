@@ -1,0 +1,202 @@
+"""How evenly each strategy divides a recorded routing trace, with plans as old as they would be in training."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from moe_lightning.algorithms.balancing import STRATEGIES, Strategy, evaluate, plan_placement, plan_shadows
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.performance_model import BlockCosts
+from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.errors import ConfigurationError
+
+_WIDTH = 2048
+_FLOPS = 11.5e12
+_BYTES_PER_S = 6.25e9
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingTrace:
+    """A recorded run.
+
+    Attributes:
+        counts: int64 [samples, L, N, E], assignments of each source rank to each expert.
+        iteration: int64 [samples], ascending.
+    """
+
+    counts: IntArray
+    iteration: IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRow:
+    """One strategy at one number of slots: means over samples and layers, times of one plan for all layers."""
+
+    strategy: str
+    slots_per_rank: int
+    imbalance: float
+    worst_imbalance: float
+    balance_ratio: float
+    exchange_bytes: float
+    copy_bytes: float
+    block_s: float
+    plan_s: float
+
+
+def load_trace(path: Path) -> RoutingTrace:
+    """Read an .npz with `counts` [samples, layers, ranks, experts] and `iteration` [samples].
+
+    Raises:
+        ConfigurationError: no such file, or arrays that are missing or of another shape.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"{path} is not a file: give the path of a routing trace (.npz)")
+    with np.load(path, allow_pickle=False) as archive:
+        missing = {"counts", "iteration"} - set(archive.files)
+        if missing:
+            raise ConfigurationError(f"{path} has no array {sorted(missing)[0]!r}: record it as counts and iteration")
+        counts, iteration = archive["counts"].astype(np.int64), archive["iteration"].astype(np.int64)
+    if counts.ndim != 4 or len(counts) != len(iteration) or not counts.size:
+        raise ConfigurationError(
+            f"{path} has counts {counts.shape} and iteration {iteration.shape}: "
+            "they must be [samples, layers, ranks, experts] and [samples]"
+        )
+    return RoutingTrace(counts=counts, iteration=iteration)
+
+
+def reference_costs() -> BlockCosts:
+    """The constants of FasterMoE's cost model: 2048 wide, 4096 in the experts, 4 bytes, 11.5 TFLOP/s, 6.25 GB/s."""
+    weight_bytes = 2.0 * 2 * _WIDTH * _WIDTH * 4
+    return BlockCosts(
+        row_bytes=_WIDTH * 4,
+        weight_bytes=weight_bytes,
+        gradient_bytes=weight_bytes,
+        bytes_per_s=_BYTES_PER_S,
+        rows_per_s=_FLOPS / (4 * 2 * _WIDTH * _WIDTH),
+    )
+
+
+def judge(
+    trace: RoutingTrace,
+    strategy_name: str,
+    *,
+    slots_per_rank: int,
+    age: int = 50,
+    first: int = 600,
+    step: int = 10,
+    min_replicas: int = 1,
+    ranks_per_node: int = 1,
+) -> TraceRow:
+    """Plan from the newest sample that is at least `age` iterations old, judge on the present one.
+
+    Shadows are planned from the sample just before the present one, as they are in training.
+
+    Args:
+        trace: the recorded run.
+        strategy_name: a name in `STRATEGIES`; its min_replicas is replaced by the argument.
+        slots_per_rank: room for resident experts; strategies without replicas use what they need.
+        age: iterations between the plan and its use.
+        first: first iteration to judge.
+        step: samples between two judged ones.
+        min_replicas: distinct nodes for each expert.
+        ranks_per_node: failure domain.
+
+    Raises:
+        ConfigurationError: an unknown strategy, or no sample left to judge.
+    """
+    if strategy_name not in STRATEGIES:
+        raise ConfigurationError(f"strategy {strategy_name!r} is unknown: use some of {list(STRATEGIES)}")
+    strategy = _with_min_replicas(STRATEGIES[strategy_name], min_replicas)
+    num_layers, num_ranks = trace.counts.shape[1:3]
+    cluster = Cluster.of(num_ranks, slots_per_rank, ranks_per_node)
+    costs = [reference_costs()] * num_layers
+    planned = np.searchsorted(trace.iteration, trace.iteration - age, side="right") - 1
+    samples = [now for now in range(1, len(trace.iteration)) if trace.iteration[now] >= first and planned[now] >= 0][
+        ::step
+    ]
+    if not samples:
+        raise ConfigurationError(
+            f"no sample from iteration {first} on has a plan {age} iterations old: lower one of them"
+        )
+    reports, plan_s = [], []
+    for now in samples:
+        tokens = trace.counts[now].transpose(0, 2, 1)
+        start = time.perf_counter()
+        placements = plan_placement(trace.counts[planned[now]].sum(axis=1), cluster, strategy.placement)
+        plan_s.append(time.perf_counter() - start)
+        shadows = plan_shadows(trace.counts[now - 1].transpose(0, 2, 1), placements, costs, strategy.shadows)
+        reports += [evaluate(*layer, strategy) for layer in zip(tokens, placements, shadows, costs, strict=True)]
+    return TraceRow(
+        strategy=strategy_name,
+        slots_per_rank=slots_per_rank,
+        imbalance=float(np.mean([report.imbalance for report in reports])),
+        worst_imbalance=float(np.percentile([report.imbalance for report in reports], 95)),
+        balance_ratio=float(np.median([report.balance_ratio for report in reports])),
+        exchange_bytes=float(np.mean([report.exchange_bytes for report in reports])),
+        copy_bytes=float(np.mean([report.copy_bytes for report in reports])),
+        block_s=float(np.mean([report.block_s for report in reports])),
+        plan_s=float(np.median(plan_s)),
+    )
+
+
+def _with_min_replicas(strategy: Strategy, min_replicas: int) -> Strategy:
+    return replace(strategy, placement=replace(strategy.placement, min_replicas=min_replicas))
+
+
+def format_table(rows: Sequence[TraceRow]) -> str:
+    """The rows as text, one line each under a header."""
+    lines = [
+        f"{'strategy':<14}{'slots':>6}{'max/mean':>10}{'p95':>8}{'RB':>9}{'tokens MB':>11}{'copies MB':>11}"
+        f"{'block ms':>10}{'plan ms':>9}"
+    ]
+    lines += [
+        f"{row.strategy:<14}{row.slots_per_rank:>6}{row.imbalance:>10.3f}{row.worst_imbalance:>8.3f}"
+        f"{row.balance_ratio:>9.2f}{row.exchange_bytes / 1e6:>11.1f}{row.copy_bytes / 1e6:>11.1f}"
+        f"{row.block_s * 1e3:>10.2f}{row.plan_s * 1e3:>9.1f}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("trace", type=Path, help="routing trace (.npz with counts and iteration)")
+    parser.add_argument("--slots", type=int, nargs="+", default=[3, 4], help="resident experts per rank")
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help="names of strategies to compare")
+    parser.add_argument("--age", type=int, default=50, help="iterations between a placement and its use")
+    parser.add_argument("--first", type=int, default=600, help="first iteration to judge; routing drifts fast before")
+    parser.add_argument("--step", type=int, default=10, help="samples between two judged ones")
+    parser.add_argument("--min-replicas", type=int, default=1, help="distinct nodes for every expert")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks that fail together")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; 0 on success."""
+    trace = load_trace(args.trace)
+    rows = [
+        judge(
+            trace,
+            name,
+            slots_per_rank=slots,
+            age=args.age,
+            first=args.first,
+            step=args.step,
+            min_replicas=args.min_replicas,
+            ranks_per_node=args.ranks_per_node,
+        )
+        for slots in args.slots
+        for name in args.strategies
+    ]
+    _, layers, ranks, experts = trace.counts.shape
+    print(
+        f"{experts} experts on {ranks} ranks, {layers} layers; placements {args.age} iterations old, judged from "
+        f"iteration {args.first} on; plan ms is one placement of all layers"
+    )
+    print(format_table(rows))
+    return 0

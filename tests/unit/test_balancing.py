@@ -1,0 +1,128 @@
+"""The facade: every policy and baseline gives valid plans through one interface, and the judgement adds up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moe_lightning.algorithms.balancing import (
+    PLACEMENT_NAMES,
+    SHADOW_POLICIES,
+    STRATEGIES,
+    PlacementPolicy,
+    evaluate,
+    plan_placement,
+    plan_shadows,
+    replan_placement,
+)
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.metrics import balance_ratio, imbalance
+from moe_lightning.algorithms.migration import held_states, plan_migration
+from moe_lightning.algorithms.performance_model import BlockCosts
+from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.errors import ConfigurationError
+
+COSTS = BlockCosts(row_bytes=64, weight_bytes=2e4, gradient_bytes=2e4, bytes_per_s=1e8, rows_per_s=1e6)
+CLUSTER = Cluster.of(8, 3, ranks_per_node=2)
+
+
+def skewed(layers: int = 3, experts: int = 8, ranks: int = 8, seed: int = 0) -> np.ndarray:
+    """int64 [L, E, N]: every rank routes 512 assignments by the same skewed popularity."""
+    rng = np.random.default_rng(seed)
+    popularity = rng.dirichlet(np.full(experts, 0.3), size=layers)
+    return np.stack([rng.multinomial(512, p, size=ranks).T for p in popularity])
+
+
+@pytest.mark.parametrize("rule", PLACEMENT_NAMES)
+def test_every_rule_places_within_slots_and_is_aligned_to_what_ranks_hold(rule: str) -> None:
+    tokens = skewed()
+    policy = PlacementPolicy(rule=rule)
+    first = plan_placement(tokens.sum(axis=2), CLUSTER, policy)
+    assert len(first) == 3
+    for placement in first:
+        assert placement.replicas.sum(axis=0).max() <= CLUSTER.slots_per_rank
+    again = plan_placement(tokens.sum(axis=2), CLUSTER, policy, held=held_states(first))
+    assert not plan_migration(held_states(first), again).transfers  # the same plan for the same loads: nothing moves
+
+
+def test_replanning_moves_only_the_layers_that_gain() -> None:
+    loads, policy = skewed(experts=16).sum(axis=2), PlacementPolicy(min_replicas=1)
+    current = plan_placement(loads, CLUSTER, policy)
+    assert replan_placement(loads, CLUSTER, policy, current, tolerance=0.05) == current
+    drifted = loads.copy()
+    drifted[1] = np.roll(loads[1], 5)
+    replanned = replan_placement(drifted, CLUSTER, policy, current, tolerance=0.05)
+    assert replanned[0] == current[0]
+    assert replanned[2] == current[2]
+    busiest = [balanced_quota(drifted[1], p[1].replicas).sum(axis=0).max() for p in (replanned, current)]
+    assert busiest[0] < 0.9 * busiest[1]
+    assert replan_placement(drifted, CLUSTER, policy, current, tolerance=10.0) == current
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_every_strategy_is_judged_by_the_same_measures(name: str) -> None:
+    tokens, strategy = skewed(), STRATEGIES[name]
+    placements = plan_placement(tokens.sum(axis=2), CLUSTER, strategy.placement)
+    shadows = plan_shadows(tokens, placements, [COSTS] * 3, strategy.shadows)
+    for layer, (placement, plan) in enumerate(zip(placements, shadows, strict=True)):
+        report = evaluate(tokens[layer], placement, plan, COSTS, strategy)
+        assert 1.0 <= report.imbalance <= CLUSTER.num_ranks
+        assert report.block_s > 0
+        assert (report.copy_bytes > 0) == (plan.num_copies > 0)
+        if not plan.num_copies:
+            assert report.exposed_s == 0.0
+
+
+def test_ours_beats_plain_and_padding_only_costs_traffic() -> None:
+    tokens = skewed(layers=1)
+    reports = {}
+    for name in ("plain", "padded", "packed", "prophet"):
+        strategy = STRATEGIES[name]
+        placement = plan_placement(tokens.sum(axis=2), CLUSTER, strategy.placement)
+        plan = plan_shadows(tokens, placement, [COSTS], strategy.shadows)[0]
+        reports[name] = evaluate(tokens[0], placement[0], plan, COSTS, strategy)
+    assert reports["plain"].balance_ratio == 1.0
+    assert reports["padded"].imbalance == reports["plain"].imbalance
+    assert reports["padded"].exchange_bytes > 2 * reports["plain"].exchange_bytes
+    for name in ("packed", "prophet"):
+        assert reports[name].block_s < 0.6 * reports["plain"].block_s
+        assert reports[name].balance_ratio > 3
+
+
+def test_bytes_by_hand() -> None:
+    tokens = np.array([[3, 1], [0, 4]])
+    strategy = STRATEGIES["plain"]
+    placements = plan_placement(tokens.sum(axis=1)[None], Cluster.of(2, 1), strategy.placement)
+    plan = plan_shadows(tokens[None], placements, [COSTS])[0]
+    top2 = SHADOW_POLICIES["top2"](tokens, placements[0], COSTS)
+    report = evaluate(tokens, placements[0], plan, COSTS, strategy)
+    assert report.exchange_bytes == 4 * 1 * 64
+    assert report.imbalance == 1.0
+    assert evaluate(tokens, placements[0], top2, COSTS, strategy).copy_bytes == 2 * (20_000 + 20_000)
+
+
+def test_measures_by_hand() -> None:
+    assert imbalance(np.array([6, 2, 1])) == 2.0
+    assert imbalance(np.zeros(3, dtype=np.int64)) == 1.0
+    assert balance_ratio(np.array([8, 0]), np.array([5, 3])) == 4.0
+    assert balance_ratio(np.array([8, 0]), np.array([4, 4])) == float("inf")
+    assert balance_ratio(np.array([4, 4]), np.array([4, 4])) == 1.0
+
+
+def test_wrong_input_is_one_sentence() -> None:
+    with pytest.raises(ConfigurationError, match="'best' is unknown"):
+        PlacementPolicy(rule="best")
+    with pytest.raises(ConfigurationError, match=r"\[layers, experts\]"):
+        plan_placement(np.ones(4, dtype=np.int64), CLUSTER, PlacementPolicy())
+    with pytest.raises(ConfigurationError, match="24 slots cannot hold 25"):
+        plan_placement(np.ones((1, 25), dtype=np.int64), CLUSTER, PlacementPolicy(rule="plain"))
+    tokens = skewed()
+    placements = plan_placement(tokens.sum(axis=2), CLUSTER, PlacementPolicy())
+    with pytest.raises(ConfigurationError, match="tolerance=-1"):
+        replan_placement(tokens.sum(axis=2), CLUSTER, PlacementPolicy(), placements, tolerance=-1)
+    with pytest.raises(ConfigurationError, match="after the world has changed"):
+        replan_placement(tokens.sum(axis=2), Cluster.of(6, 3), PlacementPolicy(), placements)
+    with pytest.raises(ConfigurationError, match="'all' is unknown"):
+        plan_shadows(tokens, placements, [COSTS] * 3, "all")
+    with pytest.raises(ConfigurationError, match="2 costs do not match"):
+        plan_shadows(tokens, placements, [COSTS] * 2)

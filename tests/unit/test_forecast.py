@@ -1,0 +1,86 @@
+"""Forecasts of loads and the rule that decides when to plan again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.algorithms.forecast import LoadForecast, ReplanRule
+from moe_lightning.errors import ConfigurationError
+
+
+def test_without_decay_the_last_step_is_the_forecast() -> None:
+    forecast = LoadForecast()
+    assert forecast.predict() is None
+    for counts in ([1, 2**31 - 1], [7, 0]):
+        forecast.observe(np.array(counts))
+        assert forecast.predict().tolist() == counts  # type: ignore[union-attr]
+
+
+@settings(deadline=None, max_examples=80)
+@given(steps=st.lists(st.integers(0, 10**6), min_size=1, max_size=30), decay=st.floats(0, 0.99))
+def test_the_average_follows_the_real_one(steps: list[int], decay: float) -> None:
+    forecast, exact = LoadForecast(decay), float(steps[0])
+    for count, step in enumerate(steps):
+        forecast.observe(np.array([step]))
+        exact = decay * exact + (1 - decay) * step if count else exact
+    predicted = int(forecast.predict()[0])  # type: ignore[index]
+    assert abs(predicted - exact) <= 1.5 + len(steps) * 10**6 / 2**16
+    assert min(steps) - 1 <= predicted <= max(steps) + 1
+
+
+def test_another_shape_starts_afresh_and_states_restore() -> None:
+    forecast = LoadForecast(0.5)
+    forecast.observe(np.array([4, 4]))
+    forecast.observe(np.array([9]))
+    assert forecast.predict().tolist() == [9]  # type: ignore[union-attr]
+    other = LoadForecast(0.5)
+    other.load_state_dict(forecast.state_dict())
+    for copy in (forecast, other):
+        copy.observe(np.array([3]))
+    assert forecast.predict().tolist() == other.predict().tolist() == [6]  # type: ignore[union-attr]
+    empty = LoadForecast()
+    empty.load_state_dict(LoadForecast().state_dict())
+    assert empty.predict() is None
+
+
+def searches(rule: ReplanRule, steps: int, replaced_until: int) -> list[int]:
+    """Steps that searched, when fresh plans win until a step."""
+    searched = []
+    for step in range(steps):
+        if rule.due():
+            searched.append(step)
+            rule.judge(kept_s=2.0 if step < replaced_until else 1.0, fresh_s=1.0)
+    return searched
+
+
+def test_searches_are_dense_while_plans_age_and_rare_once_they_last() -> None:
+    assert searches(ReplanRule(max_interval=8), 40, replaced_until=4) == [0, 1, 2, 3, 4, 6, 10, 18, 26, 34]
+
+
+def test_a_plan_within_tolerance_is_kept_and_drift_resets_the_interval() -> None:
+    rule = ReplanRule(tolerance=0.1, max_interval=16)
+    assert not rule.judge(kept_s=1.09, fresh_s=1.0)
+    assert not rule.judge(kept_s=1.0, fresh_s=1.0)
+    assert rule.state_dict()["interval"] == 4
+    assert rule.judge(kept_s=1.2, fresh_s=1.0)
+    assert rule.state_dict()["interval"] == 1
+
+
+def test_a_restored_rule_continues_where_it_was() -> None:
+    rule, restored = ReplanRule(), ReplanRule()
+    searches(rule, 5, replaced_until=0)
+    restored.load_state_dict(rule.state_dict())
+    assert searches(rule, 30, replaced_until=0) == searches(restored, 30, replaced_until=0)
+
+
+def test_wrong_settings_are_one_sentence() -> None:
+    for decay in (-0.1, 1.0):
+        with pytest.raises(ConfigurationError, match="no weight of the past"):
+            LoadForecast(decay)
+    with pytest.raises(ConfigurationError, match="tolerance=-1"):
+        ReplanRule(tolerance=-1)
+    with pytest.raises(ConfigurationError, match="max_interval=0"):
+        ReplanRule(max_interval=0)
