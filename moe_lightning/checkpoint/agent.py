@@ -31,10 +31,12 @@ from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.buffers import choose_step
 from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part
 from moe_lightning.checkpoint.durable import write_durably
+from moe_lightning.checkpoint.room import ARENAS, rank_of
 from moe_lightning.checkpoint.store import staging_path, steps_in_staging, write_part
 from moe_lightning.checkpoint.table import Table
 from moe_lightning.errors import CheckpointError
 
+_HOPE_S = 0.2
 _LAST_ATTEMPTS = 3
 """Failures in a row after which an agent that should leave gives up."""
 
@@ -49,6 +51,7 @@ class _Job:
     began: float
     written: set[Path] = field(default_factory=set)
     nbytes: int = 0
+    checked: float = 0.0
 
 
 class Agent:
@@ -127,7 +130,7 @@ class Agent:
             if arena.replaced:
                 arena.close()
                 del self._arenas[path]
-        for path in sorted(self.arenas_path.glob("*.arena")):
+        for path in sorted(self.arenas_path.glob(ARENAS)):
             if path not in self._arenas:
                 try:
                     self._arenas[path] = Arena(path)
@@ -224,24 +227,37 @@ class Agent:
         return True
 
     def _give_up_if_hopeless(self, job: _Job) -> None:
-        """Other nodes went on to a newer step that waits here too, or their parts never came."""
+        """End the job if parts are missing that will never come: looked at a few times a second only, it reads
+        tables."""
+        now = time.monotonic()
+        if now - job.checked < _HOPE_S:
+            return
+        job.checked = now
+        missing = missing_ranks(staging_path(self.root, job.session, job.step), job.world_size)
         newer = [step for step in steps_in_staging(self.root, job.session) if step > job.step]
-        waits = all(any(step in arena.state.waiting for step in newer) for arena in self._arenas.values())
-        if newer and waits:
+        if all(self._waits_for_newer_session(arena, job.session) for arena in self._arenas.values()):
+            self._end_job(success=False, keep=False)  # training was rolled back: what this session left is void
+        elif any(rank_of(path) in missing and _passed_by(arena, job.step) for path, arena in self._arenas.items()):
             self._end_job(success=False)
-        elif time.monotonic() - job.began > self.commit_timeout_s:
-            missing = missing_ranks(staging_path(self.root, job.session, job.step), job.world_size)
+        elif newer and all(any(step in arena.state.waiting for step in newer) for arena in self._arenas.values()):
+            self._end_job(success=False)  # other nodes went on to a step that waits here too
+        elif now - job.began > self.commit_timeout_s:
             raise CheckpointError(
                 f"the parts of ranks {missing} of step {job.step} did not come within {self.commit_timeout_s:g} s: "
                 "look at their agents"
             )
 
-    def _end_job(self, *, success: bool) -> None:
+    @staticmethod
+    def _waits_for_newer_session(arena: Arena, session: str) -> bool:
+        tables = [arena.table(index) for index in arena.state.waiting.values()]
+        return any(table is not None and table.session > session for table in tables)
+
+    def _end_job(self, *, success: bool, keep: bool = True) -> None:
         job, self._job = self._job, None
         for arena in self._arenas.values():
             index = arena.state.persisting
             if job is not None and index is not None and arena.state.buffers[index].step == job.step:
-                arena.transition(lambda s: s.finish_persist() if success else s.fail_persist())
+                arena.transition(lambda s: s.finish_persist() if success else s.fail_persist(keep=keep))
 
     def _fail(self, problem: str) -> None:
         """Keep the error for the workers, drop this node's parts, and try again later with the newest snapshot."""
@@ -300,6 +316,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.stop())
         return agent.run()
+
+
+def _passed_by(arena: Arena, step: int) -> bool:
+    """Whether a rank will never deliver a step: it has none and is dead, or has newer ones."""
+    state = arena.state
+    steps = [buffer.step for buffer in state.buffers]
+    return step not in steps and (max(steps) > step or not arena.writer_alive)
 
 
 def _session(table: Table | None) -> str | None:

@@ -83,13 +83,13 @@ class TripleBuffer:
         kept = self._without(lambda b: b.status is Status.RECOVERY)
         return kept._with(chosen, replace(self.buffers[chosen], status=Status.RECOVERY))
 
-    def fail_persist(self) -> TripleBuffer:
-        """The persist did not succeed: its snapshot waits again, or is dropped where a newer one waits."""
+    def fail_persist(self, *, keep: bool = True) -> TripleBuffer:
+        """The persist did not succeed: its snapshot waits again, or is dropped (keep=False, or a newer one waits)."""
         chosen = self.persisting
         assert chosen is not None, "no persist is running"
         failed = self.buffers[chosen]
-        newer = any(step > failed.step for step in self.waiting)
-        return self._with(chosen, replace(failed, status=Status.SNAPSHOT, step=NO_STEP if newer else failed.step))
+        keep = keep and not any(step > failed.step for step in self.waiting)
+        return self._with(chosen, replace(failed, status=Status.SNAPSHOT, step=failed.step if keep else NO_STEP))
 
     def drop_waiting(self) -> TripleBuffer:
         """Waiting snapshots are void: a new session has rolled training back."""

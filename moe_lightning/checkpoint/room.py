@@ -7,6 +7,18 @@ from pathlib import Path
 
 from moe_lightning.errors import ConfigurationError
 
+ARENAS = "rank*.arena"
+
+
+def arena_path(directory: Path, rank: int) -> Path:
+    """The arena file of a rank."""
+    return directory / f"rank{rank:05d}.arena"
+
+
+def rank_of(path: Path) -> int:
+    """The rank of an arena file."""
+    return int(path.stem.removeprefix("rank"))
+
 
 def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Path = Path("/dev/shm")) -> Path:
     """A private directory for arenas: in shared memory, or under `fallback` where that is missing or too small.
@@ -17,7 +29,7 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
     rooms = [room for room in (memory, fallback) if room.is_dir()]
     for room in rooms:
         existing = room / f"moe-lightning-{name}"
-        held = sum(f.stat().st_size for f in existing.glob("*.arena")) if existing.is_dir() else 0
+        held = sum(f.stat().st_size for f in existing.glob(ARENAS)) if existing.is_dir() else 0
         if _free_bytes(room) + held >= needed_bytes:
             existing.mkdir(mode=0o700, exist_ok=True)
             if existing.stat().st_uid != os.getuid() or existing.is_symlink():

@@ -50,7 +50,7 @@ class Snapshotter:
     """Snapshots of one rank.
 
     Args:
-        path: the arena file, in a directory of `arena_directory`; the agent watches it.
+        path: the arena file, `arena_path` in a directory of `arena_directory`; the agent watches it.
         run: identifies the training run for ever; a manifest of another run is refused.
         session: identifies this start of the run, the same on all ranks and larger (as a string) than that of any
             earlier start; the first checkpoint of a session is full.

@@ -11,6 +11,7 @@ import torch
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.records import Rows, is_partial
+from moe_lightning.checkpoint.room import arena_path
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 
 LAYERS, EXPERTS = 2, 4
@@ -67,7 +68,7 @@ class Node:
         self.arenas.mkdir(exist_ok=True, mode=0o700)
         self.ranks = [
             Snapshotter(
-                self.arenas / f"rank{rank:05d}.arena",
+                arena_path(self.arenas, rank),
                 run=run,
                 session=session,
                 rank=rank,

@@ -1,0 +1,158 @@
+"""What `moe-ckpt` does, as functions: summaries, verification of whole directories, export."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.checkpoint.commit import prune
+from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.records import OBJECT
+from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.errors import CheckpointError, ConfigurationError
+
+__all__ = ["Summary", "Verdict", "export", "prune", "resolve", "summarise", "verify_all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One checkpoint in numbers.
+
+    Attributes:
+        payload_bytes: all state it holds.
+        new_bytes: what it wrote itself; the rest is carried over.
+        disk_bytes: its files, frames and metadata included, hard links counted in full.
+        scope_bytes: payload of the experts by kind of state, and of everything else under `dense` and `objects`.
+        versions: int64 [L, E], version of every expert.
+        plt: proportion of lost tokens as its ledger recorded it, None without a ledger.
+    """
+
+    name: str
+    run: str
+    session: str
+    step: int
+    sequence: int
+    world_size: int
+    created_s: float
+    previous: str | None
+    files: int
+    payload_bytes: int
+    new_bytes: int
+    disk_bytes: int
+    scope_bytes: dict[str, int]
+    versions: IntArray
+    plt: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result of verifying one checkpoint: `problem` is None where it is whole."""
+
+    name: str
+    problem: str | None
+
+
+def resolve(path: Path) -> Checkpoint:
+    """The checkpoint that a path means: a checkpoint directory itself, or the newest whole one in a directory of them.
+
+    Raises:
+        ConfigurationError: there is no such directory, or nothing in it.
+        CheckpointError: there are checkpoints, but none is whole.
+    """
+    if not path.is_dir():
+        raise ConfigurationError(f"{path} is no directory: name a checkpoint, or the directory that holds them")
+    if (path / MANIFEST).exists():
+        return Checkpoint(path)
+    found = find_newest(path)
+    if found.checkpoint is not None:
+        return found.checkpoint
+    if found.problems:
+        raise CheckpointError(f"{path} holds no whole checkpoint: {found.problems[0]}")
+    raise ConfigurationError(f"{path} holds no checkpoint: name a checkpoint, or the directory that holds them")
+
+
+def summarise(checkpoint: Checkpoint) -> Summary:
+    """Sizes, versions and losses of a checkpoint, from its manifest."""
+    manifest = checkpoint.manifest
+    scopes: dict[str, int] = {}
+    for item in manifest.stored:
+        parts = item.piece.key.split("/")
+        scope = parts[3] if parts[0] == "expert" else "objects" if item.piece.dtype == OBJECT else "dense"
+        scopes[scope] = scopes.get(scope, 0) + item.piece.nbytes
+    plt = manifest.extra.get("plt")
+    return Summary(
+        name=checkpoint.path.name,
+        run=manifest.run,
+        session=manifest.session,
+        step=manifest.step,
+        sequence=manifest.sequence,
+        world_size=manifest.world_size,
+        created_s=manifest.created_s,
+        previous=manifest.previous,
+        files=len(manifest.files),
+        payload_bytes=manifest.payload_bytes,
+        new_bytes=manifest.new_bytes,
+        disk_bytes=sum(record.nbytes for record in manifest.files.values()),
+        scope_bytes=dict(sorted(scopes.items())),
+        versions=checkpoint.expert_versions(),
+        plt=None if plt is None else float(plt),
+    )
+
+
+def verify_all(path: Path) -> list[Verdict]:
+    """Verify a checkpoint, or every checkpoint in a directory, newest first; damaged manifests come last.
+
+    Raises:
+        ConfigurationError: there is nothing to verify.
+    """
+    if (path / MANIFEST).exists():
+        paths = [path]
+    else:
+        readable = [found for found, _ in checkpoints(path)] if path.is_dir() else []
+        named = sorted(found for found in path.glob("step-*") if (found / MANIFEST).exists())
+        paths = [*readable, *(found for found in named if found not in readable)]
+    if not paths:
+        raise ConfigurationError(f"{path} holds no checkpoint: name a checkpoint, or the directory that holds them")
+    return [Verdict(name=found.name, problem=_problem(found)) for found in paths]
+
+
+def export(checkpoint: Checkpoint, target: Path, *, prefix: str = "") -> int:
+    """Write the tensors whose keys begin with a prefix into one safetensors file; returns their bytes.
+
+    The checkpoint is verified first; objects are left out.
+
+    Raises:
+        ConfigurationError: the target exists, or no tensor has such a key.
+        CheckpointError: the checkpoint is damaged.
+    """
+    if target.exists():
+        raise ConfigurationError(f"{target} exists already: name another file")
+    checkpoint.verify()
+    objects = {item.piece.key for item in checkpoint.manifest.stored if item.piece.dtype == OBJECT}
+    keys = [key for key in checkpoint.keys(prefix) if key not in objects]
+    if not keys:
+        raise ConfigurationError(f"no tensor of {checkpoint.path.name} has a key that begins with {prefix!r}")
+    tensors: dict[str, torch.Tensor] = {key: checkpoint.read(key) for key in keys}
+    staged = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        save_file(
+            tensors, str(staged), metadata={"step": str(checkpoint.manifest.step), "run": checkpoint.manifest.run}
+        )
+        os.rename(staged, target)
+    finally:
+        staged.unlink(missing_ok=True)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _problem(path: Path) -> str | None:
+    try:
+        Checkpoint(path).verify()
+    except CheckpointError as error:
+        return str(error)
+    return None

@@ -1,0 +1,136 @@
+"""moe-ckpt: look at checkpoints, verify them, export one as a single file, delete old ones.
+
+    moe-ckpt inspect DIR          sizes, versions of every expert, lost tokens
+    moe-ckpt verify DIR           checksums and coverage of one checkpoint, or of all in a directory
+    moe-ckpt export DIR FILE      one safetensors file
+    moe-ckpt prune DIR --keep N   keep the newest N
+
+Exit codes: 0 done, 1 a damaged checkpoint, 2 a mistake in the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_lightning.checkpoint import inspect
+from moe_lightning.errors import CheckpointError, ConfigurationError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed usage and reason
+        return int(stop.code or 0)
+    console = Console(highlight=False)
+    try:
+        return int(arguments.command(arguments, console))
+    except ConfigurationError as error:
+        print(f"moe-ckpt: {error}", file=sys.stderr)
+        return 2
+    except CheckpointError as error:
+        print(f"moe-ckpt: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"moe-ckpt: {error.filename or arguments.path}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="moe-ckpt", description="Inspect, verify, export and prune checkpoints.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    inspect_ = commands.add_parser("inspect", help="sizes, versions of every expert, lost tokens")
+    inspect_.set_defaults(command=_inspect)
+    verify = commands.add_parser("verify", help="compare every file with its checksum")
+    verify.set_defaults(command=_verify)
+    export = commands.add_parser("export", help="write one safetensors file")
+    export.set_defaults(command=_export)
+    prune = commands.add_parser("prune", help="delete all but the newest checkpoints")
+    prune.set_defaults(command=_prune)
+    for command in (inspect_, verify, export, prune):
+        command.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or the directory that holds them")
+    export.add_argument("target", type=Path, metavar="FILE", help="the safetensors file to write")
+    export.add_argument("--prefix", default="", help="only keys that begin with this, such as expert/0/")
+    prune.add_argument("--keep", type=int, required=True, metavar="N", help="whole checkpoints to keep")
+    return parser
+
+
+def _inspect(arguments: argparse.Namespace, console: Console) -> int:
+    summary = inspect.summarise(inspect.resolve(arguments.path))
+    facts = Table(show_header=False, box=None)
+    facts.add_column(style="bold")
+    facts.add_column()
+    for name, value in (
+        ("checkpoint", summary.name),
+        ("run", f"{summary.run}, session {summary.session}, commit {summary.sequence}"),
+        ("taken after step", str(summary.step)),
+        (
+            "committed",
+            f"{datetime.fromtimestamp(summary.created_s, UTC):%Y-%m-%d %H:%M:%S} UTC by {summary.world_size} ranks",
+        ),
+        ("carries on", summary.previous or "nothing: every expert is of this session's first checkpoint"),
+        ("state", f"{_size(summary.payload_bytes)}, {_size(summary.new_bytes)} of it new"),
+        ("on disk", f"{_size(summary.disk_bytes)} in {summary.files} files"),
+        ("lost tokens (PLT)", "not recorded" if summary.plt is None else f"{100 * summary.plt:.4f} %"),
+    ):
+        facts.add_row(name, value)
+    for scope, size in summary.scope_bytes.items():
+        facts.add_row(f"  {scope}", _size(size))
+    console.print(facts)
+    if summary.versions.size:
+        console.print(_versions(summary))
+    return 0
+
+
+def _versions(summary: inspect.Summary) -> Table:
+    table = Table(title="version of each expert (step), by layer")
+    table.add_column("layer", justify="right")
+    for expert in range(summary.versions.shape[1]):
+        table.add_column(str(expert), justify="right")
+    for layer, versions in enumerate(summary.versions):
+        table.add_row(str(layer), *("-" if v < 0 else str(v) for v in versions))
+    return table
+
+
+def _verify(arguments: argparse.Namespace, console: Console) -> int:
+    verdicts = inspect.verify_all(arguments.path)
+    for verdict in verdicts:
+        console.print(f"{verdict.name}: {verdict.problem or 'whole'}", soft_wrap=True)
+    return 1 if any(verdict.problem for verdict in verdicts) else 0
+
+
+def _export(arguments: argparse.Namespace, console: Console) -> int:
+    checkpoint = inspect.resolve(arguments.path)
+    written = inspect.export(checkpoint, arguments.target, prefix=arguments.prefix)
+    console.print(f"{arguments.target}: {_size(written)} of {checkpoint.path.name}", soft_wrap=True)
+    return 0
+
+
+def _prune(arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.keep < 1:
+        raise ConfigurationError(f"--keep {arguments.keep} would delete every checkpoint: keep at least 1")
+    if not any(verdict.problem is None for verdict in inspect.verify_all(arguments.path)[: arguments.keep]):
+        raise CheckpointError(
+            f"none of the newest {arguments.keep} checkpoints is whole, so nothing is deleted: see moe-ckpt verify"
+        )
+    removed = inspect.prune(arguments.path, arguments.keep)
+    console.print(f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete", soft_wrap=True)
+    return 0
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

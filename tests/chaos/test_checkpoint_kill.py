@@ -1,0 +1,170 @@
+"""kill -9 of workers, agent or both at random instants: the newest named checkpoint is whole and training goes on from
+it.
+
+A seed is a schedule: who is killed after which delay. Processes are forked from one that has imported everything, so
+that a schedule takes a fraction of a second and the kills fall into snapshot, persist, commit and prune rather than
+into imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_lightning.checkpoint.agent import main as agent_main
+from moe_lightning.checkpoint.agent_control import request_stop
+from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.store import checkpoints
+from tests.chaos.checkpoint_worker import main as worker_main
+from tests.unit.checkpoint_state import assert_holds
+
+WORLD = 2
+STEPS = 40
+
+
+def spawn(entry: Callable[[], int], arguments: list[str]) -> int:
+    """Fork a process that runs an entry point with a command line; returns its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        os.setsid()
+        sys.argv = ["process", *arguments]
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        code = entry()
+    finally:
+        os._exit(code)
+
+
+class Processes:
+    """Children of a test, killed at its end whatever happens."""
+
+    def __init__(self) -> None:
+        self.pids: dict[str, int] = {}
+
+    def start(self, name: str, entry: Callable[[], int], *arguments: object) -> None:
+        self.pids[name] = spawn(entry, [str(a) for a in arguments])
+
+    def kill(self, name: str) -> None:
+        pid = self.pids.pop(name, None)
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    def wait(self, name: str, timeout_s: float = 60.0) -> int:
+        """Exit code of a process that ends by itself."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pids[name], os.WNOHANG)
+            if pid:
+                del self.pids[name]
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.002)
+        raise AssertionError(f"{name} did not end within {timeout_s:g} s")
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    made = Processes()
+    yield made
+    for name in list(made.pids):
+        made.kill(name)
+
+
+def start_agent(processes: Processes, base: Path) -> None:
+    processes.start(
+        "agent", agent_main, "--arenas", base / "arenas", "--checkpoints", base / "checkpoints", "--poll-s", 0.001,
+        "--retry-s", 0.01, "--grace-s", 60,
+    )  # fmt: skip
+
+
+def start_workers(processes: Processes, base: Path, session: int, first: int, last: int) -> None:
+    for rank in range(WORLD):
+        processes.start(f"rank{rank}", worker_main, base, rank, WORLD, f"{session:04d}", first, last)
+
+
+def assert_whole(root: Path) -> int:
+    """Every named checkpoint verifies and holds exactly what the model was; returns the step of the newest, 0 without
+    one."""
+    for path in root.glob("step-*"):
+        if (path / "MANIFEST.json").exists():
+            checkpoint = Checkpoint(path, run="chaos")
+            checkpoint.verify()
+            table = checkpoint.expert_versions()
+            assert (table == table[0]).all(), "an expert has one version in all layers"
+            assert_holds(checkpoint, dict(enumerate(table[0].tolist())))
+    found = find_newest(root, run="chaos")
+    assert found.problems == ()
+    return 0 if found.checkpoint is None else found.checkpoint.manifest.step
+
+
+def run_schedule(base: Path, seed: int, processes: Processes) -> None:
+    """Rounds of training under kills, each resumed from the newest checkpoint; then a quiet round to the end."""
+    rng = random.Random(seed)
+    root = base / "checkpoints"
+    (base / "arenas").mkdir(mode=0o700)
+    step, session = 0, 1
+    start_agent(processes, base)
+    for _ in range(2):
+        start_workers(processes, base, session, step + 1, STEPS)
+        victims = rng.choice([["rank0"], ["rank1"], ["agent"], ["agent", "rank0", "rank1"], ["rank0", "rank1"]])
+        time.sleep(rng.uniform(0.0, 0.25))  # the schedule itself: the instant of the kill
+        for victim in victims:
+            processes.kill(victim)
+            time.sleep(rng.choice([0.0, 0.0, rng.uniform(0, 0.01)]))
+        if "agent" in victims:
+            assert_whole(root)
+            start_agent(processes, base)
+        for rank in range(WORLD):  # a lost rank ends the session for everybody
+            processes.kill(f"rank{rank}")
+        if rng.random() < 0.5:
+            processes.kill("agent")
+            newest = assert_whole(root)
+            assert newest >= step, "the last committed checkpoint never goes back"
+            start_agent(processes, base)
+        named = checkpoints(root) if root.is_dir() else []
+        step = named[0][1].step if named else 0
+        session += 1
+    start_workers(processes, base, session, step + 1, step + 5)
+    for rank in range(WORLD):
+        assert processes.wait(f"rank{rank}") == 0
+    request_stop(base / "arenas")
+    assert processes.wait("agent") == 0
+    assert assert_whole(root) == step + 5, "training went on, and its last snapshot was persisted"
+    assert not list(root.glob(".staging*"))
+    assert not list((base / "arenas").glob("*.arena"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_kill_9_at_random_instants(tmp_path: Path, seed: int, processes: Processes) -> None:
+    run_schedule(tmp_path, seed, processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_kill_9_at_200_random_instants(tmp_path: Path, seed: int, processes: Processes) -> None:
+    run_schedule(tmp_path, seed, processes)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_worker_killed_right_after_its_snapshot_is_persisted(tmp_path: Path, seed: int, processes: Processes) -> None:
+    """Both workers die at once after the snapshot of step 1; an agent that starts only then commits it."""
+    (tmp_path / "arenas").mkdir(mode=0o700)
+    start_workers(processes, tmp_path, 1, 1, 1)
+    for rank in range(WORLD):
+        processes.wait(f"rank{rank}")
+    start_agent(processes, tmp_path)
+    request_stop(tmp_path / "arenas")
+    assert processes.wait("agent") == 0
+    assert assert_whole(tmp_path / "checkpoints") == 1

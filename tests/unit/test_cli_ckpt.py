@@ -1,0 +1,99 @@
+"""moe-ckpt: what it prints, writes and deletes, and its exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_lightning.checkpoint.inspect import resolve, summarise
+from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.cli.ckpt import main
+from tests.unit.checkpoint_state import node, whole_state
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """Three checkpoints, of steps 1 (full), 2 and 3."""
+    with node(tmp_path, keep_last=9) as made:
+        made.snapshot(1)
+        made.persist()
+        for step in (2, 3):
+            made.snapshot(step, fresh=[step])
+            made.persist()
+        yield made.root
+
+
+def test_inspect_shows_versions_and_sizes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(root)]) == 0
+    text = capsys.readouterr().out
+    assert "step-00000003" in text
+    assert "exp_avg" in text
+    assert any(
+        line.split()[1::2][:5] == ["0", "1", "1", "2", "3"] for line in text.splitlines() if line.startswith("│")
+    )
+    summary = summarise(resolve(root))
+    assert sum(summary.scope_bytes.values()) == summary.payload_bytes > summary.new_bytes
+    assert main(["inspect", str(root / "step-00000001")]) == 0
+    assert "every expert is of this session's first checkpoint" in capsys.readouterr().out
+
+
+def test_verify_names_the_bad_file(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(root)]) == 0
+    assert capsys.readouterr().out.count("whole") == 3
+    victim = next((root / "step-00000003").glob("dense*"))
+    victim.write_bytes(b"x" * victim.stat().st_size)
+    assert main(["verify", str(root)]) == 1
+    text = capsys.readouterr().out
+    assert text.count("whole") == 2
+    assert str(victim) in text
+    assert main(["verify", str(root / "step-00000002")]) == 0
+
+
+def test_export_writes_one_file(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "model.safetensors"
+    assert main(["export", str(root), str(target)]) == 0
+    tensors = load_file(target)
+    assert set(tensors) == set(whole_state(0))
+    assert torch.equal(tensors["expert/1/2/weight/w1"], whole_state(2)["expert/1/2/weight/w1"])
+    assert torch.equal(tensors["dense/norm/weight"], whole_state(3)["dense/norm/weight"])
+    assert main(["export", str(root), str(target)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    one = tmp_path / "one.safetensors"
+    assert main(["export", str(root), str(one), "--prefix", "expert/0/1/"]) == 0
+    assert len(load_file(one)) == 3
+    assert main(["export", str(root), str(tmp_path / "none.safetensors"), "--prefix", "nothing"]) == 2
+    assert not (tmp_path / "none.safetensors").exists()
+
+
+def test_prune_keeps_what_is_asked_for(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", str(root), "--keep", "0"]) == 2
+    assert main(["prune", str(root), "--keep", "2"]) == 0
+    assert "deleted 1: step-00000001" in capsys.readouterr().out
+    assert [path.name for path, _ in checkpoints(root)] == ["step-00000003", "step-00000002"]
+    assert main(["verify", str(root)]) == 0
+    victim = next((root / "step-00000003").glob("dense*"))
+    victim.unlink()
+    assert main(["prune", str(root), "--keep", "1"]) == 1
+    assert "nothing is deleted" in capsys.readouterr().err
+    assert len(checkpoints(root)) == 2, "the whole one is kept as long as the newer one is damaged"
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("inspect", "verify"):
+        assert main([command, str(tmp_path / "nowhere")]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert main([command, str(tmp_path)]) == 2
+        assert "holds no checkpoint" in capsys.readouterr().err
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+
+
+def test_nothing_whole_is_damage_not_a_mistake(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in root.glob("step-*"):
+        (path / ".metadata").unlink()
+    assert main(["inspect", str(root)]) == 1
+    assert "holds no whole checkpoint" in capsys.readouterr().err
