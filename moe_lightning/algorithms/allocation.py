@@ -63,8 +63,7 @@ def allocate_replicas(
 
 
 def affordable_replicas(num_experts: int, *, slots: int, num_nodes: int, min_replicas: int) -> int:
-    """The fault-tolerance threshold that the slots allow: min_replicas, or as many as fit, at least 1 and at most one
-    per node.
+    """The fault-tolerance threshold that the slots allow: at least 1, at most min_replicas and one per node.
 
     Raises:
         ConfigurationError: fewer slots than experts, or min_replicas below 1.
@@ -79,9 +78,7 @@ def affordable_replicas(num_experts: int, *, slots: int, num_nodes: int, min_rep
 
 
 def _proportional(load: IntArray, slots: int, floor: int) -> IntArray:
-    """Eq. 1: in ascending order of load, a share of the remaining slots in proportion to the remaining tokens, but at
-    least floor.
-    """
+    """Eq. 1, ascending by load: a share of the remaining slots as of the remaining tokens, but at least floor."""
     replicas = np.zeros(len(load), dtype=np.int64)
     order = np.lexsort((np.arange(len(load)), load))
     remaining, suffix = slots, int(load.sum())

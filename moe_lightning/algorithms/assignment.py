@@ -42,9 +42,7 @@ def optimal_assignment(cost: IntArray) -> IntArray:
 
 
 def greedy_assignment(cost: IntArray) -> IntArray:
-    """int64 [n]: the column of each row when the cheapest pair that is left is fixed again and again; ties lowest row,
-    then column.
-    """
+    """int64 [n]: each row's column if the cheapest open pair is fixed again and again; ties lowest row, then column."""
     columns = np.full(len(cost), -1, dtype=np.int64)
     taken = np.zeros(len(cost), dtype=np.bool_)
     for index in np.argsort(cost, axis=None, kind="stable"):

@@ -1,5 +1,4 @@
-"""From the states that ranks hold to the placement that is planned: who becomes which planned node, and who sends what
-to whom.
+"""From the states that ranks hold to a planned placement: who becomes which planned node, who sends what to whom.
 
 A plan names nodes arbitrarily, so it is first renamed to fit what the nodes already hold, by one mapping for all
 layers: separate mappings would move a little less and make the layers' fatal node sets unrelated (Lazarus 4.3).
@@ -114,9 +113,7 @@ def align_placements(
 
 
 def missing_states(held: BoolArray, needed: BoolArray) -> IntArray:
-    """int64 [P, Q]: (layer, expert) states that planned holder q needs and present holder p lacks, from [L, E, P] and
-    [L, E, Q].
-    """
+    """int64 [P, Q]: states that planned holder q needs and present holder p lacks, from [L, E, P] and [L, E, Q]."""
     lacks = (~held).reshape(-1, held.shape[2]).astype(np.float64)
     wants = needed.reshape(-1, needed.shape[2]).astype(np.float64)
     return (lacks.T @ wants).astype(np.int64)  # exact: counts are far below 2^53, and float products use the fast path

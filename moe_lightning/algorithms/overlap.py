@@ -1,10 +1,10 @@
-"""Which transfer runs under which computation: Pro-Prophet's block-wise schedule as data, and the time line that it
-predicts.
+"""Which transfer runs under which computation: Pro-Prophet's block-wise schedule as data, and its time line.
 
 A block is a MoE layer and the dense layers that follow it. In the forward pass the next block's weights travel (Trans)
 under this block's experts and dense layers; in the backward pass the next block's gradients (Agg) do. The first block's
-Trans precedes the forward pass and its Agg follows the backward pass, with nothing to hide under. Pro-Prophet V, Alg.
-2, whose single loop must be two.
+Trans precedes the forward pass and its Agg follows the backward pass, with nothing to hide under.
+
+Source: Pro-Prophet V, Alg. 2, whose single loop must be two.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class Stage:
 
 
 def forward_schedule(num_blocks: int) -> tuple[Stage, ...]:
-    """Stages of the forward pass: per block an exchange (the next step is planned meanwhile), experts, exchange, dense
-    layers.
-    """
+    """Stages of the forward pass: per block an exchange (and planning), experts, an exchange, dense layers."""
     stages = [Stage(foreground=Operation(kind=Kind.TRANS_WHOLE, block=0))]
     for block in range(num_blocks):
         following = block + 1 if block + 1 < num_blocks else None

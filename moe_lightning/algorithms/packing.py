@@ -1,5 +1,4 @@
-"""Placement for balance: cut the experts' loads into equal pieces, one per rank, while every expert keeps its distinct
-nodes.
+"""Placement for balance: the loads are cut into equal pieces, one per rank, and every expert keeps distinct nodes.
 
 MRO gathers cold experts on the same nodes, which is best for survival and costs balance. Here the loads are packed as
 in the alias method: a rank takes the coldest experts that are left, whole, and tops up to the mean with a piece of the
@@ -23,8 +22,7 @@ _BALANCED = 1.01
 
 
 def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) -> Placement:
-    """The best balanced placement found: the packing, or a greedy deal of water-filled replicas where protection leaves
-    no slack.
+    """The packing, or a greedy deal of water-filled replicas where protection leaves no slack for it.
 
     Args:
         load: int64 [E], tokens of each expert; all zeros means unknown, which is treated as equal.
@@ -68,8 +66,7 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
 
 
 def _pack(load: IntArray, cluster: Cluster) -> IntArray:
-    """int64 [E, N] of 0 and 1: the coldest experts whole and a piece of the hottest, up to an equal share for every
-    rank.
+    """int64 [E, N] of 0 and 1: for every rank the coldest experts whole and a piece of the hottest, up to its share.
 
     An expert is cut only while the later slots suffice for all experts that are left. Ranks are filled across nodes, so
     that the pieces of an expert land on different ones.
@@ -99,9 +96,7 @@ def _pack(load: IntArray, cluster: Cluster) -> IntArray:
 
 
 def _protect(table: IntArray, load: IntArray, cluster: Cluster, floor: int) -> None:
-    """Give experts on fewer than `floor` nodes further replicas, hottest first: in a free slot, or instead of a surplus
-    replica.
-    """
+    """Give experts on fewer than `floor` nodes a replica in a free slot or instead of a surplus one, hottest first."""
     node_of = np.array(cluster.node_of)
     for expert in np.argsort(-load, kind="stable"):
         for _ in range(floor):
@@ -137,9 +132,7 @@ def _fill(table: IntArray, load: IntArray, cluster: Cluster) -> None:
 
 
 def _deal_greedily(replicas: IntArray, load: IntArray, cluster: Cluster, floor: int) -> IntArray:
-    """Longest processing time first: replicas with most tokens each, to the least loaded rank, the first `floor` on
-    distinct nodes.
-    """
+    """Replicas with most tokens first, each to the least loaded rank, an expert's first `floor` on distinct nodes."""
     node_of = np.array(cluster.node_of)
     table = np.zeros((len(replicas), cluster.num_ranks), dtype=np.int64)
     carried, free = np.zeros(cluster.num_ranks), np.full(cluster.num_ranks, cluster.slots_per_rank)
@@ -165,6 +158,5 @@ def _missing_nodes(table: IntArray, cluster: Cluster, floor: int) -> int:
 
 
 def _busiest(table: IntArray, load: IntArray) -> int:
-    if not table.any(axis=1).all():
-        return int(load.sum()) + 1  # an expert without a home: worse than any placement
+    assert table.any(axis=1).all()
     return int(balanced_quota(load, table).sum(axis=0).max())

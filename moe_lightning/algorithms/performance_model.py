@@ -1,8 +1,8 @@
 """How long one MoE block of a training step takes under a plan, from a handful of measured constants.
 
-Pro-Prophet's model (eq. 1-6 and 8) for one expert per device, generalised: experts have replicas and
-shadows, ranks may differ in bandwidth and throughput, an exchange has a latency, an expert has a fixed cost, and copies
-travel by a stated method. With those at their neutral values the formulas are the paper's, except that an exchange
+Pro-Prophet's model (eq. 1-6 and 8) for one expert per device, generalised: experts have replicas and shadows, ranks may
+differ in bandwidth and throughput, an exchange has a latency, an expert has a fixed cost, and copies travel by a stated
+method. With those at their neutral values the formulas are the paper's, except that an exchange
 takes as long as its busiest sender *or* receiver: the paper counts receivers, but the results travel back over the same
 links, where roles are exchanged.
 
@@ -123,8 +123,7 @@ def row_volumes(tokens: IntArray, quota: IntArray) -> IntArray:
 
 
 def copy_volumes(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> FloatArray:
-    """float64 [..., E, P, 2, N]: copies of each expert that each rank sends (0) and receives (1) in each phase of
-    Trans.
+    """float64 [..., E, P, 2, N]: copies of each expert that each rank sends (0) and receives (1) per phase of Trans.
 
     Agg is the same in reverse. Sum over experts for a rank's totals.
 
@@ -182,9 +181,7 @@ def predict_block(volumes: IntArray, copies: FloatArray, costs: BlockCosts, sche
 
 
 def _exchange_s(directions: FloatArray, costs: BlockCosts) -> FloatArray:
-    """Seconds [...] of exchanges of bytes [..., 2, N]: the busiest rank and direction, and the latency where anything
-    travels.
-    """
+    """Seconds [...] for bytes [..., 2, N]: the busiest rank and direction, and the latency if anything travels."""
     busiest = (directions / costs.bytes_per_s).max(axis=(-2, -1))
     return np.asarray(busiest + costs.exchange_s * (busiest > 0), dtype=np.float64)
 

@@ -2,8 +2,7 @@
 
 The experts of a layer survive when every expert keeps a replica on a live node, that is when no expert's *support* (the
 set of nodes that hold it) lies inside the failed set. A model survives when all of its layers do, from the same failed
-set: the supports of all layers are therefore judged together (Lazarus 6.3). Sets of nodes are bit
-masks.
+set: the supports of all layers are therefore judged together (Lazarus 6.3). Sets of nodes are bit masks.
 
 Shapes: L layers, E experts, N nodes.
 """
@@ -26,9 +25,7 @@ MAX_EXACT_NODES = 20
 
 
 def supports(tables: Sequence[IntArray]) -> IntArray:
-    """Distinct supports of all experts of all layers as bit masks, ascending. Tables are replicas int64 [E, N] over
-    nodes, N <= 62.
-    """
+    """Distinct supports of all experts of all layers, ascending, from tables of replicas int64 [E, N], N <= 62."""
     bits = np.int64(1) << np.arange(tables[0].shape[1], dtype=np.int64)
     return np.unique(np.concatenate([(table > 0) @ bits for table in tables]))
 
@@ -71,8 +68,7 @@ def _sets_by_size(num_nodes: int) -> tuple[IntArray, IntArray]:
 
 
 def recovery_probabilities(tables: Sequence[IntArray]) -> NDArray[np.float64]:
-    """float64 [N + 1]: chance that all layers survive k simultaneous failures, every set of k nodes being equally
-    likely.
+    """float64 [N + 1]: chance that all layers survive k failures, every set of k nodes being equally likely.
 
     Raises:
         ConfigurationError: more nodes than can be enumerated.
@@ -84,9 +80,7 @@ def recovery_probabilities(tables: Sequence[IntArray]) -> NDArray[np.float64]:
 
 
 def block_recovery(block_sizes: Sequence[int], num_nodes: int, failures: int) -> float:
-    """Chance that each of several disjoint blocks of nodes keeps a live node: MRO's closed form, by inclusion and
-    exclusion.
-    """
+    """Chance that each of several disjoint blocks of nodes keeps a live node: the closed form of MRO."""
     survivable = 0
     for chosen in range(len(block_sizes) + 1):
         for lost in combinations(block_sizes, chosen):

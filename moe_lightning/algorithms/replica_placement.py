@@ -1,7 +1,7 @@
 """Where replicas go: Lazarus' maximum rank overlap (MRO), its repair MRO+, and the baselines spread and compact.
 
 These work on nodes, the units that fail: they take replicas int64 [E] and the slots of each node int64 [N] and return a
-table int64 [E, N]. `deal_to_ranks` then deals a node's replicas to its ranks. Lazarus 4.1.
+table int64 [E, N]. `deal_to_ranks` then deals a node's replicas to its ranks. Source: Lazarus 4.1.
 
 Nodes may have different numbers of slots, which the paper does not consider: MRO's groups are then as large as the
 smallest node, and what larger nodes have beyond that is filled like any other vacancy.
@@ -25,8 +25,7 @@ _BATCH_CELLS = 1 << 22
 
 
 def mro(replicas: IntArray, node_slots: IntArray) -> IntArray:
-    """Maximum rank overlap: experts with similar replica counts share nodes, so that few node sets hold the last copy
-    of anything.
+    """Maximum rank overlap: experts with similar replica counts share nodes, so that few node sets are fatal.
 
     Groups of consecutive experts (ascending by replicas) live on disjoint blocks of nodes, each as long as its rarest
     expert has replicas. Optimal for every number of failures unless the last block is truncated (`is_truncated`); see
@@ -76,9 +75,7 @@ def mro_blocks(replicas: IntArray, node_slots: IntArray) -> tuple[int, ...]:
 
 
 def is_truncated(replicas: IntArray, node_slots: IntArray) -> bool:
-    """Whether some block is shorter than its rarest expert has replicas: then Lazarus' Theorem 1 does not hold
-   .
-    """
+    """Whether a block is shorter than its rarest expert has replicas: then Lazarus' Theorem 1 does not hold."""
     if len(replicas) <= node_slots.min():
         return False
     representatives = np.sort(replicas)[:: int(node_slots.min())]
@@ -179,9 +176,7 @@ def _check(replicas: IntArray, node_slots: IntArray) -> None:
 
 
 def _fill_vacancies(table: IntArray, replicas: IntArray, node_slots: IntArray, order: IntArray) -> None:
-    """Fill free slots, nodes ascending, each with the expert of most left-over replicas that its node lacks; ties to
-    the idler one.
-    """
+    """Free slots, nodes ascending, take the expert with most left-over replicas that is absent; ties to the idler."""
     left = replicas - table.sum(axis=1)
     for node in range(len(node_slots)):
         for _ in range(int(node_slots[node] - table[:, node].sum())):
@@ -196,9 +191,7 @@ def _fill_vacancies(table: IntArray, replicas: IntArray, node_slots: IntArray, o
 
 
 def _vulnerability(table: IntArray) -> tuple[int, ...]:
-    """Smaller is safer: fatal sets of 1, 2, ... nodes, or beyond MAX_SEARCH_NODES the distinct supports of 1, 2, ...
-    nodes.
-    """
+    """Smaller is safer: fatal sets, or beyond MAX_SEARCH_NODES distinct supports, of 1, 2, ... nodes."""
     num_nodes = table.shape[1]
     if num_nodes <= MAX_SEARCH_NODES:
         return tuple(fatal_counts(fatal_sets(supports([table]), num_nodes)).tolist())

@@ -1,10 +1,9 @@
-"""The greedy search for shadows: relieve the busiest rank of its heaviest expert, keep what the performance model likes
-best.
+"""The greedy search for shadows: relieve the busiest rank of its heaviest expert, keep what is predicted fastest.
 
-Pro-Prophet's Alg. 1 with its gaps filled: several experts per rank, replicas, and the number n of
-ranks that get no shadow of a moved expert, which the paper leaves to the user, is searched too. The effect of moving an
-expert does not depend on what was moved before, so all effects for all n are tabulated once and the searches for all n
-run side by side.
+Pro-Prophet's Alg. 1 with its gaps filled: several experts per rank, replicas, and the number n of ranks that get no
+shadow of a moved expert, which the paper leaves to the user, is searched too. The effect of moving an expert does not
+depend on what was moved before, so all effects for all n are tabulated once and the searches for all n run side by
+side.
 
 Shapes: B values of n searched at once, E experts, N ranks.
 """
@@ -139,9 +138,7 @@ def _greedy_moves(
 
 
 def _moved_quota(tokens: IntArray, base_EN: IntArray, shadows_BEN: BoolArray) -> IntArray:
-    """int64 [B, E, N]: quotas once an expert is moved; shadows keep their rank's tokens, residents share the rest as
-    before.
-    """
+    """int64 [B, E, N]: quotas of a moved expert; shadows keep their rank's tokens, residents share the rest."""
     kept = tokens * shadows_BEN
     load = base_EN.sum(axis=1)[:, None]
     rest = (load.T - kept.sum(axis=2))[..., None]

@@ -1,9 +1,8 @@
-"""Shadows: experts whose weights visit other ranks for one step, so that hot experts are computed where their tokens
-are.
+"""Shadows: experts whose weights visit other ranks for one step and are computed where their tokens are.
 
 A plan says which experts are copied to which ranks; how tokens then divide is a quota like any other. This file has the
-plan, its quotas, its predicted time and the policies to compare with; `shadow_search` has the search. Pro-Prophet
-IV.
+plan, its quotas, its predicted time and the policies to compare with; `shadow_search` has the search.
+Source: Pro-Prophet IV.
 
 Shapes: E experts, N ranks.
 """
@@ -71,9 +70,7 @@ class ShadowPlan:
 
 
 def choose_homes(placement: Placement, load: IntArray) -> IntArray:
-    """int64 [E]: a holder of each expert that speaks for it; hot experts first, each to the holder that speaks for
-    fewest.
-    """
+    """int64 [E]: the holder that speaks for each expert; hot experts first, to the holder that speaks for fewest."""
     homes = np.zeros(placement.num_experts, dtype=np.int64)
     duties = np.zeros(placement.num_ranks, dtype=np.int64)
     for expert in np.argsort(-load, kind="stable"):

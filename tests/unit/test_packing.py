@@ -45,6 +45,19 @@ def test_loads_that_can_be_cut_evenly_are(problem: tuple[np.ndarray, Cluster]) -
     assert quota.sum(axis=0).max() <= 1.05 * load.sum() / cluster.num_ranks + len(load)
 
 
+@pytest.mark.parametrize(
+    ("load", "cluster", "floor"),
+    [
+        ([238, 602, 837, 504], Cluster.of(12, 1, ranks_per_node=3), 3),  # neither packing nor greedy finds a way
+        ([692, 324, 968], Cluster.of(6, 2, ranks_per_node=3), 2),  # a replica more than there are ranks with room
+    ],
+)
+def test_promises_that_leave_no_slack_are_kept(load: list[int], cluster: Cluster, floor: int) -> None:
+    table = packed_placement(np.array(load), cluster, floor).replicas
+    assert ((cluster.by_node(table) > 0).sum(axis=1) >= floor).all()
+    assert table.sum(axis=0).max() <= cluster.slots_per_rank
+
+
 def test_unequal_nodes_and_unknown_loads() -> None:
     cluster = Cluster(node_of=(0, 0, 1, 2, 2), slots_per_rank=2)
     table = packed_placement(np.zeros(4, dtype=np.int64), cluster, 2).replicas

@@ -112,6 +112,7 @@ def test_hot_expert_goes_everywhere_and_a_balanced_layer_stays_at_home() -> None
     plan = search_shadows(hot, placement, COSTS)
     assert plan.shadows[2].sum() == 3
     assert search_shadows(np.full((4, 4), 1000), placement, COSTS).num_copies == 0
+    assert search_shadows(np.zeros((4, 4), dtype=np.int64), placement, COSTS).num_copies == 0
 
 
 def test_dear_copies_are_not_made() -> None:
