@@ -16,6 +16,9 @@ from moe_lightning.kernels import buffers
 _BLOCK_BYTES = 2 << 20
 """Bytes of one block and thread: small enough for the second-level cache, large enough to hide the call."""
 
+_HEAP_BYTES = 32 << 20
+"""Below this size malloc keeps freed memory, so `embedding_bag` may allocate its result; it cannot write into ours."""
+
 
 def row_blocks(num_rows: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
     """Slices that cover the rows: cache-sized on the CPU, all rows at once on a device."""
@@ -39,20 +42,25 @@ def combine(rows_MD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) -> T
     if not len(rows_MD) or not num_tokens:
         return rows_MD.new_zeros(num_tokens, width)
     weights_TK = None if weights_TK is None else weights_TK.to(rows_MD.dtype)
+    row_bytes = width * rows_MD.element_size()
     has_drops = len(rows_MD) < inverse_TK.numel()
+    if rows_MD.device.type != "cpu" or num_tokens * row_bytes < _HEAP_BYTES:
+        return _bags(rows_MD, inverse_TK, weights_TK, has_drops)
     out_TD = buffers.empty((num_tokens, width), rows_MD.dtype, rows_MD.device)
-    for block in row_blocks(num_tokens, width * rows_MD.element_size(), rows_MD.device):
-        index, weights = inverse_TK[block], None if weights_TK is None else weights_TK[block]
-        offsets = None
-        if has_drops:  # bags of unequal size instead of a zero weight: 0 * inf of a foreign row would be NaN
-            kept = index >= 0
-            offsets = kept.sum(1).cumsum(0) - kept.sum(1)
-            index, weights = index[kept], None if weights is None else weights[kept]
-        bags = F.embedding_bag(index, rows_MD, offsets, mode="sum", per_sample_weights=weights)
-        if len(bags) == num_tokens:
-            return bags
-        out_TD[block] = bags
+    for block in row_blocks(num_tokens, row_bytes, rows_MD.device):
+        out_TD[block] = _bags(rows_MD, inverse_TK[block], None if weights_TK is None else weights_TK[block], has_drops)
     return out_TD
+
+
+def _bags(rows_MD: Tensor, index_TK: Tensor, weights_TK: Tensor | None, has_drops: bool) -> Tensor:
+    if not has_drops:
+        return F.embedding_bag(index_TK, rows_MD, mode="sum", per_sample_weights=weights_TK)
+    # Bags of unequal size where assignments were dropped: a weight of zero would make NaN of an infinite foreign row.
+    kept_TK = index_TK >= 0
+    sizes_T = kept_TK.sum(1)
+    weights_M = None if weights_TK is None else weights_TK[kept_TK]
+    starts_T = sizes_T.cumsum(0) - sizes_T
+    return F.embedding_bag(index_TK[kept_TK], rows_MD, starts_T, mode="sum", per_sample_weights=weights_M)
 
 
 def spread(

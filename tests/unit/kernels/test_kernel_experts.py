@@ -65,14 +65,11 @@ def test_gradients_equal_finite_differences():
         torch.autograd.gradcheck(lambda h, g, kind=kind: ops.expert_activation(h, kind, g), (h, gate))
 
 
-@kernel_settings
-@given(
-    st.sampled_from(["gelu", "swiglu"]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([(0, 4), (1, 2), (33, 24), (130, 6)]),
-    st.sampled_from(DTYPES),
-)
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", [(0, 4), (1, 2), (130, 72)])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_activation_equals_reference(kind, gated, recompute, shape, dtype):
     h = randn(*shape, dtype=dtype) * 3
     gate = randn(shape[0], seed=1).sigmoid() if gated else None
