@@ -98,7 +98,8 @@ def _pack(load: IntArray, cluster: Cluster) -> IntArray:
 def _protect(table: IntArray, load: IntArray, cluster: Cluster, floor: int) -> None:
     """Give experts on fewer than `floor` nodes a replica in a free slot or instead of a surplus one, hottest first."""
     node_of = np.array(cluster.node_of)
-    for expert in np.argsort(-load, kind="stable"):
+    short = np.flatnonzero((cluster.by_node(table) > 0).sum(axis=1) < floor)  # stealing never adds to these
+    for expert in short[np.argsort(-load[short], kind="stable")]:
         for _ in range(floor):
             nodes = cluster.by_node(table) > 0
             if nodes[expert].sum() >= floor:
@@ -138,14 +139,15 @@ def _deal_greedily(replicas: IntArray, load: IntArray, cluster: Cluster, floor: 
     carried, free = np.zeros(cluster.num_ranks), np.full(cluster.num_ranks, cluster.slots_per_rank)
     share = load / replicas
     for expert in np.argsort(-share, kind="stable"):
+        used_nodes = np.zeros(cluster.num_nodes, dtype=np.bool_)
         for copy in range(replicas[expert]):
             open_ranks = (free > 0) & (table[expert] == 0)
-            fresh = open_ranks & ~np.isin(node_of, node_of[table[expert] > 0])
+            fresh = open_ranks & ~used_nodes[node_of]
             choice = np.flatnonzero(fresh if copy < floor and fresh.any() else open_ranks)
             if not choice.size:
                 break
             rank = int(choice[np.lexsort((-free[choice], carried[choice]))[0]])
-            table[expert, rank] = 1
+            table[expert, rank], used_nodes[node_of[rank]] = 1, True
             carried[rank] += share[expert]
             free[rank] -= 1
     return table

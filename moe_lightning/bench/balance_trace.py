@@ -36,7 +36,8 @@ class RoutingTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRow:
-    """One strategy at one number of slots: means over samples and layers, times of one plan for all layers."""
+    """One strategy at one number of slots: means over samples and layers; plan_s is the processor time of one placement of all
+    layers, which is its duration where a core is free."""
 
     strategy: str
     slots_per_rank: int
@@ -127,9 +128,9 @@ def judge(
     reports, plan_s = [], []
     for now in samples:
         tokens = trace.counts[now].transpose(0, 2, 1)
-        start = time.perf_counter()
+        start = time.process_time()
         placements = plan_placement(trace.counts[planned[now]].sum(axis=1), cluster, strategy.placement)
-        plan_s.append(time.perf_counter() - start)
+        plan_s.append(time.process_time() - start)
         shadows = plan_shadows(trace.counts[now - 1].transpose(0, 2, 1), placements, costs, strategy.shadows)
         reports += [evaluate(*layer, strategy) for layer in zip(tokens, placements, shadows, costs, strict=True)]
     return TraceRow(
@@ -196,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
     _, layers, ranks, experts = trace.counts.shape
     print(
         f"{experts} experts on {ranks} ranks, {layers} layers; placements {args.age} iterations old, judged from "
-        f"iteration {args.first} on; plan ms is one placement of all layers"
+        f"iteration {args.first} on; plan ms is processor time of one placement of all layers"
     )
     print(format_table(rows))
     return 0
