@@ -36,8 +36,10 @@ class RoutingTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRow:
-    """One strategy at one number of slots: means over samples and layers; plan_s is the processor time of one placement of all
-    layers, which is its duration where a core is free."""
+    """One strategy at one number of slots: means over samples and layers.
+
+    plan_s is the processor time of one placement of all layers, which is its duration where a core is free.
+    """
 
     strategy: str
     slots_per_rank: int
