@@ -109,6 +109,20 @@ def sequential_selection(*, ordinal: int, k: int, num_layers: int, num_experts: 
     return Selection(experts=tuple(window(layer) for layer in range(num_layers)), num_experts=num_experts)
 
 
+def window_slots(*, k: int, num_layers: int, num_experts: int, ep_size: int = 1) -> IntArray:
+    """int64 [L, E]: the ordinal of the first sequential checkpoint that saves each expert.
+
+    Where K divides E, experts with the same slot are saved together for ever, so their files die together.
+    """
+    slots = np.full((num_layers, num_experts), -1, dtype=np.int64)
+    for ordinal in reversed(range(-(-num_experts // min(k, num_experts)))):
+        window = sequential_selection(
+            ordinal=ordinal, k=k, num_layers=num_layers, num_experts=num_experts, ep_size=ep_size
+        )
+        slots[window.mask()] = ordinal
+    return slots
+
+
 def load_aware_selection(
     unsaved: IntArray, *, k: int, owners: IntArray, num_ranks: int, first_layer: int | None = None
 ) -> Selection:

@@ -28,7 +28,7 @@ from typing import Any
 
 from moe_lightning.checkpoint.agent_control import LOCK, STATUS, STOP, AgentStatus
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.buffers import choose_step
+from moe_lightning.checkpoint.buffers import TripleBuffer, choose_step
 from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part
 from moe_lightning.checkpoint.durable import write_durably
 from moe_lightning.checkpoint.room import ARENAS, rank_of
@@ -85,6 +85,7 @@ class Agent:
         self._job: _Job | None = None
         self._retry_at = 0.0
         self._failures = 0  # in a row
+        self._seen: list[TripleBuffer] | None = None
         self._stop = threading.Event()
 
     def run(self) -> int:
@@ -142,7 +143,9 @@ class Agent:
 
     def _take_up(self) -> None:
         """Choose the step to persist, and make its snapshots P."""
-        if self._job is None:
+        states = [arena.state for arena in self._arenas.values()]
+        if self._job is None and states != self._seen:  # otherwise there was nothing to do, and tables are long
+            self._seen = states
             self._job = self._interrupted_job() or self._next_job()
         job = self._job
         if job is None:
@@ -253,7 +256,7 @@ class Agent:
         return any(table is not None and table.session > session for table in tables)
 
     def _end_job(self, *, success: bool, keep: bool = True) -> None:
-        job, self._job = self._job, None
+        job, self._job, self._seen = self._job, None, None
         for arena in self._arenas.values():
             index = arena.state.persisting
             if job is not None and index is not None and arena.state.buffers[index].step == job.step:

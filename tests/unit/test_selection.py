@@ -14,6 +14,7 @@ from moe_lightning.algorithms.selection import (
     parse_scopes,
     persist_selection,
     sequential_selection,
+    window_slots,
 )
 from moe_lightning.errors import ConfigurationError
 
@@ -107,6 +108,19 @@ def test_persist_takes_the_oldest_first(shape: tuple[int, int, int], layers: int
         assert (persist <= snapshot.mask()).all()
         version[persist] = step
     assert (version > 2 * period).all(), "every expert is persisted once per E / K_persist checkpoints"
+
+
+@settings(deadline=None, max_examples=60)
+@given(layouts())
+def test_slots_are_the_windows_that_are_saved_together(layout: tuple[int, int, int, int]) -> None:
+    num_experts, ep_size, num_layers, k = layout
+    shape = {"k": k, "num_layers": num_layers, "num_experts": num_experts, "ep_size": ep_size}
+    slots = window_slots(**shape)
+    assert (slots >= 0).all()
+    if num_experts % k == 0:
+        for ordinal in range(2 * num_experts // k):
+            mask = sequential_selection(ordinal=ordinal, **shape).mask()
+            assert (mask == (slots == ordinal % (num_experts // k))).all()
 
 
 def test_scopes() -> None:
