@@ -42,9 +42,9 @@ class ExpertRows:
         owners = self.placement.owners()
         return ((slot, e) for slot, e in enumerate(self.slot_experts) if owners[e] == self.rank)
 
-    def is_full_stack(self, tensor: Tensor, local: Tensor) -> bool:
-        """Whether `tensor` has a row for every expert and rows of the local shape."""
-        return tensor.shape == (self.placement.num_experts, *local.shape[1:])
+    def is_full_stack(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has a row for every expert; rows of factored optimizer states have shapes of their own."""
+        return tensor.shape[:1] == (self.placement.num_experts,)
 
     def select(self, tensor_EX: Tensor) -> Tensor:
         """The rows of this rank's slots from a full stack."""
@@ -60,7 +60,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
@@ -69,6 +69,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except (RuntimeError, EOFError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"the checkpoint {path} is damaged or no checkpoint: {reason}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CheckpointError(
+            f"{path} has no 'state_dict', so Lightning did not write it: give the path of a .ckpt file"
+        )
+    return checkpoint
 
 
 def full_model_state(state: Mapping[str, Tensor], experts: Mapping[str, ExpertRows], world: World) -> dict[str, Tensor]:
@@ -141,7 +146,7 @@ def full_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, world: W
         for name, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
-            if rows is not None and value.shape == parameter.shape:
+            if rows is not None and value.shape[:1] == parameter.shape[:1]:
                 mine |= {f"{index}/{name}/{e}": value[slot] for slot, e in rows.owned()}
             elif layout.owners.get(parameter, 0) == world.rank:
                 mine[f"{index}/{name}"] = value
@@ -175,7 +180,7 @@ def load_local_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, fu
         for parameter in group["params"]:
             entry = full["state"].get(index_of[parameter])
             if entry is not None:
-                state[position] = _cut_entry(entry, parameter, layout.experts.get(parameter))
+                state[position] = _cut_entry(entry, layout.experts.get(parameter))
             numbers.append(position)
             position += 1
         groups.append({**saved_group, "params": numbers})
@@ -215,10 +220,10 @@ def _numbered_groups(optimizer: Optimizer, layout: OptimizerLayout) -> list[dict
     return groups
 
 
-def _cut_entry(entry: Mapping[str, Any], parameter: nn.Parameter, rows: ExpertRows | None) -> dict[str, Any]:
+def _cut_entry(entry: Mapping[str, Any], rows: ExpertRows | None) -> dict[str, Any]:
     if rows is None:
         return dict(entry)
     return {
-        name: rows.select(value) if isinstance(value, Tensor) and rows.is_full_stack(value, parameter) else value
+        name: rows.select(value) if isinstance(value, Tensor) and rows.is_full_stack(value) else value
         for name, value in entry.items()
     }

@@ -73,16 +73,17 @@ class ReplicaSum:
             self._pieces.extend(_replicated_rows(stacked))
 
     def __call__(self) -> None:
-        """Sum now; a parameter that got no gradient on this rank counts as zero."""
+        """Sum now; a parameter that got no gradient on this rank counts as zero, a frozen one is left alone."""
         if self._world.size == 1:
             return
-        for parameter in self._parameters:
+        for parameter in filter(_is_trained, self._parameters):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
+        pieces = [piece for piece in self._pieces if _is_trained(piece.parameter)]
         for dtype in sorted({p.dtype for p in self._parameters}, key=str):
-            self._sum([piece for piece in self._pieces if piece.parameter.dtype == dtype], dtype)
+            self._sum([piece for piece in pieces if piece.parameter.dtype == dtype], dtype)
 
     def _sum(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
         """Reduce-scatter, then all-gather, of the pieces of one dtype.
@@ -125,6 +126,10 @@ class ReplicaSum:
         flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._world.device)
         sizes_out = [sum(part.numel() for part in to_peer) for to_peer in outgoing]
         return PendingExchange(flat, sizes_out, sizes_in, self._world).wait()
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
 
 
 def _replicated_rows(stacked: StackedParameter) -> list[_Piece]:

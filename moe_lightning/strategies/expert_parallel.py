@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
 from moe_lightning.strategies.placed_experts import PlacedExperts, resolve_placements
-from moe_lightning.strategies.step_data import StepData, loader_states, running_slice
+from moe_lightning.strategies.step_data import StepData, loader_states, running_slice, training_slice
 from moe_lightning.strategies.zero import DenseOptimizerShards
 
 _LOADERS_KEY = "step_loaders"
@@ -76,15 +77,23 @@ class ExpertParallelStrategy(DDPStrategy):
         *,
         ep_size: int | None = None,
         copies: int | None = None,
-        placement: str | Sequence[Any] | None = None,
+        placement: str | os.PathLike[str] | Sequence[Any] | None = None,
         quota: QuotaPolicy = "balanced",
         zero1: bool = False,
         seed: int | None = None,
         timeout_s: float = 600.0,
         **kwargs: Any,
     ) -> None:
-        if timeout_s <= 0:
-            raise ConfigurationError(f"timeout_s={timeout_s} must be above 0 seconds")
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+            raise ConfigurationError(f"timeout_s={timeout_s!r} must be a finite number of seconds above 0")
+        for name, value in (("ep_size", ep_size), ("copies", copies)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigurationError(f"{name}={value!r} must be an integer of at least 1, or null for the default")
+        if kwargs.get("start_method", "popen") != "popen":
+            raise ConfigurationError(
+                f"start_method={kwargs['start_method']!r} would bring back one rank's experts as the whole model: "
+                "use 'popen', torchrun or moe-train"
+            )
         if placement is not None and copies is not None:
             raise ConfigurationError(
                 f"copies={copies} belongs to the uniform placement: give either copies or placement, not both"
@@ -103,7 +112,6 @@ class ExpertParallelStrategy(DDPStrategy):
         self._shards: DenseOptimizerShards | None = None
         self._optimizer_groups: list[list[list[nn.Parameter]]] = []
         self._sync_blocked = False
-        self._synced = False
         self._slice: StepSlice | None = None
         self.last_gradient_norm: Tensor | None = None
 
@@ -148,7 +156,10 @@ class ExpertParallelStrategy(DDPStrategy):
         self._experts = PlacedExperts(module, placements, self.world, ep_size=self._ep_size, quota=self._quota)
         ignored = list(self._experts.keys(module)) + _identical_buffers(module)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
-        super().setup(trainer)
+        if self.world.size > 1:
+            super().setup(trainer)
+        else:
+            super(DDPStrategy, self).setup(trainer)  # DDP's own would look for a process group
         self.precision_plugin.clip_grad_by_norm = self._clip_by_global_norm  # type: ignore[method-assign]
 
     def _checked_module(self, trainer: pl.Trainer) -> pl.LightningModule:
@@ -181,9 +192,8 @@ class ExpertParallelStrategy(DDPStrategy):
     # ------------------------------------------------------------------ dense gradients
 
     @override
-    def configure_ddp(self) -> None:
-        if self.world.size > 1:
-            super().configure_ddp()
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        return super()._setup_model(model) if self.world.size > 1 else model
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -223,22 +233,24 @@ class ExpertParallelStrategy(DDPStrategy):
         """The strategy's seed, or the one given to Lightning's seed_everything, or 0."""
         return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
-    def _enter_batch(self, loaders: object, index: int = 0) -> None:
+    def _enter_batch(self, here: StepSlice | None) -> None:
         """Learn which samples the running batch holds, and let keyed randomness follow them."""
-        self._slice = running_slice(loaders, index)
-        if self._slice is not None:
+        self._slice = here
+        if here is not None:
             assert self.lightning_module is not None
             step = self.lightning_module.trainer.global_step
-            self._stream.advance(step=step, first_sample=self._slice.offset, num_samples=self._slice.count)
+            self._stream.advance(step=step, first_sample=here.offset, num_samples=here.count)
 
     # ------------------------------------------------------------------ one step
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        self._synced = False
-        self._enter_batch(self.lightning_module.trainer.train_dataloader)
-        return super().training_step(*args, **kwargs)
+        self._enter_batch(training_slice(self.lightning_module.trainer.train_dataloader))
+        output = super().training_step(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            self._slice = None
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +267,7 @@ class ExpertParallelStrategy(DDPStrategy):
     def _evaluate(self, step: Callable[..., Any], loaders: str, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
-        self._enter_batch(getattr(self.lightning_module.trainer, loaders), index)
+        self._enter_batch(running_slice(getattr(self.lightning_module.trainer, loaders), index))
         try:
             return step(*args, **kwargs)
         finally:
@@ -285,17 +297,24 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Gradients of the mean over the global batch, summed over replicas before any hook sees them."""
+        """Gradients of the mean over the global batch, summed over replicas before any hook sees them.
+
+        Under manual optimization what earlier calls left in the gradients is summed already: it steps aside.
+        """
         weight = self._loss_weight()
-        self.pre_backward(closure_loss)
         assert self.lightning_module is not None
+        is_automatic = self.lightning_module.automatic_optimization
+        earlier = {} if is_automatic else _take_gradients(self.lightning_module)
+        self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(
             closure_loss if weight == 1.0 else closure_loss * weight, self.lightning_module
         )
         self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
-        self._slice = None
-        if self.lightning_module.automatic_optimization and not self._sync_blocked:
-            self._sum_replicas()
+        if is_automatic:
+            self._slice = None
+        if not self._sync_blocked:
+            self.experts.sum_replica_gradients()
+        _add_gradients(earlier)
         self.precision_plugin.post_backward(loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -310,21 +329,11 @@ class ExpertParallelStrategy(DDPStrategy):
         finally:
             self._sync_blocked = False
 
-    def _sum_replicas(self) -> None:
-        self.experts.sum_replica_gradients()
-        self._synced = True
-
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        def closure_then_sum() -> Any:
-            result = closure()
-            if not self._synced:
-                self._sum_replicas()
-            return result
-
-        output = super().optimizer_step(optimizer, closure_then_sum, model, **kwargs)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._shards is not None:
-            self._shards.spread_updates()
+            self._shards.spread_updates(self._layout(optimizer).numbered())
         for layer in self.experts.layers:
             layer.router.update_bias()
         return output
@@ -396,7 +405,13 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"the checkpoint holds {len(states)} optimizers, the module has {len(self.optimizers)}: "
+                "use the configuration it was written with"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             load_local_optimizer_state(optimizer, self._layout(optimizer), state)
 
     @override
@@ -410,6 +425,19 @@ class ExpertParallelStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description="Expert parallelism with replicated experts")
+
+
+def _take_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Empty the gradients of a module into copies, because DDP may write the next ones into the same memory."""
+    taken = {p: p.grad.clone() for p in module.parameters() if p.grad is not None}
+    for parameter in taken:
+        parameter.grad = None
+    return taken
+
+
+def _add_gradients(taken: Mapping[nn.Parameter, Tensor]) -> None:
+    for parameter, gradient in taken.items():
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _identical_buffers(module: nn.Module) -> list[str]:

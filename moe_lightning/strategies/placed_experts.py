@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def resolve_placements(
     *,
     ep_size: int | None = None,
     copies: int | None = None,
-    placement: str | Sequence[Any] | None = None,
+    placement: str | os.PathLike[str] | Sequence[Any] | None = None,
 ) -> list[Placement]:
     """The placement of each MoE layer: uniform with so many copies, or from a table or file.
 
@@ -85,7 +86,7 @@ def resolve_placements(
     """
     layers = moe_layers(module)
     if placement is None:
-        copies = copies or max(1, num_ranks // (ep_size or num_ranks))
+        copies = max(1, num_ranks // (ep_size or num_ranks)) if copies is None else copies
         return [uniform_placement(layer.num_experts, num_ranks, copies) for layer in layers]
     if len({layer.num_experts for layer in layers}) > 1:
         raise ConfigurationError(
@@ -103,15 +104,15 @@ def _take_rank_0_experts(layer: MoELayer, world: World) -> None:
         seed = torch.tensor([experts.init_seed], device=world.device)
         broadcast_(seed, 0, world)
         experts.init_seed = int(seed)
-    elif experts.num_slots == experts.num_experts and world.size > 1:
+    elif layer.dispatcher.world.size == 1 and world.size > 1:  # never placed: all ranks agree on that
         for parameter in experts.stacked_parameters().values():
             values = parameter.data.to(world.device)
             broadcast_(values, 0, world)
             parameter.data.copy_(values)
 
 
-def _read_table(source: str | Sequence[Any]) -> tuple[object, str]:
-    if not isinstance(source, str):
+def _read_table(source: str | os.PathLike[str] | Sequence[Any]) -> tuple[object, str]:
+    if not isinstance(source, str | os.PathLike):
         return list(source), "placement"
     path = Path(source)
     if not path.is_file():
@@ -122,5 +123,5 @@ def _read_table(source: str | Sequence[Any]) -> tuple[object, str]:
         if path.suffix == ".npy":
             return np.load(path, allow_pickle=False), str(path)
         return json.loads(path.read_text()), str(path)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EOFError) as error:
         raise ConfigurationError(f"the placement file {path} is not a .json or .npy table: {error}") from error

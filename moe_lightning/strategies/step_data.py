@@ -66,7 +66,24 @@ def loader_states(loaders: object) -> list[dict[str, Any]]:
     return [loader.state_dict() for loader in pytree.tree_leaves(loaders) if isinstance(loader, StepLoader)]
 
 
-def running_slice(loaders: object, index: int = 0) -> StepSlice | None:
+def training_slice(loaders: object) -> StepSlice | None:
+    """Which samples a training batch holds: those of the first loader, where a batch joins several.
+
+    Raises:
+        ConfigurationError: ranks and micro-batches take unlike shares of the loaders, so that no weight fits them all.
+    """
+    stepping = [loader for loader in pytree.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+    sizes = {loader.step_sampler.global_batch_size for loader in stepping}
+    parts = max((loader.step_sampler.world_size * loader.step_sampler.num_micros for loader in stepping), default=1)
+    if len(sizes) > 1 and any(size % parts for size in sizes):
+        raise ConfigurationError(
+            f"training loaders of {sorted(sizes)} samples a step cannot be cut into {parts} parts alike, so their "
+            f"losses have no common weight: use one batch size, or multiples of {parts}"
+        )
+    return stepping[0].current if stepping else None
+
+
+def running_slice(loaders: object, index: int) -> StepSlice | None:
     """Which samples the batch holds that a loader yielded last; None where the loader does not know."""
     flat = pytree.tree_leaves(loaders)
     loader = flat[index] if index < len(flat) else None

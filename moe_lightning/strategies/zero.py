@@ -4,7 +4,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -36,13 +36,14 @@ class DenseOptimizerShards:
             group["params"] = [p for p in group["params"] if self.owners.get(p, self._world.rank) == self._world.rank]
 
     @torch.no_grad()
-    def spread_updates(self) -> None:
-        """After a step: every rank gets the owner's values; gradients that no optimizer of this rank will clear are
-        dropped.
+    def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
+        """After a step of these parameters: every rank gets the owner's values; gradients that no optimizer of this
+        rank will clear are dropped.
         """
+        chosen = set(updated)
         for dtype in sorted({p.dtype for p in self.owners}, key=str):
             for owner in range(self._world.size):
-                mine = [p for p, rank in self.owners.items() if rank == owner and p.dtype == dtype]
+                mine = [p for p, rank in self.owners.items() if rank == owner and p.dtype == dtype and p in chosen]
                 if not mine:
                     continue
                 flat = torch.cat([p.detach().reshape(-1) for p in mine])
