@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_lightning.comm.world import World
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["lightning.pytorch", "moe_lightning.strategies", "torch.distributed"])
@@ -54,6 +61,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                     process.join()
 
 
+def connect() -> World:
+    """Inside a rank: the world of all ranks that `run_ranks` started."""
+    return World.connect(torch.device("cpu"), timedelta(seconds=60))
+
+
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     pending = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -64,7 +76,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
         for pipe in ready:
             rank = pending.pop(pipe)  # type: ignore[arg-type]
             try:
-                ok, value = pipe.recv()  # type: ignore[union-attr]
+                ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]  # noqa: S301
             except EOFError:
                 raise RankFailure(f"rank {rank} died without a word") from None
             if not ok:
@@ -76,9 +88,6 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
 def _rank_main(
     rank: int, world_size: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    import torch
-    import torch.distributed as dist
-
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     os.chdir(folder)
@@ -86,9 +95,14 @@ def _rank_main(
         if world_size > 1:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        pipe.send((True, function(rank, world_size, *args)))
+        _send(pipe, (True, function(rank, world_size, *args)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        _send(pipe, (False, traceback.format_exc()))
     finally:
         pipe.close()
         os._exit(0)  # no atexit handlers: a failed peer must not hold this rank up
+
+
+def _send(pipe: Connection, outcome: tuple[bool, Any]) -> None:
+    """By value: Connection.send would leave tensors in shared memory of a process that ends."""
+    pipe.send_bytes(pickle.dumps(outcome))

@@ -45,7 +45,7 @@ class Recorder(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["train/loss"]))
         norm = trainer.strategy.last_gradient_norm  # type: ignore[attr-defined]
-        if trainer.global_step > len(self.gradient_norms):
+        if norm is not None and trainer.global_step > len(self.gradient_norms):
             self.gradient_norms.append(float(norm))
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -91,6 +91,35 @@ TINY = {
 }
 
 
+def make_trainer(rank: int, world_size: int, strategy: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
+    """A quiet, seeded Trainer for one rank of a world that already exists."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+        NODE_RANK="0",
+    )
+    quiet()
+    pl.seed_everything(7, verbose=False)
+    return pl.Trainer(
+        strategy=ExpertParallelStrategy(**(strategy or {})),
+        plugins=[LightningEnvironment()],
+        **{
+            "accelerator": "cpu",
+            "devices": world_size,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            **options,
+        },
+    )
+
+
 def train(
     rank: int,
     world_size: int,
@@ -107,36 +136,15 @@ def train(
     validate: bool = False,
 ) -> dict[str, Any]:
     """Train a tiny model and return losses, replica checks and the full state (rank 0)."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",
-        NODE_RANK="0",
-    )
-    quiet()
-    pl.seed_everything(7, verbose=False)
+    recorder = Recorder()
+    options = {"max_steps": steps, "gradient_clip_val": 1.0} | (trainer or {})
+    fit = make_trainer(rank, world_size, strategy, callbacks=[recorder], **options)
+    chosen = fit.strategy
     module: pl.LightningModule = (
         OwnModule()
         if own_module
         else GPTModule(TINY | (model or {}), OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"))
     )
-    recorder = Recorder()
-    options: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": world_size,
-        "max_steps": steps,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "gradient_clip_val": 1.0,
-        "num_sanity_val_steps": 0,
-        "log_every_n_steps": 1,
-    } | (trainer or {})
-    chosen = ExpertParallelStrategy(**(strategy or {}))
-    fit = pl.Trainer(strategy=chosen, plugins=[LightningEnvironment()], callbacks=[recorder], **options)
     loader = DataLoader(RandomTokens(dataset_size), batch_size=batch_size, shuffle=True)
     held_out = DataLoader(RandomTokens(30), batch_size=10) if validate else None
     fit.fit(module, loader, held_out, ckpt_path=ckpt_path)

@@ -88,6 +88,18 @@ def test_weights_depend_on_the_expert_not_on_its_place(slots: list[int], deferre
         assert torch.equal(parameter, whole.stacked_parameters()[name][slots]), name
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_a_rank_without_experts_computes_nothing(activation: Any) -> None:
+    experts = make(slots=[], bias=True, activation=activation)
+    x = torch.randn(0, 6, requires_grad=True)
+    out = experts(x, torch.zeros(0, dtype=torch.int64))
+    assert out.shape == (0, 6)
+    out.sum().backward()
+    for name, parameter in experts.stacked_parameters().items():
+        assert parameter.grad is not None, name
+        assert parameter.grad.shape == parameter.shape, name
+
+
 def test_experts_differ_and_have_the_stated_spread() -> None:
     experts = make(num_experts=3, d_model=64, d_expert=96, init_std=0.05, down_init_std=0.01, bias=True)
     assert abs(float(experts.w_up.detach().std()) - 0.05) < 0.001

@@ -77,7 +77,7 @@ def test_layer_equals_the_loop(data: st.DataObject) -> None:
         bias=data.draw(st.booleans()),
         num_shared_experts=data.draw(st.integers(0, 2)),
     )
-    x = torch.randn(data.draw(st.sampled_from([(1,), (7,), (2, 3), (2, 2, 2)])) + (D_MODEL,), requires_grad=True)
+    x = torch.randn((*data.draw(st.sampled_from([(1,), (7,), (2, 3), (2, 2, 2)])), D_MODEL), requires_grad=True)
     upstream = torch.randn(x.shape)
     found = outcome(layer, x, layer(x), upstream)
     expected = outcome(layer, x, by_hand(layer, x), upstream)
