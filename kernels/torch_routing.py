@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_lightning.kernels.bodies import ExpertSort
+from moe_lightning.kernels.torch_rows import row_blocks
 
 _SMALL_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -16,12 +17,16 @@ def top_k(scores_TE: Tensor, top_k: int) -> Tensor:
     if integer is None:
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
     # torch.topk leaves the order of ties open. A key of the score's bits, made monotone, over the reversed id has none.
-    num_experts = scores_TE.shape[1]
-    bits = (scores_TE + 0.0).contiguous().view(integer)  # + 0.0 turns -0.0 into 0.0, which it equals
-    monotone = torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).to(torch.int64)
-    reversed_id = torch.arange(num_experts - 1, -1, -1, device=scores_TE.device)
-    keys = (monotone << 32) | reversed_id
-    return num_experts - 1 - (keys.topk(top_k, dim=-1).values & 0xFFFFFFFF)
+    num_tokens, num_experts = scores_TE.shape
+    reversed_id_E = torch.arange(num_experts - 1, -1, -1, device=scores_TE.device)
+    ids_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=scores_TE.device)
+    limits = torch.iinfo(integer)
+    for block in row_blocks(num_tokens, 32 * num_experts, scores_TE.device):
+        bits = (scores_TE[block] + 0.0).view(integer)  # + 0.0 turns -0.0 into 0.0, which it equals
+        bits ^= (bits >> (limits.bits - 1)) & limits.max  # negative numbers: larger bits mean smaller scores
+        keys = bits.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(reversed_id_E)
+        torch.sub(num_experts - 1, keys.topk(top_k, dim=-1).values & 0xFFFFFFFF, out=ids_TK[block])
+    return ids_TK
 
 
 def sort_by_expert(ids_TK: Tensor, num_experts: int, may_drop: bool) -> ExpertSort:

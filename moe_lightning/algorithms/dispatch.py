@@ -36,11 +36,11 @@ def plan_dispatch(tokens: IntArray, quota: IntArray, rank: int) -> DispatchPlan:
     """
     # An expert has few holders: only the pairs with a quota and the rows of this rank's experts are touched.
     num_ranks = tokens.shape[1]
-    pairs = np.flatnonzero(quota)
+    pairs = np.flatnonzero(quota != 0)
     experts, ranks = np.divmod(pairs, num_ranks)
     quotas = quota.reshape(-1)[pairs]
     local = np.minimum(tokens[experts, ranks], quotas)
-    send, recv = np.zeros_like(tokens), np.zeros_like(tokens)
+    send, recv = (np.zeros(tokens.shape, dtype=np.int64) for _ in range(2))  # unlike zeros_like, touches no page yet
 
     residual = quotas - local
     total = np.cumsum(residual)

@@ -22,6 +22,9 @@ _ONE = 1 << 20
 _ROUNDS = 48
 _GOOD_ENOUGH = 1.002
 
+_PATIENCE = 12
+"""Rounds without a gain after which the search ends: the busiest rank holds what no other rank can relieve it of."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pairs:
@@ -103,15 +106,15 @@ def _balancing_pull(pairs: _Pairs, num_ranks: int, mean: int, rounds: int) -> In
     largest = int((np.add.reduceat(pairs.shares, pairs.starts) * pairs.demand[pairs.starts]).max())
     one = max(1, min(_ONE, (1 << 62) // max(1, largest)))
     weights = np.full(num_ranks, one)
-    best_pull, best_load = pairs.shares, np.iinfo(np.int64).max
-    for _ in range(rounds):
+    best_pull, best_load, best_round = pairs.shares, np.iinfo(np.int64).max, 0
+    for index in range(rounds):
         pull = weights[pairs.ranks] * pairs.shares
         norm = np.add.reduceat(pull, pairs.starts)
         load = _load(pairs, pairs.demand * pull // norm[pairs.segment], num_ranks)
         busiest = int(load.max())
         if busiest < best_load:
-            best_pull, best_load = pull, busiest
-        if busiest <= mean * _GOOD_ENOUGH:
+            best_pull, best_load, best_round = pull, busiest, index
+        if busiest <= mean * _GOOD_ENOUGH or index - best_round >= _PATIENCE:
             break
         weights = weights * mean // np.maximum(load, max(1, mean // 64))
         weights = np.maximum(weights * one // max(1, int(weights.max())), 1)
