@@ -22,6 +22,7 @@ from moe_lightning.errors import CheckpointError
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
 _FORMAT = 1
+_ENVELOPE = re.compile(rb'\{"format":(\d+),"xxh3":"([0-9a-f]{16})","body":')
 _SAFE_PATH = re.compile(r"(\.\./step-\d+(-\d+)?/)?[\w.-]+")
 
 
@@ -196,23 +197,24 @@ def _typed(values: dict[str, Any], origin: str) -> dict[str, Any]:
     return values
 
 
-def _canonical(values: dict[str, Any]) -> bytes:
-    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-
-
 def _seal(values: dict[str, Any]) -> bytes:
-    body = _canonical(values)
+    body = json.dumps(values, separators=(",", ":")).encode()
     return b'{"format":%d,"xxh3":"%s","body":%s}\n' % (_FORMAT, xxhash.xxh3_64_hexdigest(body).encode(), body)
 
 
 def _unseal(data: bytes, origin: str) -> dict[str, Any]:
-    try:
-        envelope = json.loads(data)
-        version, digest, values = envelope["format"], envelope["xxh3"], envelope["body"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{origin} is damaged: it is no manifest ({error})") from error
-    if version != _FORMAT:
-        raise CheckpointError(f"{origin} has format {version}, not {_FORMAT}: read it with the version that wrote it")
-    if not isinstance(values, dict) or xxhash.xxh3_64_hexdigest(_canonical(values)) != digest:
+    """The body, if its bytes match the checksum before them."""
+    envelope = _ENVELOPE.match(data)
+    if envelope is None or not data.endswith(b"}\n"):
+        raise CheckpointError(f"{origin} is damaged: it is no manifest")
+    if int(envelope[1]) != _FORMAT:
+        raise CheckpointError(
+            f"{origin} has format {int(envelope[1])}, not {_FORMAT}: read it with the version that wrote it"
+        )
+    body = data[envelope.end() : -2]
+    if xxhash.xxh3_64_hexdigest(body).encode() != envelope[2]:
         raise CheckpointError(f"{origin} is damaged: its checksum does not match")
+    values = json.loads(body)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{origin} was written by something else: its body is no object")
     return values

@@ -79,12 +79,11 @@ class Piece:
     xxh3: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        values = {field.name: data[field.name] for field in fields(cls)}
-        return cls(**{**values, "shape": tuple(values["shape"])})
+        return cls(**{name: data[name] for name in _PLAIN}, shape=tuple(data["shape"]))
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -94,6 +93,9 @@ class Piece:
     def start(self) -> tuple[int, ...]:
         """Offsets of the piece in the whole tensor."""
         return (self.first_row, *[0] * (len(self.shape) - 1)) if self.shape else ()
+
+
+_PLAIN = tuple(field.name for field in fields(Piece) if field.name != "shape")
 
 
 def describe(key: str, value: torch.Tensor | Rows, *, version: int, group: str) -> Piece:

@@ -19,6 +19,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,15 @@ def checkpoints(root: Path) -> list[tuple[Path, Manifest]]:
     for path in root.glob("step-*"):
         if _NAMED.fullmatch(path.name):
             with contextlib.suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
-                found.append((path, read_manifest(path)))
+                about = (path / MANIFEST).stat()
+                found.append((path, _read_once(path, about.st_ino, about.st_mtime_ns, about.st_size)))
     return sorted(found, key=lambda pair: -pair[1].sequence)
+
+
+@lru_cache(maxsize=64)
+def _read_once(path: Path, inode: int, changed_ns: int, size: int) -> Manifest:
+    """A manifest, not read again while its file is the same: an agent asks for them several times per checkpoint."""
+    return read_manifest(path)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -169,7 +177,7 @@ def _write_data(
     path.unlink(missing_ok=True)  # left by an agent that died; never truncate, the inode could be linked elsewhere
     digest = xxhash.xxh3_64()
     offset = 0
-    with open(path, "xb", buffering=4 << 20) as file:
+    with open(path, "xb", buffering=128 << 10) as file:
         for placed in members:
             piece, data = placed.piece, payload(placed)
             if digest_of(data) != piece.xxh3:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from moe_lightning.checkpoint import durable, store
 from moe_lightning.checkpoint.agent import Agent, main
@@ -124,13 +124,17 @@ def test_a_manifest_that_points_outside_is_refused(two_checkpoints: Path) -> Non
 
 def test_a_manifest_of_another_format(two_checkpoints: Path) -> None:
     path = two_checkpoints / "step-00000002" / MANIFEST
-    envelope = json.loads(path.read_bytes())
-    path.write_bytes(json.dumps({**envelope, "format": 99}).encode())
+    path.write_bytes(path.read_bytes().replace(b'{"format":1,', b'{"format":99,', 1))
     with pytest.raises(CheckpointError, match="format 99"):
         Checkpoint(path.parent)
-    path.write_bytes(b'{"format":1,"xxh3":"0","body":{}}')
-    with pytest.raises(CheckpointError, match="checksum"):
-        Checkpoint(path.parent)
+    for body in (b"{}", b'{"files":{}}', b"[]"):
+        sealed = b'{"format":1,"xxh3":"%s","body":%s}\n' % (xxhash.xxh3_64_hexdigest(body).encode(), body)
+        path.write_bytes(sealed)
+        with pytest.raises(CheckpointError, match="was written by something else"):
+            Checkpoint(path.parent)
+        path.write_bytes(sealed.replace(body, b"x" * len(body)))
+        with pytest.raises(CheckpointError, match="checksum"):
+            Checkpoint(path.parent)
 
 
 def test_coverage_names_the_hole(two_checkpoints: Path) -> None:
