@@ -77,4 +77,5 @@ def start_agent(arenas: Path, root: Path, **options: float) -> subprocess.Popen[
     ]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+    # Not in the worker's directory, which may be gone before the agent is.
+    return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, cwd="/")

@@ -28,7 +28,7 @@ class ExpertRows:
     """Where the rows of a stacked expert parameter belong.
 
     Attributes:
-        slot_experts: expert of each local row.
+        slot_experts: expert of each local row, -1 for a vacant one.
         placement: of the layer.
         rank: this rank.
     """
@@ -40,15 +40,17 @@ class ExpertRows:
     def owned(self) -> Iterable[tuple[int, int]]:
         """(slot, expert) pairs for which this rank speaks: it is the lowest holder."""
         owners = self.placement.owners()
-        return ((slot, e) for slot, e in enumerate(self.slot_experts) if owners[e] == self.rank)
+        return ((slot, e) for slot, e in enumerate(self.slot_experts) if e >= 0 and owners[e] == self.rank)
 
     def is_full_stack(self, tensor: Tensor) -> bool:
         """Whether `tensor` has a row for every expert; rows of factored optimizer states have shapes of their own."""
         return tensor.shape[:1] == (self.placement.num_experts,)
 
     def select(self, tensor_EX: Tensor) -> Tensor:
-        """The rows of this rank's slots from a full stack."""
-        return tensor_EX[list(self.slot_experts)]
+        """The rows of this rank's slots from a full stack; zeros for vacant ones."""
+        rows = tensor_EX[list(self.slot_experts)]
+        rows[[slot for slot, expert in enumerate(self.slot_experts) if expert < 0]] = 0
+        return rows
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

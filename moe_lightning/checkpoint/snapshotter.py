@@ -181,6 +181,11 @@ class Snapshotter:
         self._raise_failure()
         return self._report
 
+    @property
+    def report(self) -> SnapshotReport | None:
+        """Times of the last published snapshot; None before the first."""
+        return self._report
+
     def pause(self) -> None:
         """Stop copying after the present chunk, until `resume`, `wait_before_update` or `finish`."""
         self._may_copy.clear()

@@ -38,6 +38,8 @@ def collect_on_root(tensors: Mapping[str, Tensor], world: World) -> dict[str, Te
 
 def all_gather_json(value: Any, world: World) -> list[Any]:
     """Every rank's JSON value, in rank order."""
+    if world.size == 1:
+        return [json.loads(json.dumps(value))]
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(world.device)
     sizes = torch.empty(world.size, 1, dtype=torch.int64, device=world.device)
     own_size = torch.tensor([payload.numel()], device=world.device)

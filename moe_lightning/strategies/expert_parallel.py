@@ -7,44 +7,32 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from moe_lightning.checkpoint.full_state import (
-    OptimizerLayout,
-    full_model_state,
-    full_optimizer_state,
-    load_local_optimizer_state,
-    local_model_state,
-    read_checkpoint,
-)
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World, join_launched_world
 from moe_lightning.data.step_sampler import StepSlice
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
+from moe_lightning.strategies.checkpointing import CheckpointingStrategy
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
 from moe_lightning.strategies.placed_experts import PlacedExperts, resolve_placements
-from moe_lightning.strategies.step_data import StepData, loader_states, running_slice, training_slice
+from moe_lightning.strategies.step_data import StepData, running_slice, training_slice
 from moe_lightning.strategies.zero import DenseOptimizerShards
 
-_LOADERS_KEY = "step_loaders"
-"""Where a checkpoint keeps the position of each training loader."""
 
-
-class ExpertParallelStrategy(DDPStrategy):
+class ExpertParallelStrategy(CheckpointingStrategy):
     """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
     placement.
 
@@ -342,77 +330,6 @@ class ExpertParallelStrategy(DDPStrategy):
         parameters = self._layout(optimizer).numbered()
         self.last_gradient_norm = global_gradient_norm(parameters, self.experts.rows, self.world)
         scale_gradients(parameters, self.last_gradient_norm, float(clip_val))
-
-    # ------------------------------------------------------------------ checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # a full checkpoint is cut to the slots, so the slots must exist
-
-    def _layout(self, optimizer: Optimizer) -> OptimizerLayout:
-        bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        index = next(i for i, known in enumerate(self.optimizers) if known is bare)
-        owners = self._shards.owners if self._shards is not None else {}
-        return OptimizerLayout(groups=self._optimizer_groups[index], experts=self.experts.rows, owners=owners)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model on rank 0, expert stacks [E, ...]; empty on the others."""
-        assert self.lightning_module is not None
-        keys = self.experts.keys(self.lightning_module)
-        return full_model_state(super().lightning_module_state_dict(), keys, self.world)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer state on rank 0 as a single process would have it; empty on the others."""
-        bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return full_optimizer_state(bare, self._layout(bare), self.world)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write on rank 0, with the position of the training data: Lightning itself leaves it out between epochs."""
-        assert self.lightning_module is not None
-        checkpoint[_LOADERS_KEY] = loader_states(self.lightning_module.trainer.train_dataloader)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint without unpickling code; tensors are mapped, so each rank reads only what it keeps.
-
-        Raises:
-            CheckpointError: the file is missing, damaged, or holds objects that only unsafe unpickling could read.
-        """
-        if "://" in str(checkpoint_path):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
-        else:
-            checkpoint = read_checkpoint(Path(str(checkpoint_path)))
-        self._step_data().restore(checkpoint.get(_LOADERS_KEY, []))
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if "state_dict" not in checkpoint:
-            raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
-        local = local_model_state(
-            checkpoint["state_dict"],
-            self.lightning_module.state_dict(),
-            self.experts.keys(self.lightning_module),
-            strict=strict,
-        )
-        self.lightning_module.load_state_dict(local, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise CheckpointError(
-                f"the checkpoint holds {len(states)} optimizers, the module has {len(self.optimizers)}: "
-                "use the configuration it was written with"
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            load_local_optimizer_state(optimizer, self._layout(optimizer), state)
 
     @override
     def teardown(self) -> None:

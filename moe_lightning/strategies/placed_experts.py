@@ -4,21 +4,43 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from moe_lightning.algorithms.migration import held_states, plan_migration
 from moe_lightning.algorithms.placement import Placement, dispatch_groups, parse_placements, uniform_placement
+from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.full_state import ExpertRows
 from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
+from moe_lightning.comm.migration import MovingRows, migrate_rows, next_slots
 from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
+from moe_lightning.comm.shadows import LayerVisits, StepVisits
 from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigrationReport:
+    """What a new placement cost.
+
+    Attributes:
+        moved_states: (layer, expert) states that changed hands, over all ranks.
+        sent_bytes: that left this rank.
+        migration_s: host seconds.
+    """
+
+    moved_states: int
+    sent_bytes: int
+    migration_s: float
 
 
 class PlacedExperts:
@@ -30,13 +52,19 @@ class PlacedExperts:
         world: the ranks.
         ep_size: ranks of a dispatch group; None: all.
         quota: how replicas share tokens.
+        slots: expert rows that every rank keeps for each layer, so that later placements have room; None: as many as
+            the first placement needs.
 
     Attributes:
-        layers: the MoE layers.
+        module: the model.
+        layers: its MoE layers.
+        placements: of each layer.
         rows: for each expert parameter, where its rows belong.
+        visits: the shadows of the running step; None where there are none.
 
     Raises:
-        ConfigurationError: a placement that does not fit the world, a dispatch group, or what the module still holds.
+        ConfigurationError: a placement that does not fit the world, a dispatch group, the slots, or what the module
+            still holds.
     """
 
     def __init__(
@@ -47,23 +75,130 @@ class PlacedExperts:
         *,
         ep_size: int | None = None,
         quota: QuotaPolicy = "balanced",
+        slots: int | None = None,
     ) -> None:
+        self.module = module
         self.layers = moe_layers(module)
+        self.placements = list(placements)
         self.rows: dict[nn.Parameter, ExpertRows] = {}
-        groups = dispatch_groups(world.size, ep_size or world.size)
-        stacked = []
+        self.visits: StepVisits | None = None
+        self._world = world
+        self._groups = dispatch_groups(world.size, ep_size or world.size)
+        self._quota: QuotaPolicy = quota
         for layer, placement in zip(self.layers, placements, strict=True):
             _take_rank_0_experts(layer, world)
-            layer.place(Dispatcher(placement, world, groups, quota), world.device)
+            held = _in_slots(placement, world.rank, slots)
+            layer.place(Dispatcher(placement, world, self._groups, quota, held), world.device)
+        self._index_rows()
+
+    def _index_rows(self) -> None:
+        """Note where all rows belong and who shares them."""
+        stacked = []
+        for layer, placement in zip(self.layers, self.placements, strict=True):
             slots = layer.experts.slot_experts
             for parameter in layer.experts.stacked_parameters().values():
-                self.rows[parameter] = ExpertRows(slot_experts=slots, placement=placement, rank=world.rank)
+                self.rows[parameter] = ExpertRows(slot_experts=slots, placement=placement, rank=self._world.rank)
                 stacked.append(StackedParameter(parameter=parameter, slot_experts=slots, placement=placement))
-        self._replica_sum = ReplicaSum(stacked, world)
+        self._replica_sum = ReplicaSum(stacked, self._world)
 
     def sum_replica_gradients(self) -> None:
-        """Add the gradients of each expert over its holders, in rank order."""
+        """Bring the gradients of shadows home, then add those of each expert over its holders, in rank order."""
+        if self.visits is not None:
+            self.visits.finish()
+            self._part()
         self._replica_sum()
+
+    # ------------------------------------------------------------------ new placements
+
+    def replace(self, placements: Sequence[Placement], optimizers: Sequence[Optimizer]) -> MigrationReport:
+        """Move experts, with all their optimizer states, to the ranks that new placements name; collective.
+
+        To be called between steps. Parameters and optimizers survive; only rows change. Gradients are dropped.
+
+        Args:
+            placements: one for each layer, the same on every rank.
+            optimizers: whose states move along.
+
+        Raises:
+            ConfigurationError: a placement that does not fit the world, a dispatch group or a rank's slots.
+        """
+        began = time.perf_counter()
+        dispatchers = self._dispatchers(placements)
+        migration = plan_migration(held_states(self.placements), placements)
+        assert not migration.lost
+        moving = []
+        for layer, dispatcher in zip(self.layers, dispatchers, strict=True):
+            parameters = layer.experts.stacked_parameters().values()
+            tensors = [tensor for parameter in parameters for tensor in _with_states(parameter, optimizers)]
+            before, after = layer.experts.slot_experts, dispatcher.slot_experts
+            moving.append(MovingRows(tensors=tensors, before=before, after=after))
+            for parameter in parameters:
+                parameter.grad = None
+        sent_bytes = migrate_rows(moving, migration.transfers, self._world)
+        for layer, dispatcher in zip(self.layers, dispatchers, strict=True):
+            layer.experts.slot_experts = dispatcher.slot_experts
+            layer.dispatcher = dispatcher
+        self.placements = list(placements)
+        self._index_rows()
+        return MigrationReport(
+            moved_states=len(migration.transfers),
+            sent_bytes=sent_bytes,
+            migration_s=time.perf_counter() - began,
+        )
+
+    def _dispatchers(self, placements: Sequence[Placement]) -> list[Dispatcher]:
+        """Checked on every rank for all ranks, so that none moves anything where another one cannot."""
+        if len(placements) != len(self.layers):
+            raise ConfigurationError(
+                f"{len(placements)} placements do not fit {len(self.layers)} MoE layers: give one for each"
+            )
+        result = []
+        for index, (layer, placement, old) in enumerate(zip(self.layers, placements, self.placements, strict=True)):
+            if placement.replicas.shape != old.replicas.shape:
+                raise ConfigurationError(
+                    f"the placement of MoE layer {index} has shape {placement.replicas.shape}, but this run needs "
+                    f"{old.replicas.shape} (experts, ranks)"
+                )
+            held = placement.experts_on(self._world.rank)
+            room = layer.experts.num_slots
+            if len(held) > room:
+                raise ConfigurationError(
+                    f"the placement of MoE layer {index} puts {len(held)} experts on rank {self._world.rank}, which "
+                    f"keeps {room} slots: raise slots"
+                )
+            slots = next_slots(layer.experts.slot_experts, held)
+            result.append(Dispatcher(placement, self._world, self._groups, self._quota, slots))
+        return result
+
+    # ------------------------------------------------------------------ shadows
+
+    def visit(self, plans: Sequence[ShadowPlan], dtype: torch.dtype, early_shares: Sequence[float]) -> None:
+        """Let experts visit other ranks in the step that follows, until its gradients are summed; collective.
+
+        Args:
+            plans: one for each layer, the same on every rank.
+            dtype: what experts compute in.
+            early_shares: see `LayerVisits`, for each layer.
+
+        Raises:
+            ConfigurationError: plans for other placements, or dispatch groups smaller than the world.
+        """
+        self._part()
+        if not any(plan.num_copies for plan in plans):
+            return
+        visits = []
+        for layer, plan, share in zip(self.layers, plans, early_shares, strict=True):
+            layer.dispatcher.shadows = plan
+            parameters, slots = layer.experts.stacked_parameters(), layer.experts.slot_experts
+            visits.append(LayerVisits(parameters, slots, plan, self._world, dtype, share))
+            layer.visits = visits[-1]
+        self.visits = StepVisits(visits)
+        self.visits.begin()
+
+    def _part(self) -> None:
+        self.visits = None
+        for layer in self.layers:
+            layer.visits = layer.dispatcher.shadows = None
 
     def keys(self, module: nn.Module) -> dict[str, ExpertRows]:
         """The state_dict keys of the expert parameters."""
@@ -95,6 +230,29 @@ def resolve_placements(
     table, origin = _read_table(placement)
     experts = layers[0].num_experts if layers else 0
     return parse_placements(table, num_layers=len(layers), num_experts=experts, num_ranks=num_ranks, origin=origin)
+
+
+def _in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, ...]:
+    """The experts of a rank in its slots, ascending, and -1 in those that are left. No rank needs more slots than there
+    are experts.
+    """
+    needed = max(len(placement.experts_on(n)) for n in range(placement.num_ranks))
+    if slots is not None and slots < needed:
+        raise ConfigurationError(
+            f"slots={slots} cannot hold the {needed} experts that the placement puts on a rank: use at least {needed}"
+        )
+    held = placement.experts_on(rank)
+    room = len(held) if slots is None else min(slots, placement.num_experts)
+    return held + (-1,) * (room - len(held))
+
+
+def _with_states(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+    """A stacked parameter and every optimizer state with a row for each of its slots."""
+    yield parameter.data
+    for optimizer in optimizers:
+        for _, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1]:
+                yield value
 
 
 def _take_rank_0_experts(layer: MoELayer, world: World) -> None:

@@ -1,0 +1,280 @@
+"""Partial-experts checkpoints that do not stall training: the callback over `moe_lightning.checkpoint`.
+
+After an optimizer step the state is copied into host memory while the next forward and backward run; a process of its
+own writes it
+to storage and commits it (PEC 3.2; MoC-System 5). Of each layer's E experts a snapshot holds K_snapshot and storage
+gets
+K_persist; the others stay at their last version, and the tokens that a restore loses are counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from moe_lightning.callbacks.dynamic_k import DynamicK
+from moe_lightning.checkpoint.books import Books, Policy
+from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.session import CheckpointSession, CheckpointSettings
+from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+
+class PartialExpertsCheckpoint(ModelCheckpoint):
+    """Saves directories `step-...` under `dirpath`, whole or not at all; resume with `ckpt_path=` such a directory,
+    `dirpath` or "last".
+
+    It is a ModelCheckpoint only so that Lightning's `ckpt_path="last"` finds it; nothing of that class's saving is
+    used.
+
+    Args:
+        dirpath: directory of the checkpoints of this run.
+        every_n_steps: optimizer steps between checkpoints; "auto" after the first one takes the interval that costs
+            least (MoC 5.3), never shorter than writing takes.
+        k_snapshot, k_persist, policy, scopes, keep_last, failures_per_hour, fallback_dir: see CheckpointSettings.
+        save_on_train_end: save every expert when training ends, so that a resume loses nothing.
+        timeout_s: longest wait for the last checkpoint to be written.
+
+    Logs checkpoint/stall_ms (every step), and for each snapshot checkpoint/snapshot_ms, snapshot_bytes,
+    predicted_bytes, k_snapshot,
+    k_persist, persist_ms, persist_bytes, plt.
+
+    Raises:
+        ConfigurationError: a value outside its range, or a trainer without ExpertParallelStrategy.
+    """
+
+    def __init__(
+        self,
+        dirpath: str,
+        *,
+        every_n_steps: int | Literal["auto"] = 100,
+        k_snapshot: int | Literal["auto"] | None = None,
+        k_persist: int | None = None,
+        policy: Policy = "sequential",
+        scopes: str | Iterable[str] = "full",
+        keep_last: int = 2,
+        failures_per_hour: float = 0.0,
+        fallback_dir: str | None = None,
+        save_on_train_end: bool = True,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(dirpath=dirpath, save_top_k=0, save_last=False)
+        if every_n_steps != "auto" and (not isinstance(every_n_steps, int) or every_n_steps < 1):
+            raise ConfigurationError(f"every_n_steps={every_n_steps!r} must be at least 1, or 'auto'")
+        if timeout_s <= 0:
+            raise ConfigurationError(f"timeout_s={timeout_s} must be above 0 seconds")
+        self.settings = CheckpointSettings(
+            k_snapshot=k_snapshot,
+            k_persist=k_persist,
+            policy=policy,
+            scopes=scopes if isinstance(scopes, str) else tuple(scopes),
+            keep_last=keep_last,
+            failures_per_hour=failures_per_hour,
+            fallback_dir=fallback_dir,
+        )
+        self._root = Path(dirpath)
+        self._every_n_steps = every_n_steps
+        self._save_on_train_end = save_on_train_end
+        self._timeout_s = timeout_s
+        self.session: CheckpointSession | None = None
+        self.books: Books | None = None
+        self._counts: Tensor | None = None
+        self._saved_at = -1
+        self._batch_began = self._step_ended = 0.0
+        self._overlap_s = self._step_s = 0.0
+
+    # ------------------------------------------------------------------ resuming
+
+    @override
+    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        """What ckpt_path="last" may choose from."""
+        return {str(self._root)} if self._root.is_dir() and checkpoints(self._root) else set()
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, ExpertParallelStrategy):
+            raise ConfigurationError(
+                f"PartialExpertsCheckpoint needs strategy='expert_parallel', not {type(trainer.strategy).__name__}"
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._saved_at = trainer.global_step
+        self._step_ended = time.perf_counter()
+
+    @property
+    def plt(self) -> float:
+        """Proportion of lost tokens so far (MoC eq. 7)."""
+        return self.books.ledger.plt if self.books is not None else 0.0
+
+    # ------------------------------------------------------------------ steps
+
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._batch_began = time.perf_counter()
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self._overlap_s = time.perf_counter() - self._batch_began
+        stall_s = self.session.wait_before_update() if self.session is not None else 0.0
+        pl_module.log("checkpoint/stall_ms", 1e3 * stall_s)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._count(pl_module)
+        if trainer.global_step == self._saved_at or trainer.fit_loop._should_accumulate():
+            return
+        now = time.perf_counter()
+        self._step_s, self._step_ended = now - self._step_ended, now
+        if self.session is None or trainer.global_step - self._saved_at >= self._interval():
+            self.save(trainer, pl_module)
+
+    def _interval(self) -> int:
+        if self._every_n_steps != "auto":
+            return self._every_n_steps
+        adapted = self.session.adapted if self.session is not None else None
+        return adapted.interval_steps if adapted is not None else 1
+
+    def _count(self, module: pl.LightningModule) -> None:
+        layers = moe_layers(module)
+        counts = [layer.statistics.computed_NE.sum(dim=0) for layer in layers if layer.statistics is not None]
+        if counts and len(counts) == len(layers):
+            total = torch.stack(counts)
+            self._counts = total if self._counts is None else self._counts + total
+
+    def save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, full: bool = False) -> None:
+        """Begin a checkpoint now, between two steps; every rank must call it."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        counted = self._counts.cpu().numpy() if self._counts is not None else None
+        if self.session is None:
+            self._open(trainer, strategy, counted)
+        assert self.session is not None
+        if self.books is not None and counted is not None:
+            self.books.ledger.record(counted)
+        self._counts = None
+        self._adapt()
+        self.session.save(trainer.global_step, self.books, strategy.training_objects(), full=full)
+        self._saved_at = trainer.global_step
+        self._log(trainer, pl_module)
+
+    def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy, counted: Any) -> None:
+        state = strategy.training_state()
+        if state.num_experts and counted is not None:
+            restored = strategy.restored_checkpoint
+            steps_counted = max(1, trainer.global_step - max(0, self._saved_at))
+            planned = counted.sum(axis=1) // steps_counted * _planned_steps(trainer)
+            self.books = state.books(planned.clip(min=1), self.settings.policy)
+        self.session = CheckpointSession(
+            state,
+            strategy.world,
+            self._root,
+            self._root.absolute().parent.name or "run",
+            self.settings,
+            local_rank=strategy.local_rank,
+            ranks_per_node=strategy.num_processes,
+        )
+        if self.books is not None:
+            lost = self._count_losses(restored) if restored is not None and restored.keys("ledger") else 0.0
+            self._choose_k(trainer, lost)
+
+    def _choose_k(self, trainer: pl.Trainer, lost: float) -> None:
+        """Let a DynamicK callback, where there is one, raise K after a restore that lost tokens."""
+        dynamic = next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]
+        if dynamic is None:
+            return
+        assert self.session is not None
+        k = dynamic.start(
+            k0=self.session.k_persist,
+            num_experts=self.session.num_experts,
+            interval_steps=self._interval(),
+            total_steps=_planned_steps(trainer),
+        )
+        if lost:
+            k = dynamic.after_fault(lost)
+        self.session.raise_k(k)
+
+    def _count_losses(self, restored: Checkpoint) -> float:
+        """Account for experts that came back older than the checkpoint; the PLT that this restore cost."""
+        assert self.books is not None
+        lost = self.books.restore(restored.read_object("ledger"), restored.manifest.step, restored.expert_versions())
+        if lost.any():
+            stale = int((lost > 0).sum())
+            rank_zero_warn(
+                f"{stale} experts were restored from older versions: {int(lost.sum())} assignments lost, "
+                f"PLT {100 * self.books.ledger.plt:.3f} percent so far"
+            )
+        return self.books.ledger.plt_of(lost.sum(axis=1))
+
+    def _adapt(self) -> None:
+        assert self.session is not None
+        session = self.session
+        wanted = self.settings.k_snapshot == "auto" or self._every_n_steps == "auto"
+        if not wanted or session.adapted is not None or self.books is None or not session.has_saved:
+            return
+        if session.adapt(overlap_s=self._overlap_s, step_s=self._step_s):
+            rank_zero_info(
+                f"checkpoints from now on: K_snapshot={session.k_snapshot}, K_persist={session.k_persist}, "
+                f"every {self._interval()} steps (copies hide under {1e3 * self._overlap_s:.0f} ms)"
+            )
+
+    def _log(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert self.session is not None
+        metrics: dict[str, float] = {
+            "k_snapshot": self.session.k_snapshot,
+            "k_persist": self.session.k_persist,
+            "plt": self.plt,
+            "predicted_bytes": self.session.predicted_bytes,
+        }
+        report, status = self.session.last_report, self.session.status()
+        if report is not None:
+            metrics |= {"snapshot_ms": 1e3 * report.copy_s, "snapshot_bytes": report.copied_bytes}
+        if status.committed_step is not None:
+            metrics |= {"persist_ms": 1e3 * status.persist_s, "persist_bytes": status.persist_bytes}
+        if status.error is not None:
+            rank_zero_warn(f"the last checkpoint could not be written: {status.error}")
+        for logger in trainer.loggers:
+            logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()}, trainer.global_step)
+
+    # ------------------------------------------------------------------ the end
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.session is None:
+            return
+        if self._save_on_train_end and (trainer.global_step != self._saved_at or self.session.was_partial):
+            self.session.wait_before_update()
+            self.save(trainer, pl_module, full=True)
+        self._close(wait=True)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """What was copied is still written: the agent outlives this process."""
+        self._close(wait=False)
+
+    def _close(self, *, wait: bool) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.close(timeout_s=self._timeout_s, wait=wait)
+
+
+def _planned_steps(trainer: pl.Trainer) -> int:
+    steps = trainer.estimated_stepping_batches
+    if steps == float("inf"):
+        raise ConfigurationError(
+            "the proportion of lost tokens needs the length of the training: give the Trainer max_steps or max_epochs"
+        )
+    return int(steps)

@@ -1,0 +1,318 @@
+"""One start of a run as its checkpoints see it: this rank's snapshotter, this node's agent, and what is saved when.
+
+Saving needs no messages: every rank takes the same decisions from the same counts. Ranks talk when a session opens,
+    and once
+more when K_snapshot and the interval adapt themselves to measured times.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
+from moe_lightning.algorithms.selection import Selection, full_selection, parse_scopes
+from moe_lightning.checkpoint.agent_control import (
+    STOP,
+    AgentStatus,
+    agent_alive,
+    read_status,
+    request_stop,
+    start_agent,
+)
+from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
+from moe_lightning.checkpoint.books import POLICIES, Books, Policy
+from moe_lightning.checkpoint.records import describe, is_partial, parse_expert_key
+from moe_lightning.checkpoint.room import ARENAS, arena_directory, arena_path
+from moe_lightning.checkpoint.snapshotter import SnapshotReport, Snapshotter
+from moe_lightning.checkpoint.store import claim, run_of
+from moe_lightning.checkpoint.training_state import TrainingState
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.world import World
+from moe_lightning.errors import CheckpointError, ConfigurationError
+
+_OBJECTS = 16
+_OBJECT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """How a run is checkpointed.
+
+    Attributes:
+        k_snapshot: experts of each layer copied into memory; None: all, "auto": as many as hide under forward and
+            backward.
+        k_persist: experts of each layer written to storage; None: as many as are copied.
+        policy: which experts are next.
+        scopes: the kinds of expert state that may stay behind: a preset ("full", "moc", "weights", "none") or kinds.
+            Parameters in float32 are master weights; those of lower precision are weights.
+        keep_last: whole checkpoints to keep.
+        failures_per_hour: expected rate of faults, for the adaptive interval.
+        fallback_dir: room for snapshots where shared memory is missing or too small; None: the checkpoint directory.
+
+    Raises:
+        ConfigurationError: a value outside its range.
+    """
+
+    k_snapshot: int | Literal["auto"] | None = None
+    k_persist: int | None = None
+    policy: Policy = "sequential"
+    scopes: str | Iterable[str] = "full"
+    keep_last: int = 2
+    failures_per_hour: float = 0.0
+    fallback_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("k_snapshot", "k_persist"):
+            value = getattr(self, name)
+            if value is not None and value != "auto" and (not isinstance(value, int) or value < 1):
+                raise ConfigurationError(f"{name}={value!r} must be at least 1 expert, or null for all of them")
+        if isinstance(self.k_snapshot, int) and self.k_persist is not None and self.k_persist > self.k_snapshot:
+            raise ConfigurationError(
+                f"k_persist={self.k_persist} is more than k_snapshot={self.k_snapshot}: "
+                "only experts that are copied can be written"
+            )
+        if self.policy not in POLICIES:
+            raise ConfigurationError(f"policy={self.policy!r} is not known: use one of {list(POLICIES)}")
+        if self.keep_last < 1:
+            raise ConfigurationError(f"keep_last={self.keep_last} must be at least 1")
+        if self.failures_per_hour < 0:
+            raise ConfigurationError(f"failures_per_hour={self.failures_per_hour} must be 0 or more")
+        parse_scopes(self.scopes)
+
+
+class CheckpointSession:
+    """Saves one start of a run; opening it is collective.
+
+    Args:
+        state: the live tensors; the optimizer must have made its states.
+        world: the ranks.
+        root: directory of the checkpoints.
+        name: of the run; names the arenas.
+        settings: how to save.
+        local_rank, ranks_per_node: place of this rank on its node.
+
+    Attributes:
+        k_snapshot, k_persist: in force now; 0 for a dense model.
+        adapted: what the measured times suggested; None before.
+        predicted_bytes: of this rank in a partial checkpoint.
+
+    Raises:
+        ConfigurationError: memory for the arenas is missing, or the directory belongs to another run.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        world: World,
+        root: Path,
+        name: str,
+        settings: CheckpointSettings,
+        *,
+        local_rank: int,
+        ranks_per_node: int,
+    ) -> None:
+        self._state, self._world, self._root, self._settings = state, world, root.absolute(), settings
+        self._scopes = parse_scopes(settings.scopes)
+        experts = state.num_experts
+        self.k_snapshot = min(settings.k_snapshot, experts) if isinstance(settings.k_snapshot, int) else experts
+        self.k_persist = min(settings.k_persist or self.k_snapshot, self.k_snapshot)
+        self.adapted: AdaptiveConfiguration | None = None
+        written = state.written(self.k_persist)
+        self._tensors = written.tensors
+        self.predicted_bytes = written.rank_bytes[world.rank]
+        self._is_first = True
+        self.was_partial = False
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._keeps_agent = local_rank == 0
+        self._run, self._session, self._arenas = self._open(name, local_rank, ranks_per_node)
+        self._snapshotter = Snapshotter(
+            arena_path(self._arenas, world.rank),
+            run=self._run,
+            session=self._session,
+            rank=world.rank,
+            world_size=world.size,
+            state=self._tensors,
+            objects=_OBJECTS,
+            object_bytes=_OBJECT_BYTES,
+        )
+
+    def _open(self, name: str, local_rank: int, ranks_per_node: int) -> tuple[str, str, Path]:
+        """Agree on run, session and the node's arenas; the first rank of a node starts its agent."""
+        opening = all_gather_json([self._needed_bytes(), uuid.uuid4().hex, time.time_ns() // 1000], self._world)
+        session = f"{int(opening[0][2]):020d}"
+        first = self._world.rank - local_rank
+        room: str | None = None
+        problem: str | None = None
+        try:
+            run = run_of(self._root) or str(opening[0][1])
+            if local_rank == 0:
+                needed = sum(int(entry[0]) for entry in opening[first : first + ranks_per_node])
+                room = str(self._start_agent(f"{name}-{run[:8]}", run, needed))
+        except (ConfigurationError, CheckpointError, OSError) as error:
+            problem = str(error)
+        answers = all_gather_json([room, problem], self._world)
+        for _, reason in answers:
+            if reason is not None:
+                raise ConfigurationError(reason)
+        return run, session, Path(answers[first][0])
+
+    def _start_agent(self, name: str, run: str, needed_bytes: int) -> Path:
+        claim(self._root, run)
+        fallback = Path(self._settings.fallback_dir) if self._settings.fallback_dir else self._root
+        arenas = arena_directory(name, needed_bytes=needed_bytes, fallback=fallback)
+        (arenas / STOP).unlink(missing_ok=True)
+        self._ensure_agent(arenas)
+        return arenas
+
+    def _ensure_agent(self, arenas: Path) -> None:
+        if not self._agent_runs(arenas):
+            self._agent = start_agent(arenas, self._root, keep_last=self._settings.keep_last)
+
+    def _agent_runs(self, arenas: Path) -> bool:
+        """Whether an agent serves this node; one that was started here may still be importing."""
+        return (self._agent is not None and self._agent.poll() is None) or agent_alive(arenas)
+
+    def _needed_bytes(self) -> int:
+        pieces = [describe(key, value, version=0, group="") for key, value in self._tensors.items()]
+        capacity = capacity_of([*(piece.nbytes for piece in pieces), *[_OBJECT_BYTES] * _OBJECTS])
+        return arena_bytes(capacity, (1 << 20) + 1024 * len(pieces))
+
+    # ------------------------------------------------------------------ saving
+
+    def save(self, step: int, books: Books | None, objects: Mapping[str, Any], *, full: bool = False) -> None:
+        """Begin a checkpoint of the state after `step`; tensors must stay until `wait_before_update` returns.
+
+        Args:
+            books: of the run; None for a dense model.
+            objects: this rank's objects by key, readable with weights_only.
+            full: save every expert, as the first checkpoint of a session does in any case.
+        """
+        fresh: set[str] | None = None
+        persist: set[str] | None = None
+        groups: dict[str, str] = {}
+        objects = dict(objects)
+        if books is not None:
+            everything = full_selection(self._state.num_layers, self._state.num_experts)
+            whole = full or self._is_first
+            copied, written = (everything, everything) if whole else books.select(self.k_snapshot, self.k_persist)
+            books.begin(step, copied, written)
+            self.was_partial = self.k_persist < self._state.num_experts and not whole
+            fresh, persist = self._keys_of(copied), self._keys_of(written)
+            groups = {key: books.group_of(*parse_expert_key(key)[:2], self.k_persist) for key in persist}
+            if self._world.rank == 0:
+                objects["ledger"] = books.dump()
+        self._snapshotter.start(step, self._tensors, fresh=fresh, persist=persist, objects=objects, groups=groups)
+        self._is_first = False
+        if self._keeps_agent:
+            self._ensure_agent(self._arenas)
+
+    def _keys_of(self, selection: Selection) -> set[str]:
+        """This rank's keys of the selected experts, and of every expert where a kind of state must not stay behind."""
+        mask = selection.mask()
+        chosen = set()
+        for key, value in self._tensors.items():
+            if not is_partial(key):
+                continue
+            layer, expert, scope, _ = parse_expert_key(key)
+            if scope == "weight":
+                tensor = value if not hasattr(value, "tensor") else value.tensor
+                scope = "master" if tensor.dtype.itemsize >= 4 else "weight"
+            if mask[layer, expert] or scope not in self._scopes:
+                chosen.add(key)
+        return chosen
+
+    def wait_before_update(self) -> float:
+        """Wait until the live tensors may change; seconds waited."""
+        return self._snapshotter.wait_before_update()
+
+    @property
+    def num_experts(self) -> int:
+        return self._state.num_experts
+
+    def raise_k(self, k: int) -> None:
+        """Write at least k experts of each layer from now on."""
+        self.k_persist = min(max(self.k_persist, k), self.num_experts)
+        self.k_snapshot = max(self.k_snapshot, self.k_persist)
+
+    @property
+    def has_saved(self) -> bool:
+        return not self._is_first
+
+    @property
+    def last_report(self) -> SnapshotReport | None:
+        """Times of the last snapshot that is published; None before the first."""
+        return self._snapshotter.report
+
+    def status(self) -> AgentStatus:
+        """What this node's agent last reported."""
+        return read_status(self._arenas)
+
+    def adapt(self, *, overlap_s: float, step_s: float) -> bool:
+        """Choose K_snapshot, K_persist and the interval from the times of the full checkpoint, the slowest rank's.
+        Collective.
+
+        Returns:
+            False while the first checkpoint is not committed on every node yet.
+        """
+        report, status = self._snapshotter.finish(), self.status()
+        committed = report is not None and status.committed_session == self._session
+        times = [int(committed), report.copy_s if report else 0.0, status.persist_s, overlap_s, step_s]
+        gathered = all_gather_json(times, self._world)
+        if not all(entry[0] for entry in gathered):
+            return False
+        copy_s, persist_s, step_s = (max(entry[i] for entry in gathered) for i in (1, 2, 4))
+        overlap_s = min(entry[3] for entry in gathered)
+        experts = self._state.num_experts
+        bytes_at = {k: max(self._state.written(k).rank_bytes) for k in range(1, experts + 1)}
+        self.adapted = adapt(
+            snapshot_s=lambda k: copy_s * bytes_at[k] / bytes_at[experts],
+            persist_s=lambda k: persist_s * bytes_at[k] / bytes_at[experts],
+            step_s=step_s,
+            overlap_s=overlap_s,
+            num_layers=self._state.num_layers,
+            num_experts=experts,
+            ep_size=self._world.size if experts % self._world.size == 0 else 1,
+            failure_rate_per_s=self._settings.failures_per_hour / 3600.0,
+            k_persist=self._settings.k_persist or 1,
+        )
+        self.k_snapshot = self.adapted.k_snapshot
+        self.k_persist = min(self._settings.k_persist or self.adapted.k_persist, self.k_snapshot)
+        return True
+
+    def close(self, *, timeout_s: float, wait: bool = True) -> AgentStatus:
+        """Publish what is being copied; with `wait`, let the agent commit it and leave.
+
+        Raises:
+            CheckpointError: the agent could not write in time; the last committed checkpoint is as it was.
+        """
+        report = self._snapshotter.finish()
+        self._snapshotter.close()
+        if not wait:
+            return self.status()
+        deadline = time.monotonic() + timeout_s
+        while report is not None and (self.status().committed_step or -1) < report.step:
+            status = self.status()
+            gone = self._keeps_agent and not self._agent_runs(self._arenas)
+            if time.monotonic() > deadline or gone:
+                reason = status.error or "it did not answer"
+                raise CheckpointError(
+                    f"the checkpoint of step {report.step} is not written after {timeout_s:.0f} s ({reason}): "
+                    f"the last whole one is step {status.committed_step}"
+                )
+            time.sleep(0.01)
+        status = self.status()
+        all_gather_json(0, self._world)  # every rank of the node has read the status
+        if self._keeps_agent:
+            request_stop(self._arenas)
+        if self._agent is not None:
+            self._agent.wait(timeout=max(1.0, deadline - time.monotonic()))
+        if self._keeps_agent and not any(self._arenas.glob(ARENAS)):
+            shutil.rmtree(self._arenas)
+        return status
