@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from moe_lightning.cli.mistakes import one_line, suggestion
+from moe_lightning.errors import ConfigurationError
 
 CONFIG_DIR = Path(__file__).parent.parent / "conf"
 CONFIG_NAME = "train"
@@ -20,12 +23,27 @@ CONFIG_NAME = "train"
 _UNKNOWN_KEY = re.compile(r"Could not (?:override|append to config\.|delete from config)[^']*'([^']+)'")
 
 
-def sentence_of_composition(error: BaseException, overrides: Sequence[str]) -> str | None:
-    """The sentence for an error of Hydra or OmegaConf; None for any other error."""
+@contextmanager
+def composition_mistakes(overrides: Sequence[str]) -> Iterator[None]:
+    """Turns what Hydra and OmegaConf raise inside into ConfigurationError; nothing but composing may happen there.
+
+    Hydra also lets plain ValueErrors and errors of the YAML parser through.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        raise ConfigurationError(_sentence(error, overrides)) from error
+
+
+def _sentence(error: Exception, overrides: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException):
         return _about_choice(error)
-    if not isinstance(error, HydraException | OmegaConfBaseException):
-        return None
+    if isinstance(error, OverrideParseException):
+        return f"'{error.override}' cannot be read ({one_line(error.message)}): write key=value"
+    if isinstance(error, YAMLError):
+        return f"a configuration file is not YAML: {one_line(error)}"
     message = str(error)
     match = _UNKNOWN_KEY.search(message)
     if match:

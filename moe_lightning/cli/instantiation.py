@@ -15,10 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 from moe_lightning.cli.mistakes import one_line, suggestion
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.errors import ConfigurationError
 
 TARGET = "_target_"
+_REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, MisconfigurationException)
 _FILLED_LATER = {"vocab_size": "auto"}  # decided by the data
 
 
@@ -33,18 +38,13 @@ def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
     Raises:
         ConfigurationError: the constructor refuses its arguments.
     """
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-
     try:
         return instantiate(dict(node), **arguments, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
-        if isinstance(cause, ConfigurationError | CheckpointError):
-            raise cause from None
-        if isinstance(cause, AssertionError | ImportError) and not isinstance(cause, ModuleNotFoundError):
-            raise
-        raise ConfigurationError(f"{key} cannot be built: {one_line(cause)}") from error
+    if isinstance(cause, _REFUSALS) and not isinstance(cause, ConfigurationError):
+        raise ConfigurationError(f"{key} cannot be built: {one_line(cause)}") from cause
+    raise cause
 
 
 def check_arguments(node: Any, key: str = "") -> None:

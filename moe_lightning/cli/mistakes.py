@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -19,11 +20,22 @@ def one_line(message: object) -> str:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """The sentence for a mistake of the user; None for a defect of ours."""
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    """The sentence for a mistake of the user; None for a defect of ours.
 
-    if isinstance(error, ConfigurationError | CheckpointError | MisconfigurationException):
-        return one_line(error)
+    What went wrong in cleaning up after a mistake does not hide it.
+    """
+    mistakes: list[type[BaseException]] = [ConfigurationError, CheckpointError]
+    # Lightning is slow to import: where nobody did, no error of it can have come up.
+    lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
+    if lightning is not None:
+        mistakes.append(lightning.MisconfigurationException)
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        if isinstance(link, tuple(mistakes)):
+            return one_line(link)
+        chain.append(link)
+        link = link.__cause__ or link.__context__
     return None
 
 

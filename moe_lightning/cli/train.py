@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from moe_lightning import __version__
 from moe_lightning.cli import mistakes
-from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, sentence_of_composition
+from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes
 from moe_lightning.cli.ranks import is_externally_launched, with_ranks
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import ConfigurationError
@@ -31,10 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _run(arguments)
     except KeyboardInterrupt as stop:
         number = getattr(stop, "signal", signal.SIGINT)
-        print(f"moe-train: interrupted by {signal.Signals(number).name}; the same command resumes", file=sys.stderr)
+        print(
+            f"moe-train: ended by {signal.Signals(number).name}; the same command goes on from the last checkpoint",
+            file=sys.stderr,
+        )
         sys.exit(128 + number)
     except Exception as error:
-        sys.exit(_report(error, arguments))
+        sys.exit(_report(error))
     sys.exit(0)
 
 
@@ -64,7 +67,7 @@ def _run(arguments: Sequence[str]) -> None:
         except Exception as error:  # Hydra would print a note of its own; the other jobs of a multirun go on
             failures.append(error)
 
-    with _full_hydra_errors():
+    with _full_hydra_errors(), composition_mistakes(arguments):
         _run_hydra(
             args=options,
             args_parser=parser,
@@ -83,7 +86,8 @@ def run_job(composed: DictConfig) -> None:
         ConfigurationError, CheckpointError: a mistake of the user, found here.
         RanksFailed, Interrupted: from the launcher.
     """
-    resolved = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    with composition_mistakes(()):
+        resolved = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(resolved, dict)
     config = {str(name): value for name, value in resolved.items()}
     check_top_level(config)
@@ -150,7 +154,7 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, leader: bool
     return False
 
 
-def _report(error: Exception, arguments: Sequence[str]) -> int:
+def _report(error: Exception) -> int:
     """Print an error once, as a sentence or with its traceback; the exit code."""
     import traceback
 
@@ -158,13 +162,11 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
     if failure is not None:
         if failure.kind == "mistake":
             return _say(failure.message)
-        print(f"{failure.details}\nmoe-train: rank {failure.rank} failed: {failure.message}", file=sys.stderr)
+        if failure.details:
+            print(failure.details, file=sys.stderr)
+        print(f"moe-train: crash: {failure.message}", file=sys.stderr)
         return mistakes.EXIT_CRASH
-    sentence = sentence_of_composition(error, arguments)
-    if sentence is None and _is_training_loaded():
-        sentence = mistakes.sentence_of(error)
-    elif sentence is None and isinstance(error, ConfigurationError):
-        sentence = mistakes.one_line(error)
+    sentence = mistakes.sentence_of(error)
     if sentence is not None:
         return _say(sentence)
     traceback.print_exception(error)
@@ -174,10 +176,6 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
 def _say(sentence: str) -> int:
     print(f"moe-train: error: {sentence}", file=sys.stderr)
     return mistakes.EXIT_MISTAKE
-
-
-def _is_training_loaded() -> bool:
-    return "lightning.pytorch" in sys.modules  # else no error of Lightning's can have come up
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,0 +1,136 @@
+"""Every mistake of a user is one sentence on stderr and exit code 2, found here in the process of the test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_lightning.cli.train import main
+
+TINY = [
+    "model=llama_moe_tiny",
+    "data.source=words.txt",
+    "data.cache_dir=cache",
+    "logger=none",
+    "ranks=1",
+    "trainer.max_steps=1",
+]
+
+# What is typed, and what the sentence must name: the value or key, and the cure.
+COMPOSING = [
+    (["modl=gpt_s"], ["'modl'", "'model'"]),
+    (["lr=0.1"], ["'lr'", "'optimizer.lr'"]),
+    (["optimizer.lrr=0.1"], ["'optimizer.lrr'", "'optimizer.lr'"]),
+    (["model.num_expert=4"], ["'model.num_expert'", "'model.num_experts'"]),
+    (["trainer.max_stepz=10"], ["'trainer.max_stepz'", "'trainer.max_steps'"]),
+    (["recipes=quickstrat"], ["recipe 'quickstrat'", "did you mean 'quickstart'", "single_gpu"]),
+    (["model=gpt_xl"], ["model 'gpt_xl'", "gpt_l", "gpt_s"]),
+    (["strategy=ddp"], ["strategy 'ddp'", "expert_parallel"]),
+    (["trainer.max_steps"], ["trainer.max_steps"]),
+    (["optimizer.lr=[1,2"], ["optimizer.lr=[1,2"]),
+    (["optimizer.lr=${nothing}"], ["nothing"]),
+    (["--frobnicate"], ["--frobnicate", "--help"]),
+    (["--config-dir", "no/such/folder"], ["no/such/folder", "recipes/"]),
+    (["--config-name", "other"], ["--config-name", "--config-dir"]),
+    (["ranks=0"], ["ranks=0", "at least 1"]),
+    (["ranks=many"], ["ranks=many", "auto"]),
+    (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "torchrun"]),
+    (["seed=-1"], ["seed=-1", "4294967295"]),
+    (["seed=abc"], ["seed=abc", "integer"]),
+    (["task=fly"], ["task=fly", "train or validate"]),
+    (["resume=3"], ["resume=3", "true, false"]),
+    (["optimizer=null"], ["group", "string"]),
+]
+BUILDING = [
+    (["optimizer.lr=fast"], ["optimizer.lr='fast'", "a number"]),
+    (["optimizer.lr=-1"], ["lr=-1"]),
+    (["optimizer.decay=step"], ["'step'", "'cosine'"]),
+    (["optimizer.betas=[0.9]"], ["betas=[0.9]"]),
+    (["model.d_model=big"], ["d_model='big'", "an integer"]),
+    (["model.d_model=60", "model.num_heads=7"], ["d_model=60", "num_heads=7"]),
+    (["model.router.top_k=9"], ["top_k=9"]),
+    (["model.router.score=tanh"], ["'tanh'", "softmax"]),
+    (["model.vocab_size=10"], ["model.vocab_size=10", "256", "auto"]),
+    (["+model.router.topk=2"], ["router.topk", "'top_k'"]),
+    (["+trainer.gradient_clip=1"], ["trainer.gradient_clip", "'gradient_clip_val'"]),
+    (["data.source=no/such/text"], ["no/such/text"]),
+    (["data.tokenizer=words"], ["words", "bpe"]),
+    (["data.val_fraction=2"], ["val_fraction=2"]),
+    (["data.global_batch_size=0"], ["global_batch_size=0"]),
+    (["data.dtype=uint8"], ["dtype='uint8'"]),
+    (["strategy.quota=random"], ["'random'", "balanced"]),
+    (["strategy.timeout_s=0"], ["timeout_s=0"]),
+    (["strategy.copies=1", "strategy.placement=[[1]]"], ["copies=1", "placement"]),
+    (["trainer.precision=fp7"], ["trainer.precision='fp7'", "'bf16-mixed'"]),
+    (["trainer.accelerator=abacus"], ["abacus"]),
+    (["callbacks.console.style=loud"], ["'loud'", "plain"]),
+    (["callbacks.checkpoint.every_n_train_steps=-5"], ["every_n_train_steps", "-5"]),
+    (["module._target_=no.such.Module"], ["no.such.Module"]),
+    (["module._target_=moe_lightning.models.gpt_module.Nothing"], ["Nothing"]),
+    (["resume=no/such.ckpt"], ["no/such.ckpt"]),
+    (["task=validate"], ["checkpoint", "train first"]),
+]
+STARTING = [
+    (["strategy.ep_size=3"], ["ep_size=3", "1"]),
+    (["strategy.copies=5"], ["copies=5"]),
+    (["strategy.placement=no/table.json"], ["no/table.json"]),
+    (["trainer.precision=16-true"], ["16-true", "bf16-mixed"]),
+    (["data.context_length=100000000"], ["context_length"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "words.txt").write_text("".join(f"line {i} of some text\n" for i in range(500)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+
+
+def _sentence(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """What the command says on stderr, after checking that it is one sentence and exits with 2."""
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    err = capfd.readouterr().err
+    lines = err.strip().splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("moe-train: error: ")
+    assert exit_.value.code == 2
+    return lines[0]
+
+
+@pytest.mark.parametrize(("typed", "named"), COMPOSING, ids=lambda value: " ".join(value))
+def test_composing(typed: list[str], named: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    sentence = _sentence(typed, capfd)
+    assert all(part in sentence for part in named), sentence
+
+
+@pytest.mark.parametrize(("typed", "named"), BUILDING + STARTING, ids=lambda value: " ".join(value))
+def test_building_and_starting(typed: list[str], named: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    sentence = _sentence([*TINY, *typed], capfd)
+    assert all(part in sentence for part in named), sentence
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_gpus_that_are_not_there(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "trainer.accelerator=cpu" in _sentence(["trainer.accelerator=gpu"], capfd)
+
+
+def test_recipe_that_is_no_yaml(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine" / "recipes").mkdir(parents=True)
+    (tmp_path / "mine" / "recipes" / "broken.yaml").write_text("# @package _global_\na: [1\n")
+    assert "broken.yaml" in _sentence(["--config-dir", "mine", "recipes=broken"], capfd)
+
+
+def test_a_defect_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "faulty.py").write_text("def build(config, optimizer):\n    return undefined_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main([*TINY, "module._target_=faulty.build"])
+    err = capfd.readouterr().err
+    assert exit_.value.code == 1
+    assert "Traceback" in err
+    assert "NameError" in err
