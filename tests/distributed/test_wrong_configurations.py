@@ -1,0 +1,145 @@
+"""Law L7: a wrong strategy, placement or loader is one sentence with value, limit and cure, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from moe_lightning import ConfigurationError, ExpertParallelStrategy, MoELayer
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_s": 0}, "timeout_s=0 must be a finite number of seconds above 0"),
+        ({"timeout_s": float("inf")}, "timeout_s=inf"),
+        ({"timeout_s": "long"}, "timeout_s='long'"),
+        ({"copies": 0}, "copies=0 must be an integer of at least 1, or null"),
+        ({"copies": 1.5}, "copies=1.5"),
+        ({"ep_size": 0}, "ep_size=0 must be an integer of at least 1, or null"),
+        ({"ep_size": "all"}, "ep_size='all'"),
+        ({"copies": 2, "placement": [[1]]}, "copies=2 .* give either copies or placement"),
+        ({"start_method": "spawn"}, "start_method='spawn' .* use 'popen', torchrun or moe-train"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ExpertParallelStrategy(**options)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield RandomTokens()[0]
+
+
+class UnlikeLayers(OwnModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = MoELayer(32, 8, num_experts=4)
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(RandomTokens(options.pop("size", 24)), **{"batch_size": 8} | options)
+
+
+def file(name: str, content: bytes) -> str:
+    """In the rank's own working folder."""
+    Path(name).write_bytes(content)
+    return name
+
+
+Case = dict[str, Any]
+CASES: dict[str, Callable[[], Case]] = {
+    "ep_size=3 does not divide the 2 ranks: use one of [1, 2]": lambda: {"strategy": {"ep_size": 3}},
+    "copies=3 of each expert need between 1 and 2": lambda: {"strategy": {"copies": 3}},
+    "quota='fair' is not known: use 'balanced' or 'equal'": lambda: {"strategy": {"quota": "fair"}},
+    "placement has shape [1, 4, 2], but this run needs [1, 6, 2]": lambda: {"strategy": {"placement": [[1, 1]] * 4}},
+    "no rank holds expert 5": lambda: {"strategy": {"placement": [[1, 0]] * 5 + [[0, 0]]}},
+    "ranks [1] holds no replica of expert 0": lambda: {"strategy": {"placement": [[1, 0]] * 6, "ep_size": 1}},
+    "none.json does not exist: give a .json or .npy table": lambda: {"strategy": {"placement": "none.json"}},
+    "bad.json is not a .json or .npy table": lambda: {"strategy": {"placement": file("bad.json", b"[[1, 0],")}},
+    "bytes.json is not a .json or .npy table": lambda: {
+        "strategy": {"placement": Path(file("bytes.json", b"\xff\xfe"))}
+    },
+    "bad.npy is not a .json or .npy table": lambda: {"strategy": {"placement": file("bad.npy", b"no array")}},
+    "empty.npy is not a .json or .npy table": lambda: {"strategy": {"placement": file("empty.npy", b"")}},
+    "words.json must hold integers": lambda: {"strategy": {"placement": file("words.json", b'{"layers": 1}')}},
+    "the same number of experts in every MoE layer": lambda: {
+        "strategy": {"placement": [[1, 1]] * 6},
+        "module": UnlikeLayers(),
+    },
+    "precision='16-true' scales the loss": lambda: {"trainer": {"precision": "16-true"}},
+    "GradientAccumulationScheduler changes the global batch": lambda: {
+        "trainer": {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}
+    },
+    "ddp_comm_hook is taken": lambda: {"strategy": {"ddp_comm_hook": default_hooks.allreduce_hook}},
+    "The data set Stream is iterable": lambda: {"loader": DataLoader(Stream(), batch_size=2)},
+    "sampler WeightedRandomSampler": lambda: {"loader": loader(sampler=WeightedRandomSampler([1.0] * 24, 24))},
+    "batch_size=None": lambda: {"loader": loader(batch_size=None)},
+    "global_batch_size=1 in 1 micro-batches leaves 1 samples for 2 ranks": lambda: {"loader": loader(batch_size=1)},
+    "24 samples, fewer than one step of 25": lambda: {"loader": loader(batch_size=25)},
+    "limit_train_batches=1 ends an epoch after 1 micro-batches": lambda: {
+        "trainer": {"accumulate_grad_batches": 2, "limit_train_batches": 1}
+    },
+    "a loader of type Batches cannot be cut over 2 ranks": lambda: {"loader": Batches()},
+    "1 evaluation samples": lambda: {"held_out": loader(size=1)},
+    "seed=-1": lambda: {"strategy": {"seed": -1}},
+}
+
+
+class Batches:
+    """An iterable of a user's own, which is no DataLoader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64)
+
+
+def provoke(rank: int, world_size: int) -> list[tuple[str, str]]:
+    outcomes = []
+    for make in CASES.values():
+        case = make()
+        trainer = make_trainer(rank, world_size, case.get("strategy"), **{"max_steps": 1} | case.get("trainer", {}))
+        module = case.get("module") or OwnModule()
+        try:
+            if "held_out" in case:
+                module.validation_step = module.training_step  # type: ignore[assignment]
+                trainer.validate(module, case["held_out"], verbose=False)
+            else:
+                trainer.fit(module, case["loader"] if "loader" in case else loader())
+            outcomes.append(("trained", ""))
+        except Exception as error:
+            outcomes.append((type(error).__name__, str(error)))
+    return outcomes
+
+
+def test_wrong_runs_are_one_sentence_on_every_rank() -> None:
+    for outcomes in run_ranks(2, provoke):
+        for expected, (kind, message) in zip(CASES, outcomes, strict=True):
+            assert kind == ConfigurationError.__name__, f"{expected}: {kind}: {message}"
+            assert expected in message, f"{expected!r} is not in {message!r}"
+            assert "\n" not in message
+
+
+def test_a_placement_file_is_read(tmp_path: Path) -> None:
+    table = np.array([[[1, 0]] * 3 + [[0, 2]] * 3])
+    np.save(tmp_path / "placement.npy", table)
+    (tmp_path / "placement.json").write_text(str(table.tolist()))
+    for name in ("placement.npy", "placement.json"):
+        held = run_ranks(2, experts_held, str(tmp_path / name))
+        assert held == [(0, 1, 2), (3, 4, 5)]
+
+
+def experts_held(rank: int, world_size: int, path: str) -> tuple[int, ...]:
+    trainer, module = make_trainer(rank, world_size, {"placement": path}, max_steps=1), OwnModule()
+    trainer.fit(module, loader())
+    return module.moe.experts.slot_experts
