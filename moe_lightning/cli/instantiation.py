@@ -64,7 +64,7 @@ def check_arguments(node: Any, key: str = "") -> None:
 
 
 def _check_call(node: Mapping[str, Any], key: str) -> None:
-    function = _located(node[TARGET], key)
+    function = located(node[TARGET], key)
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     hints = _type_hints(function)
@@ -82,7 +82,7 @@ def _check_call(node: Mapping[str, Any], key: str) -> None:
             raise ConfigurationError(f"{key}.{name}={shown(value)} has the wrong type: use {described(hints[name])}")
 
 
-def _located(target: str, key: str) -> Callable[..., Any]:
+def located(target: str, key: str) -> Callable[..., Any]:
     """The class or function of a dotted name; what else goes wrong in importing a module is its author's to see in
     full.
     """

@@ -40,8 +40,10 @@ _TAIL_LINES = 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Interrupted(Exception):
-    """The user or the system asked the run to end (SIGINT, SIGTERM, SIGHUP); all workers have ended.
+class Interrupted(KeyboardInterrupt):
+    """The user or the system asked the run to end (SIGINT, SIGTERM, SIGHUP, SIGQUIT); all workers have ended.
+
+    A KeyboardInterrupt, so that nothing that goes on after errors (a multirun's next job) goes on after it.
 
     Attributes:
         signal: what was received.

@@ -1,0 +1,117 @@
+"""The YAML files against the constructors they name: no key that is no argument, no argument that a user could not find; every recipe composes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from moe_lightning.cli.composition import CONFIG_DIR
+from moe_lightning.cli.instantiation import check_arguments, located
+from moe_lightning.models.gpt import count_parameters
+from moe_lightning.models.gpt_config import GPTConfig
+
+FILES = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "recipes")
+RECIPES = sorted(path.stem for path in (CONFIG_DIR / "recipes").glob("*.yaml"))
+MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
+
+# Arguments that no recipe sets by hand: Lightning's own switches, and those that moe-train passes itself.
+LEFT_OUT = {
+    "Trainer": None,
+    "CSVLogger": {"prefix"},
+    "ForcedRouting": set(),
+}
+
+# Printed in the papers (Lazarus table 1, PEC and MoC section 6), in the digits given there.
+PRINTED_PARAMETERS = {
+    "gpt_s": (521.2e6, 0.05e6),
+    "gpt_m": (1.312e9, 0.0005e9),
+    "gpt_l": (1.715e9, 0.0005e9),
+    "gpt_125m_8e": (322.8e6, 0.05e6),
+    "gpt_350m_16e": (1.8659e9, 0.00005e9),
+}
+
+# Layers, embedding size and hidden size (Pro-Prophet table III); 16 experts in every layer.
+PRO_PROPHET_SIZES = {
+    "moe_gpt_s": (12, 512, 1024),
+    "moe_gpt_m": (12, 1024, 2048),
+    "moe_gpt_l": (12, 2048, 4096),
+    "moe_gpt_ds": (24, 512, 1024),
+    "moe_gpt_dm": (24, 1024, 2048),
+}
+
+
+def _nodes(node: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping with a target below a node."""
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield node
+        for child in node.values():
+            yield from _nodes(child)
+
+
+def _model(name: str) -> GPTConfig:
+    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+        node = OmegaConf.to_container(compose("train", [f"model={name}"]).model)
+    assert isinstance(node, dict)
+    values = {key: value for key, value in node.items() if key != "_target_"}
+    values["router"] = {key: value for key, value in values["router"].items() if key != "_target_"}
+    return GPTConfig(**values)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_keys_are_the_arguments(path: Path) -> None:
+    nodes = list(_nodes(OmegaConf.to_container(OmegaConf.load(path), resolve=False)))
+    assert nodes or path.stem == "none"
+    for node in nodes:
+        target = located(node["_target_"], str(path))
+        parameters = inspect.signature(target).parameters
+        named = {n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        keys = set(node) - {"_target_"}
+        assert keys <= named, f"not arguments of {target.__name__}"
+        left_out = LEFT_OUT.get(target.__name__, set())
+        if left_out is not None:
+            assert named - keys == left_out, f"arguments of {target.__name__} that the file does not show"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_compose_and_fit_their_constructors(recipe: str, tmp_path: Path) -> None:
+    filled = ["data.source=text.txt"] if recipe == "text" else []
+    filled += ["model.router.forced.path=trace.npz"] if recipe == "trace_routing" else []
+    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+        composed = compose("train", [f"recipes={recipe}", "run_name=x", f"run_dir={tmp_path}", *filled])
+    config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    assert isinstance(config, dict)
+    config["trainer"]["devices"] = 1
+    check_arguments(config)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_say_what_they_are_and_how_to_start_them(recipe: str) -> None:
+    lines = (CONFIG_DIR / "recipes" / f"{recipe}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    assert lines[1].startswith("# ")
+    command = "moe-train" if recipe == "quickstart" else f"moe-train recipes={recipe}"
+    assert any(line.strip("# ").startswith(command) for line in lines)
+
+
+@pytest.mark.parametrize(("name", "printed"), PRINTED_PARAMETERS.items())
+def test_parameters_are_those_of_the_papers(name: str, printed: tuple[float, float]) -> None:
+    assert count_parameters(_model(name)) == pytest.approx(printed[0], abs=printed[1])
+
+
+@pytest.mark.parametrize(("name", "sizes"), PRO_PROPHET_SIZES.items())
+def test_sizes_of_pro_prophet(name: str, sizes: tuple[int, int, int]) -> None:
+    config = _model(name)
+    assert (config.num_layers, config.d_model, config.expert_size) == sizes
+    assert config.num_experts == 16
+    assert all(config.is_moe_layer(index) for index in range(config.num_layers))
+
+
+def test_every_model_but_the_small_ones_is_checked() -> None:
+    assert set(MODELS) == {*PRINTED_PARAMETERS, *PRO_PROPHET_SIZES, "quickstart", "llama_moe_tiny"}
