@@ -93,6 +93,9 @@ class Arena:
         self._header_at = superblock + 2 * _PAGE
         self._table_at = superblock + 5 * _PAGE
         self._blocks_at = self._table_at + 3 * self.table_bytes
+        self._parsed: dict[
+            int, tuple[tuple[int, int], Table]
+        ] = {}  # tables by generation and digest: parsing takes long
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         if hold_alive:
             message = f"another process writes snapshots to {path}: end it first"
@@ -210,11 +213,16 @@ class Arena:
         begin, step, size, digest, end = _HEADER.unpack_from(self._map, self._header_at + index * _PAGE)
         if begin != end or begin == 0 or step == NO_STEP or size > self.table_bytes:
             return None
+        known, table = self._parsed.get(index, (None, None))
+        if known == (begin, digest):
+            return table
         at = self._table_at + index * self.table_bytes
         data = self._map[at : at + size]
         if xxhash.xxh3_64_intdigest(data) != digest:
             return None
-        return Table.parse(data)
+        table = Table.parse(data)
+        self._parsed[index] = (begin, digest), table
+        return table
 
     def tables(self) -> list[Table]:
         """Tables of all whole snapshots, newest first: what recovery may read."""
@@ -247,7 +255,9 @@ class Arena:
         self._map[at : at + len(data)] = data
         header = self._header_at + index * _PAGE
         begin, *_ = _HEADER.unpack_from(self._map, header)
-        _HEADER.pack_into(self._map, header, begin, table.step, len(data), xxhash.xxh3_64_intdigest(data), begin)
+        digest = xxhash.xxh3_64_intdigest(data)
+        _HEADER.pack_into(self._map, header, begin, table.step, len(data), digest, begin)
+        self._parsed[index] = (begin, digest), table
 
     def free_blocks(self, used: Iterable[Placed]) -> dict[int, list[int]]:
         """Offsets of the blocks of each class that no given piece occupies."""

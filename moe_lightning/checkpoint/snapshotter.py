@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moe_lightning.checkpoint.arena import Arena, capacity_of
+from moe_lightning.checkpoint.arena import Arena, block_bytes, capacity_of
 from moe_lightning.checkpoint.frames import dump_object
 from moe_lightning.checkpoint.records import OBJECT, Piece, Rows, describe, is_partial
 from moe_lightning.checkpoint.table import Placed, Table, digest_of
@@ -136,8 +136,8 @@ class Snapshotter:
         for key, value in state.items():
             known = older.get(key)
             piece = describe(key, value, version=step, group=groups.get(key, "experts" if is_partial(key) else "dense"))
-            same_shape = known is not None and replace(known.piece, version=step, group=piece.group, xxh3="") == piece
-            if fresh is not None and is_partial(key) and key not in fresh and known is not None and same_shape:
+            left_out = fresh is not None and is_partial(key) and key not in fresh
+            if left_out and known is not None and _same_layout(known.piece, piece):
                 wanted = persist is not None and key in persist
                 carried.append(Placed(piece=replace(known.piece, group=piece.group), block=known.block, persist=wanted))
             else:
@@ -233,7 +233,7 @@ class Snapshotter:
         free = self.arena.free_blocks([*used, *carried])
         placed = []
         for piece, _ in copies:
-            size = capacity_of([self._object_bytes if piece.dtype == OBJECT else piece.nbytes]).popitem()[0]
+            size = block_bytes(self._object_bytes if piece.dtype == OBJECT else piece.nbytes)
             if not free.get(size):
                 self.arena.transition(lambda s: s.abort_snapshot())
                 raise ConfigurationError(
@@ -297,6 +297,15 @@ class Snapshotter:
 
 def _tensor_of(value: torch.Tensor | Rows) -> torch.Tensor:
     return value.tensor if isinstance(value, Rows) else value
+
+
+def _same_layout(known: Piece, piece: Piece) -> bool:
+    return (known.dtype, known.shape, known.first_row, known.num_rows) == (
+        piece.dtype,
+        piece.shape,
+        piece.first_row,
+        piece.num_rows,
+    )
 
 
 def _with_digest(placed: Placed, payload: torch.Tensor) -> Placed:
