@@ -71,10 +71,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except (RuntimeError, EOFError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"the checkpoint {path} is damaged or no checkpoint: {reason}") from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise CheckpointError(
-            f"{path} has no 'state_dict', so Lightning did not write it: give the path of a .ckpt file"
-        )
+    for key in ("state_dict", "pytorch-lightning_version"):
+        if not isinstance(checkpoint, dict) or key not in checkpoint:
+            raise CheckpointError(f"{path} has no {key!r}: Lightning did not write it, give the path of a .ckpt file")
     return checkpoint
 
 
