@@ -97,10 +97,15 @@ class GPTConfig:
             raise ConfigurationError(f"rope_theta={self.rope_theta} must be above 0")
         if self.num_experts:
             self.router.check(self.num_experts)
+            if not any(self.is_moe_layer(index) for index in range(self.num_layers)):
+                raise ConfigurationError(
+                    f"moe_every={self.moe_every} and num_dense_layers={self.num_dense_layers} leave no MoE layer among "
+                    f"{self.num_layers}: lower them, or set num_experts=0 for a dense model"
+                )
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigurationError(f"{name}={value!r} must be an integer of at least {least}")
 
     @property
