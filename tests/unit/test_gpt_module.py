@@ -1,0 +1,126 @@
+"""The LightningModule around the GPT: schedule, optimizer groups, what it saves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_lightning import ConfigurationError, GPTConfig, GPTModule, OptimizerConfig
+from moe_lightning.models.gpt_module import parameter_groups
+from moe_lightning.modules.router import RouterConfig
+
+TINY: dict[str, Any] = {
+    "vocab_size": 40,
+    "context_length": 8,
+    "num_layers": 2,
+    "num_heads": 2,
+    "d_model": 16,
+    "num_experts": 4,
+    "router": {"forced": {"kind": "zipf"}},
+}
+
+
+def built(**options: Any) -> GPTModule:
+    module = GPTModule(TINY, options)
+    module.configure_model()
+    return module
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
+def test_the_schedule_rises_falls_and_ends(decay: Any) -> None:
+    config = OptimizerConfig(warmup_steps=4, decay=decay, min_lr_ratio=0.2)
+    factors = [config.factor(step, 24) for step in range(30)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    if decay == "constant":
+        assert set(factors[4:]) == {1.0}
+        return
+    assert factors[24:] == pytest.approx([0.2] * 6), "the floor, also past the end"
+    assert all(a >= b for a, b in itertools.pairwise(factors[4:]))
+    half = 0.5 * (1 + math.cos(math.pi * 0.5)) if decay == "cosine" else 0.5
+    assert factors[14] == pytest.approx(0.2 + 0.8 * half)
+
+
+@pytest.mark.parametrize("total", [0, 1, 4])
+def test_a_schedule_shorter_than_its_warm_up(total: int) -> None:
+    config = OptimizerConfig(warmup_steps=4, min_lr_ratio=0.0)
+    assert all(0.0 <= config.factor(step, total) <= 1.0 for step in range(10))
+    assert OptimizerConfig(warmup_steps=0, decay="linear").factor(0, 10) == 1.0
+
+
+def test_vectors_do_not_decay() -> None:
+    module = built()
+    groups = parameter_groups(module, 0.1)
+    names = {id(p): name for name, p in module.named_parameters()}
+    decayed, rest = ({names[id(p)] for p in group["params"]} for group in groups)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert not decayed & rest
+    assert decayed | rest == set(names.values())
+    assert all(name.rsplit(".")[-1] in ("bias", "b_up", "b_down") or "norm" in name for name in rest)
+    assert not any(name.endswith(("bias", "b_up", "b_down")) for name in decayed)
+    assert any("w_up" in name for name in decayed)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    module = built()
+    module.model.token_embedding.requires_grad_(False)
+    params = [p for group in parameter_groups(module, 0.1) for p in group["params"]]
+    assert all(p is not module.model.token_embedding.weight for p in params)
+
+
+def test_the_optimizer_follows_its_config() -> None:
+    module = built(lr=0.5, betas=[0.8, 0.7], eps=1e-5, weight_decay=0.3, warmup_steps=1)
+    module._trainer = SimpleNamespace(estimated_stepping_batches=10)  # type: ignore[assignment]
+    chosen: Any = module.configure_optimizers()
+    optimizer, schedule = chosen["optimizer"], chosen["lr_scheduler"]["scheduler"]
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["betas"] == (0.8, 0.7)
+    assert optimizer.defaults["eps"] == 1e-5
+    assert schedule.get_last_lr() == pytest.approx([0.25, 0.25])
+    assert chosen["lr_scheduler"]["interval"] == "step"
+
+
+def test_hyperparameters_are_plain_and_rebuild_the_module() -> None:
+    module = GPTModule(GPTConfig(**TINY), OptimizerConfig(lr=0.1))
+    hyperparameters = json.loads(json.dumps(dict(module.hparams)))
+    again = GPTModule(**hyperparameters)
+    assert again.config == module.config
+    assert again.optimizer_config == module.optimizer_config
+    assert isinstance(again.config.router, RouterConfig)
+
+
+def test_the_model_is_built_once() -> None:
+    module = GPTModule(TINY)
+    assert not list(module.parameters())
+    module.configure_model()
+    model = module.model
+    module.configure_model()
+    assert module.model is model
+
+
+def test_prediction_is_the_likeliest_token() -> None:
+    module, ids = built().eval(), torch.randint(0, 40, (2, 8))
+    assert torch.equal(module.predict_step((ids, ids), 0), module(ids).argmax(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "lr=0.0 must be above 0"),
+        ({"betas": (0.9,)}, r"betas=\[0.9\] must be two numbers"),
+        ({"betas": (0.9, 1.0)}, r"betas=\[0.9, 1.0\]"),
+        ({"eps": 0.0}, "eps=0.0 must be above 0"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 must be 0 or more"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 must be 0 or more"),
+        ({"decay": "exp"}, "decay='exp' is not known: use 'cosine', 'linear' or 'constant'"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5 must be between 0 and 1"),
+    ],
+)
+def test_wrong_optimizers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        GPTModule(TINY, options)
