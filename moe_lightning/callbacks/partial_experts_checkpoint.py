@@ -21,9 +21,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.dynamic_k import DynamicK
-from moe_lightning.checkpoint.books import Books, Policy
+from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.session import CheckpointSession, CheckpointSettings
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.errors import ConfigurationError
@@ -42,7 +44,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         dirpath: directory of the checkpoints of this run.
         every_n_steps: optimizer steps between checkpoints; "auto" after the first one takes the interval that costs
             least (MoC 5.3), never shorter than writing takes.
-        k_snapshot, k_persist, policy, scopes, keep_last, failures_per_hour, fallback_dir: see CheckpointSettings.
+        k_snapshot, k_persist, order, scopes, keep_last, failures_per_hour, fallback_dir: see CheckpointSettings.
         save_on_train_end: save every expert when training ends, so that a resume loses nothing.
         timeout_s: longest wait for the last checkpoint to be written.
 
@@ -61,7 +63,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         every_n_steps: int | Literal["auto"] = 100,
         k_snapshot: int | Literal["auto"] | None = None,
         k_persist: int | None = None,
-        policy: Policy = "sequential",
+        order: Order = "sequential",
         scopes: str | Iterable[str] = "full",
         keep_last: int = 2,
         failures_per_hour: float = 0.0,
@@ -77,7 +79,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self.settings = CheckpointSettings(
             k_snapshot=k_snapshot,
             k_persist=k_persist,
-            policy=policy,
+            order=order,
             scopes=scopes if isinstance(scopes, str) else tuple(scopes),
             keep_last=keep_last,
             failures_per_hour=failures_per_hour,
@@ -177,7 +179,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             restored = strategy.restored_checkpoint
             steps_counted = max(1, trainer.global_step - max(0, self._saved_at))
             planned = counted.sum(axis=1) // steps_counted * _planned_steps(trainer)
-            self.books = state.books(planned.clip(min=1), self.settings.policy)
+            scopes = parse_scopes(self.settings.scopes)
+            self.books = state.books(planned.clip(min=1), scopes=scopes, order=self.settings.order)
         self.session = CheckpointSession(
             state,
             strategy.world,

@@ -37,6 +37,7 @@ from moe_lightning.checkpoint.table import Table
 from moe_lightning.errors import CheckpointError
 
 _HOPE_S = 0.2
+_LONGEST_PAUSE_S = 60.0
 _LAST_ATTEMPTS = 3
 """Failures in a row after which an agent that should leave gives up."""
 
@@ -63,7 +64,7 @@ class Agent:
         keep_last: whole checkpoints to keep.
         poll_s: pause between two looks at the arenas.
         grace_s: after the last worker's death, how long to wait for new ones before exiting.
-        retry_s: pause after a failed attempt.
+        retry_s: pause after a failed attempt; it doubles with every further one, up to a minute.
         commit_timeout_s: how long to wait for the parts of other nodes.
     """
 
@@ -119,9 +120,13 @@ class Agent:
             return False
         try:
             self._take_up()
-            return self._finish() or (self._write() and (self._finish() or True))
+            if self._finish():  # perhaps an agent before this one, or another node's, wrote everything
+                return True
+            written = self._write()
+            return self._finish() or written
         except (OSError, CheckpointError) as error:
-            self._fail(_sentence(error, self.root))
+            # Storage may recover; a snapshot that makes no whole checkpoint stays as it is.
+            self._fail(_sentence(error, self.root), keep=isinstance(error, OSError) or self._failures < _LAST_ATTEMPTS)
             return True
 
     # --- steps of a round -------------------------------------------------------------------------------------------
@@ -168,19 +173,25 @@ class Agent:
         return None
 
     def _next_job(self) -> _Job | None:
-        waiting: list[dict[int, Table]] = []
-        for arena in self._arenas.values():
-            tables = [arena.table(index) for index in arena.state.waiting.values()]
-            waiting.append({table.step: table for table in tables if table is not None})
-        session = max((t.session for found in waiting for t in found.values()), default=None)
+        waiting = {path: _waiting_tables(arena) for path, arena in self._arenas.items()}
+        session = max((table.session for tables in waiting.values() for table in tables), default=None)
         if session is None:
             return None
-        current = [{step for step, t in found.items() if t.session == session} for found in waiting]
+        left = self._left_behind(session)
+        current = [{t.step for t in ts if t.session == session} for path, ts in waiting.items() if path not in left]
         step = choose_step(current, steps_in_staging(self.root, session))
         if step is None:
             return None
-        world_size = next(found[step].world_size for found in waiting if step in found)
+        world_size = next(t.world_size for ts in waiting.values() for t in ts if (t.session, t.step) == (session, step))
         return _Job(session, step, world_size, time.monotonic())
+
+    def _left_behind(self, session: str) -> list[Path]:
+        """Arenas of ranks that are no longer of this world: dead, and with snapshots of older sessions only."""
+        return [
+            path
+            for path, arena in self._arenas.items()
+            if not arena.writer_alive and all(table.session < session for table in arena.tables())
+        ]
 
     def _write(self) -> bool:
         """Write the parts of all ranks of this node that are P and not written yet."""
@@ -196,9 +207,8 @@ class Agent:
         if not todo:
             return False
         with ThreadPoolExecutor(max_workers=min(4, len(todo))) as pool:
-            for (path, _, _), part in zip(
-                todo, pool.map(lambda item: write_part(self.root, item[2], item[1].payload), todo), strict=True
-            ):
+            parts = pool.map(lambda item: write_part(self.root, item[2], item[1].payload), todo)
+            for (path, _, _), part in zip(todo, parts, strict=True):
                 job.written.add(path)
                 job.nbytes += sum(record.nbytes for record in part.files.values())
         return True
@@ -226,6 +236,8 @@ class Agent:
                 error=None,
             )
         )
+        for path in self._left_behind(job.session):
+            self._let_go(path, delete=True)
         prune(self.root, self.keep_last)
         return True
 
@@ -252,8 +264,7 @@ class Agent:
 
     @staticmethod
     def _waits_for_newer_session(arena: Arena, session: str) -> bool:
-        tables = [arena.table(index) for index in arena.state.waiting.values()]
-        return any(table is not None and table.session > session for table in tables)
+        return any(table.session > session for table in _waiting_tables(arena))
 
     def _end_job(self, *, success: bool, keep: bool = True) -> None:
         job, self._job, self._seen = self._job, None, None
@@ -262,7 +273,7 @@ class Agent:
             if job is not None and index is not None and arena.state.buffers[index].step == job.step:
                 arena.transition(lambda s: s.finish_persist() if success else s.fail_persist(keep=keep))
 
-    def _fail(self, problem: str) -> None:
+    def _fail(self, problem: str, *, keep: bool) -> None:
         """Keep the error for the workers, drop this node's parts, and try again later with the newest snapshot."""
         job = self._job
         if job is not None:
@@ -270,15 +281,19 @@ class Agent:
                 index = arena.state.persisting
                 table = None if index is None else arena.table(index)
                 if table is not None:
-                    with contextlib.suppress(OSError):  # storage that cannot be written: `problem` says so already
+                    with contextlib.suppress(
+                        OSError, CheckpointError
+                    ):  # storage that cannot be written: `problem` says so already
                         withdraw_part(self.root, job.session, job.step, table.rank)
-            self._end_job(success=False)
-        self._retry_at = time.monotonic() + self.retry_s
+            self._end_job(success=False, keep=keep)
+        self._retry_at = time.monotonic() + min(_LONGEST_PAUSE_S, self.retry_s * 2 ** min(self._failures, 10))
         self._failures += 1
         self._report(replace(self.status, error=problem, errors=self.status.errors + 1))
 
     def _pending(self) -> bool:
-        return self._job is not None or self._next_job() is not None
+        """Whether there is, or soon will be, something to persist."""
+        copying = any(arena.state.writing is not None and arena.writer_alive for arena in self._arenas.values())
+        return copying or self._job is not None or self._next_job() is not None
 
     def _report(self, status: AgentStatus) -> None:
         self.status = status
@@ -290,13 +305,16 @@ class Agent:
     def _leave(self) -> int:
         """Release memory unless it holds snapshots that storage lacks."""
         unsaved = self._pending()
-        for path, arena in self._arenas.items():
-            arena.close()
-            if not unsaved:
-                path.unlink(missing_ok=True)
-                path.with_suffix(".alive").unlink(missing_ok=True)
+        for path in list(self._arenas):
+            self._let_go(path, delete=not unsaved)
         (self.arenas_path / STOP).unlink(missing_ok=True)
         return 1 if unsaved else 0
+
+    def _let_go(self, path: Path, *, delete: bool) -> None:
+        arena = self._arenas.pop(path)
+        if delete:
+            arena.delete()
+        arena.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -326,6 +344,11 @@ def _passed_by(arena: Arena, step: int) -> bool:
     state = arena.state
     steps = [buffer.step for buffer in state.buffers]
     return step not in steps and (max(steps) > step or not arena.writer_alive)
+
+
+def _waiting_tables(arena: Arena) -> list[Table]:
+    tables = [arena.table(index) for index in arena.state.waiting.values()]
+    return [table for table in tables if table is not None]
 
 
 def _session(table: Table | None) -> str | None:

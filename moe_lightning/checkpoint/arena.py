@@ -114,14 +114,14 @@ class Arena:
         """
         capacity = {block_bytes(size): count for size, count in sorted(capacity.items())}
         if path.exists():
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(FileNotFoundError):
                 arena = cls(path, hold_alive=True)
-                if arena.capacity == capacity and arena.table_bytes == table_bytes:
+                if arena.capacity == capacity and arena.table_bytes == table_bytes and not arena.replaced:
                     arena.transition(lambda state: state.abort_snapshot().drop_waiting())
                     arena._populate()
                     return arena
                 arena.close()
-            path.unlink()
+            path.unlink(missing_ok=True)
         size = arena_bytes(capacity, table_bytes)
         staged = path.with_suffix(f".{os.getpid()}.new")
         fd = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -276,6 +276,14 @@ class Arena:
         except OSError:  # Linux before 5.14: touch the pages, without changing what an earlier process left there
             pages = np.frombuffer(self._map, dtype=np.uint8)[::_PAGE]
             pages[:] = pages.copy()
+
+    def delete(self) -> None:
+        """Remove the file, unless a writer has it; one that is just opening it notices and makes a new one."""
+        try:
+            fcntl.flock(self._alive_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the file; the mapping goes when the last tensor on it does."""

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from moe_lightning.algorithms.ledger import Ledger, Source
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.algorithms.selection import (
-    Selection,
-    full_selection,
-    load_aware_global_selection,
-    load_aware_selection,
-    persist_selection,
-    sequential_selection,
-)
+from moe_lightning.checkpoint.plan import CheckpointPlan, Order, PartialPolicy
 from moe_lightning.errors import ConfigurationError
-
-Policy = Literal["sequential", "load_aware", "load_aware_global"]
-POLICIES = ("sequential", "load_aware", "load_aware_global")
 
 _HISTORY = 64
 """Checkpoints whose token counts are kept; an expert restored from an older version counts as never saved."""
@@ -35,7 +25,8 @@ class Books:
         planned_assignments: tokens times top-k of the whole planned training, per layer.
         owners: int64 [L, E], the rank that writes each expert.
         num_ranks: of the world.
-        policy: which experts are next.
+        scopes: state kinds that may stay behind.
+        order: which experts are next.
 
     Attributes:
         ledger: tokens in the live state, in memory and on storage.
@@ -49,53 +40,43 @@ class Books:
         planned_assignments: int | IntArray,
         owners: IntArray,
         num_ranks: int,
-        policy: Policy = "sequential",
+        scopes: frozenset[str],
+        order: Order = "sequential",
     ) -> None:
-        if policy not in POLICIES:
-            raise ConfigurationError(f"policy={policy!r} is not known: use one of {list(POLICIES)}")
         self.ledger = Ledger(num_layers=num_layers, num_experts=num_experts, planned_assignments=planned_assignments)
         self._shape = (num_layers, num_experts)
-        self._owners, self._num_ranks, self._policy = owners, num_ranks, policy
+        self._owners, self._num_ranks = owners, num_ranks
+        self._scopes, self._order = scopes, order
         self._ordinal = 0
         self._persisted_version = np.full(self._shape, -1, dtype=np.int64)
         self._history: dict[int, IntArray] = {}
 
-    def select(self, k_snapshot: int, k_persist: int) -> tuple[Selection, Selection]:
-        """The experts to copy and, among them, those to write: the ones written longest ago."""
+    def plan(self, k_snapshot: int, k_persist: int, *, full: bool = False) -> CheckpointPlan:
+        """The experts of the next checkpoint; among those that are copied, the ones written longest ago are written."""
         layers, experts = self._shape
-        if k_snapshot >= experts:
-            snapshot = full_selection(layers, experts)
-        elif self._policy == "sequential":
-            snapshot = sequential_selection(
-                ordinal=self._ordinal,
-                k=k_snapshot,
-                num_layers=layers,
-                num_experts=experts,
-                ep_size=self._ep_size(),
-            )
-        else:
-            choose = load_aware_selection if self._policy == "load_aware" else load_aware_global_selection
-            snapshot = choose(self.ledger.unsaved(), k=k_snapshot, owners=self._owners, num_ranks=self._num_ranks)
-        return snapshot, persist_selection(snapshot, k=k_persist, persisted_version=self._persisted_version)
+        policy = PartialPolicy(
+            num_layers=layers,
+            num_experts=experts,
+            k_snapshot=k_snapshot,
+            k_persist=k_persist,
+            scopes=self._scopes,
+            order=self._order,
+            # Interleaving the ranks needs equal blocks of experts; under other placements all ranks count as one.
+            ep_size=self._num_ranks if experts % self._num_ranks == 0 else 1,
+        )
+        return policy.plan(
+            self._ordinal,
+            persisted_version=self._persisted_version,
+            unsaved=self.ledger.unsaved(),
+            owners=self._owners,
+            full=full,
+        )
 
-    def group_of(self, layer: int, expert: int, k_persist: int) -> str:
-        """File group of an expert: under sequential selection those written together share a file, so that a file is
-        dropped as a whole when its experts are written again; else each expert has a file of its own."""
-        experts = self._shape[1]
-        if self._policy != "sequential" or experts % k_persist:
-            return f"l{layer}e{expert}"
-        ep_size = self._ep_size()
-        position = expert % (experts // ep_size) * ep_size + expert // (experts // ep_size)
-        return f"slot{(position // k_persist - layer) % (experts // k_persist)}"
-
-    def _ep_size(self) -> int:
-        """Ranks to interleave: that needs equal blocks of experts."""
-        return self._num_ranks if self._shape[1] % self._num_ranks == 0 else 1
-
-    def begin(self, step: int, snapshot: Selection, persist: Selection) -> None:
+    def begin(self, step: int, plan: CheckpointPlan) -> None:
         """A checkpoint of the state after `step` is under way."""
-        self.ledger.begin_checkpoint(step, snapshot=snapshot.mask(), persist=persist.mask())
-        self._persisted_version = np.where(persist.mask(), step, self._persisted_version)
+        written = plan.persist.mask()
+        self.ledger.begin_checkpoint(step, snapshot=plan.snapshot.mask(), persist=written)
+        self._persisted_version = np.where(written, step, self._persisted_version)
         self._history[step] = self.ledger.processed.copy()
         for old in sorted(self._history)[:-_HISTORY]:
             del self._history[old]
@@ -110,9 +91,7 @@ class Books:
             "lost": torch.from_numpy(self.ledger.lost.copy()),
             "persisted_version": torch.from_numpy(self._persisted_version.copy()),
             "history_steps": steps,
-            "history": torch.from_numpy(
-                np.stack([self._history[s] for s in steps]) if steps else np.zeros((0, *self._shape), np.int64)
-            ),
+            "history": torch.from_numpy(np.stack([self._history[s] for s in steps])),
         }
 
     def restore(self, saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:

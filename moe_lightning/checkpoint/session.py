@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
-from moe_lightning.algorithms.selection import Selection, full_selection, parse_scopes
+from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.checkpoint.agent_control import (
     STOP,
     AgentStatus,
@@ -27,8 +27,9 @@ from moe_lightning.checkpoint.agent_control import (
     start_agent,
 )
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
-from moe_lightning.checkpoint.books import POLICIES, Books, Policy
-from moe_lightning.checkpoint.records import describe, is_partial, parse_expert_key
+from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.plan import Order
+from moe_lightning.checkpoint.records import describe
 from moe_lightning.checkpoint.room import ARENAS, arena_directory, arena_path
 from moe_lightning.checkpoint.snapshotter import SnapshotReport, Snapshotter
 from moe_lightning.checkpoint.store import claim, run_of
@@ -36,6 +37,8 @@ from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
+
+ORDERS = ("sequential", "load_aware", "load_aware_global")
 
 _OBJECTS = 16
 _OBJECT_BYTES = 4 << 20
@@ -49,7 +52,8 @@ class CheckpointSettings:
         k_snapshot: experts of each layer copied into memory; None: all, "auto": as many as hide under forward and
             backward.
         k_persist: experts of each layer written to storage; None: as many as are copied.
-        policy: which experts are next.
+        order: which experts are next: "sequential", "load_aware" (PEC Alg. 1 as printed) or "load_aware_global", which
+            loses fewest tokens.
         scopes: the kinds of expert state that may stay behind: a preset ("full", "moc", "weights", "none") or kinds.
             Parameters in float32 are master weights; those of lower precision are weights.
         keep_last: whole checkpoints to keep.
@@ -62,7 +66,7 @@ class CheckpointSettings:
 
     k_snapshot: int | Literal["auto"] | None = None
     k_persist: int | None = None
-    policy: Policy = "sequential"
+    order: Order = "sequential"
     scopes: str | Iterable[str] = "full"
     keep_last: int = 2
     failures_per_hour: float = 0.0
@@ -78,8 +82,8 @@ class CheckpointSettings:
                 f"k_persist={self.k_persist} is more than k_snapshot={self.k_snapshot}: "
                 "only experts that are copied can be written"
             )
-        if self.policy not in POLICIES:
-            raise ConfigurationError(f"policy={self.policy!r} is not known: use one of {list(POLICIES)}")
+        if self.order not in ORDERS:
+            raise ConfigurationError(f"order={self.order!r} is not known: use one of {list(ORDERS)}")
         if self.keep_last < 1:
             raise ConfigurationError(f"keep_last={self.keep_last} must be at least 1")
         if self.failures_per_hour < 0:
@@ -119,7 +123,6 @@ class CheckpointSession:
         ranks_per_node: int,
     ) -> None:
         self._state, self._world, self._root, self._settings = state, world, root.absolute(), settings
-        self._scopes = parse_scopes(settings.scopes)
         experts = state.num_experts
         self.k_snapshot = min(settings.k_snapshot, experts) if isinstance(settings.k_snapshot, int) else experts
         self.k_persist = min(settings.k_persist or self.k_snapshot, self.k_snapshot)
@@ -199,34 +202,21 @@ class CheckpointSession:
         groups: dict[str, str] = {}
         objects = dict(objects)
         if books is not None:
-            everything = full_selection(self._state.num_layers, self._state.num_experts)
             whole = full or self._is_first
-            copied, written = (everything, everything) if whole else books.select(self.k_snapshot, self.k_persist)
-            books.begin(step, copied, written)
-            self.was_partial = self.k_persist < self._state.num_experts and not whole
-            fresh, persist = self._keys_of(copied), self._keys_of(written)
-            groups = {key: books.group_of(*parse_expert_key(key)[:2], self.k_persist) for key in persist}
+            plan = books.plan(self.k_snapshot, self.k_persist, full=whole)
+            books.begin(step, plan)
+            self.was_partial = self.k_persist < self.num_experts and not whole
+            fresh, persist, groups = (
+                plan.fresh(self._tensors),
+                plan.persisted(self._tensors),
+                plan.groups(self._tensors),
+            )
             if self._world.rank == 0:
                 objects["ledger"] = books.dump()
         self._snapshotter.start(step, self._tensors, fresh=fresh, persist=persist, objects=objects, groups=groups)
         self._is_first = False
         if self._keeps_agent:
             self._ensure_agent(self._arenas)
-
-    def _keys_of(self, selection: Selection) -> set[str]:
-        """This rank's keys of the selected experts, and of every expert where a kind of state must not stay behind."""
-        mask = selection.mask()
-        chosen = set()
-        for key, value in self._tensors.items():
-            if not is_partial(key):
-                continue
-            layer, expert, scope, _ = parse_expert_key(key)
-            if scope == "weight":
-                tensor = value if not hasattr(value, "tensor") else value.tensor
-                scope = "master" if tensor.dtype.itemsize >= 4 else "weight"
-            if mask[layer, expert] or scope not in self._scopes:
-                chosen.add(key)
-        return chosen
 
     def wait_before_update(self) -> float:
         """Wait until the live tensors may change; seconds waited."""

@@ -23,11 +23,14 @@ from torch.optim import Optimizer
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.selection import full_selection
 from moe_lightning.algorithms.sharding import Module, balanced_expert_writers, shard_checkpoint
-from moe_lightning.checkpoint.books import Books, Policy
+from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.full_state import ExpertRows, OptimizerLayout
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.records import Rows
 from moe_lightning.errors import CheckpointError, ConfigurationError
+
+_WEIGHT_SCOPES = ("weight", "master")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,7 @@ class TrainingState:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def books(self, planned_assignments: IntArray, policy: Policy) -> Books:
+    def books(self, planned_assignments: IntArray, *, scopes: frozenset[str], order: Order) -> Books:
         """Books for this model; `planned_assignments` is int64 [L]."""
         writers = self._expert_writers()
         owners = np.array([[writers[la, e] for e in range(self.num_experts)] for la in range(self.num_layers)])
@@ -101,7 +104,8 @@ class TrainingState:
             planned_assignments=planned_assignments,
             owners=owners,
             num_ranks=self._world_size,
-            policy=policy,
+            scopes=scopes,
+            order=order,
         )
 
     def written(self, experts_per_checkpoint: int) -> WrittenState:
@@ -157,7 +161,8 @@ class TrainingState:
         """
         for index, layer in enumerate(self._layers):
             for name, parameter in layer.parameters.items():
-                self._read_stack(checkpoint, index, "weight", name, parameter.data)
+                scope = "master" if checkpoint.keys(f"expert/{index}/0/master/") else "weight"
+                self._read_stack(checkpoint, index, scope, name, parameter.data)
         for name, parameter in self._dense.items():
             checkpoint.read_into(f"dense/{name}/weight", parameter.data)
         for name, buffer in self._buffers.items():
@@ -209,7 +214,7 @@ class TrainingState:
         prefix, suffix = f"expert/{layer}/{first}/", f"/{name}"
         scopes = [k[len(prefix) : -len(suffix)] for k in keys if k.startswith(prefix) and k.endswith(suffix)]
         result = {}
-        for scope in sorted(set(scopes) - {"weight"}):
+        for scope in sorted(set(scopes) - set(_WEIGHT_SCOPES)):
             example = checkpoint.read(f"{prefix}{scope}{suffix}")
             stack = torch.zeros(parameter.shape[0], *example.shape, dtype=example.dtype, device=parameter.device)
             self._read_stack(checkpoint, layer, scope, name, stack)
@@ -227,7 +232,7 @@ class TrainingState:
     def _expert_stacks(self, index: int, expert: int) -> Iterator[tuple[str, Tensor]]:
         """Keys of one expert with the stacks whose rows they are."""
         for name, parameter in self._layers[index].parameters.items():
-            yield f"expert/{index}/{expert}/weight/{name}", parameter.detach()
+            yield f"expert/{index}/{expert}/{_weight_scope(parameter)}/{name}", parameter.detach()
             for scope, value in self._states(parameter).items():
                 if value.shape[0] != parameter.shape[0]:
                     raise ConfigurationError(
@@ -268,6 +273,11 @@ class TrainingState:
                 state = optimizer.state[parameter]
                 return {name: t for name, t in sorted(state.items()) if isinstance(t, Tensor) and t.ndim > 0}
         return {}
+
+
+def _weight_scope(parameter: Tensor) -> str:
+    """A float32 parameter is its own master copy."""
+    return "master" if parameter.element_size() >= 4 else "weight"
 
 
 @dataclass(frozen=True, kw_only=True)

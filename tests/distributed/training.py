@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -134,11 +135,12 @@ def train(
     ckpt_path: str | None = None,
     save_to: str | None = None,
     validate: bool = False,
+    callbacks: Sequence[pl.Callback] = (),
 ) -> dict[str, Any]:
     """Train a tiny model and return losses, replica checks and the full state (rank 0)."""
     recorder = Recorder()
     options = {"max_steps": steps, "gradient_clip_val": 1.0} | (trainer or {})
-    fit = make_trainer(rank, world_size, strategy, callbacks=[recorder], **options)
+    fit = make_trainer(rank, world_size, strategy, callbacks=[recorder, *callbacks], **options)
     chosen = fit.strategy
     module: pl.LightningModule = (
         OwnModule()

@@ -1,0 +1,231 @@
+"""PartialExpertsCheckpoint and DynamicK in real trainings: exact resuming, kill -9, counted losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from moe_lightning.callbacks.dynamic_k import DynamicK
+from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.checkpoint.agent_control import agent_alive, request_stop
+from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.checkpoint.store import checkpoints, run_of
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import moe_layers
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.training import train
+
+EXPERTS, LAYERS = 6, 2
+WITH_CHECKPOINTS = {"enable_checkpointing": True}
+
+
+class CountLog(pl.Callback):
+    """Appends each step's counts of every expert to a file (rank 0): the brute-force ledger."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        counts = [layer.statistics.computed_NE.sum(dim=0).tolist() for layer in moe_layers(module)]  # type: ignore[union-attr]
+        if trainer.global_rank == 0:
+            with self.path.open("a") as file:
+                file.write(json.dumps([trainer.global_step, counts]) + "\n")
+
+
+class KillAt(pl.Callback):
+    """kill -9 of this rank at the end of a step, once the snapshot of an earlier step is published."""
+
+    def __init__(self, step: int, ranks: tuple[int, ...]) -> None:
+        self.step, self.ranks = step, ranks
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and trainer.global_rank in self.ranks:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KChoices(pl.Callback):
+    """Writes the K in force at every step (rank 0)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+        if trainer.global_rank == 0 and session is not None:
+            with self.path.open("a") as file:
+                file.write(f"{session.k_persist}\n")
+
+
+def run(world_size: int, callbacks: list[pl.Callback], **options: Any) -> list[dict[str, Any]]:
+    function = partial(train, callbacks=callbacks, trainer=WITH_CHECKPOINTS, **options)
+    results: list[dict[str, Any]] = run_ranks(world_size, function)
+    return results
+
+
+def arenas_of(root: Path) -> Path:
+    return Path("/dev/shm") / f"moe-lightning-{root.parent.name}-{(run_of(root) or '')[:8]}"
+
+
+def let_the_agent_finish(root: Path) -> None:
+    """Tell the agent that no worker comes back, and wait until it has written what it holds."""
+    arenas = arenas_of(root)
+    wait_until(lambda: agent_alive(arenas) or bool(checkpoints(root)), "the agent did not come up")
+    request_stop(arenas)
+    wait_until(lambda: not agent_alive(arenas), "the agent did not leave")
+
+
+def wait_until(condition: Callable[[], bool], complaint: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    root = tmp_path / "checkpoints"
+    yield root
+    if root.exists() and run_of(root):
+        arenas = arenas_of(root)
+        if arenas.exists() and agent_alive(arenas):
+            let_the_agent_finish(root)
+        for path in arenas.glob("*") if arenas.exists() else ():
+            path.unlink()
+        if arenas.exists():
+            arenas.rmdir()
+
+
+def saver(root: Path, **options: Any) -> PartialExpertsCheckpoint:
+    return PartialExpertsCheckpoint(str(root), **{"every_n_steps": 2, **options})
+
+
+def test_full_checkpoints_resume_bit_for_bit_and_by_the_name_last(root: Path) -> None:
+    whole = run(2, [], steps=12)[0]
+    run(2, [saver(root)], steps=7)
+    resumed = run(2, [saver(root)], steps=12, ckpt_path="last")[0]
+    assert resumed["losses"] == whole["losses"][7:]
+    for name, values in whole["state"].items():
+        np.testing.assert_array_equal(resumed["state"][name], values, err_msg=name)
+
+
+def test_partial_checkpoints_of_a_finished_run_lose_nothing_on_other_ranks(root: Path) -> None:
+    whole = run(1, [], steps=10)[0]
+    run(2, [saver(root, k_snapshot=4, k_persist=2)], steps=6, strategy={"zero1": True})
+    for ranks in (1, 4):
+        resumed = run(ranks, [], steps=10, ckpt_path=str(root))[0]
+        np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["sequential", "load_aware_global"])
+def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: str) -> None:
+    counts_path, k_path = tmp_path / "counts", tmp_path / "k"
+    partial_saver = partial(saver, root, every_n_steps=1, k_snapshot=2, k_persist=1, order=order)
+    with pytest.raises(RankFailure):
+        run(2, [partial_saver(), CountLog(counts_path), KillAt(9, (0, 1))], steps=20)
+    let_the_agent_finish(root)
+    checkpoint = find_newest(root).checkpoint
+    assert checkpoint is not None
+    step, versions = checkpoint.manifest.step, checkpoint.expert_versions()
+    per_step = {s: np.array(c) for s, c in map(json.loads, counts_path.read_text().splitlines())}
+    lost = sum(counts * ((versions < s) & (s <= step)) for s, counts in per_step.items())
+    planned = per_step[1].sum(axis=1) * 20
+
+    resumed = [partial_saver(), DynamicK(0.9), KChoices(k_path), Books()]
+    losses = run(2, resumed, steps=20, ckpt_path="last")[0]["losses"]
+    assert len(losses) == 20 - step
+    plt, lost_reported = json.loads((root / "books.json").read_text())
+    assert lost_reported == np.asarray(lost).sum(axis=1).tolist()
+    assert plt == pytest.approx(float((np.asarray(lost).sum(axis=1) / planned).mean()), rel=0.05)
+
+
+class Books(pl.Callback):
+    """Writes what the callback's ledger says after a resume (rank 0)."""
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        saver_ = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint))  # type: ignore[attr-defined]
+        if trainer.global_rank == 0:
+            assert saver_.books is not None
+            report = [saver_.plt, saver_.books.ledger.lost.tolist()]
+            (saver_._root / "books.json").write_text(json.dumps(report))
+
+
+def test_dynamic_k_raises_k_when_a_restore_lost_tokens(root: Path, tmp_path: Path) -> None:
+    k_path = tmp_path / "k"
+    make = partial(saver, root, every_n_steps=1, k_snapshot=1, k_persist=1)
+    with pytest.raises(RankFailure):
+        run(1, [make(), KillAt(9, (0,))], steps=100)
+    let_the_agent_finish(root)
+    run(1, [make(), DynamicK(0.2), KChoices(k_path)], steps=14, ckpt_path=str(root))
+    assert set(k_path.read_text().split()) <= {"1", "2", "4", "6"}
+    run(1, [make(), DynamicK(0.0001), KChoices(k_path)], steps=16, ckpt_path=str(root))
+    assert k_path.read_text().split()[-1] == str(EXPERTS)
+
+
+def test_a_dense_model_and_a_users_module_are_saved_too(root: Path, tmp_path: Path) -> None:
+    for name, options in (("dense", {"model": {"num_experts": 0}}), ("own", {"own_module": True})):
+        folder = root / name
+        whole = run(1, [], steps=8, **options)[0]
+        run(2, [saver(folder)], steps=5, **options)
+        resumed = run(2, [saver(folder)], steps=8, ckpt_path=str(folder), **options)[0]
+        np.testing.assert_allclose(resumed["losses"], whole["losses"][5:], rtol=0, atol=1e-5)
+
+
+def test_adaptive_numbers_come_from_measured_times(root: Path, tmp_path: Path) -> None:
+    k_path = tmp_path / "k"
+    run(2, [saver(root, every_n_steps="auto", k_snapshot="auto", k_persist=1), KChoices(k_path)], steps=40)
+    checkpoint = find_newest(root).checkpoint
+    assert checkpoint is not None
+    assert checkpoint.manifest.step == 40
+    assert all(1 <= int(k) <= EXPERTS for k in k_path.read_text().split())
+
+
+def test_random_generators_continue(root: Path) -> None:
+    whole = run(1, [DrawNoise()], steps=8)[0]["losses"]
+    run(1, [saver(root), DrawNoise()], steps=5)
+    resumed = run(1, [saver(root), DrawNoise()], steps=8, ckpt_path=str(root))[0]["losses"]
+    assert resumed == whole[5:]
+
+
+class DrawNoise(pl.Callback):
+    """Makes the training depend on torch's global generator."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + 0.1 * torch.rand(()))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps=0"),
+        ({"k_snapshot": 0}, "k_snapshot=0"),
+        ({"k_snapshot": 2, "k_persist": 3}, "k_persist=3"),
+        ({"order": "random"}, "order='random'"),
+        ({"scopes": "half"}, "scopes='half'"),
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"failures_per_hour": -1}, "failures_per_hour=-1"),
+    ],
+)
+def test_wrong_settings_are_one_sentence(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        PartialExpertsCheckpoint(str(tmp_path), **options)
+
+
+def test_another_strategy_is_refused(tmp_path: Path) -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[saver(tmp_path)], max_steps=1)
+    with pytest.raises(ConfigurationError, match="expert_parallel"):
+        trainer.fit(BoringModel())
