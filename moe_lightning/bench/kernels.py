@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
