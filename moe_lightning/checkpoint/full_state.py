@@ -77,7 +77,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def full_model_state(state: Mapping[str, Tensor], experts: Mapping[str, ExpertRows], world: World) -> dict[str, Tensor]:
+def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertRows], world: World) -> dict[str, Any]:
     """A module's state_dict with full expert stacks, on rank 0; empty on the other ranks. Collective.
 
     Args:
@@ -92,8 +92,8 @@ def full_model_state(state: Mapping[str, Tensor], experts: Mapping[str, ExpertRo
 
 
 def local_model_state(
-    full: Mapping[str, Tensor], local: Mapping[str, Tensor], experts: Mapping[str, ExpertRows], *, strict: bool = True
-) -> dict[str, Tensor]:
+    full: Mapping[str, Any], local: Mapping[str, Any], experts: Mapping[str, ExpertRows], *, strict: bool = True
+) -> dict[str, Any]:
     """This rank's state_dict cut from a full one; without `strict` only the tensors that both have.
 
     Raises:
@@ -109,7 +109,11 @@ def local_model_state(
         )
     result = {}
     for key in full.keys() & local.keys():
-        tensor, expected = full[key], local[key].shape
+        tensor = full[key]
+        if not isinstance(tensor, Tensor) or not isinstance(local[key], Tensor):
+            result[key] = tensor  # a module's extra state, whose shape is its own affair
+            continue
+        expected = local[key].shape
         if key in experts:
             expected = torch.Size((experts[key].placement.num_experts, *expected[1:]))
         if tensor.shape != expected:
