@@ -73,7 +73,8 @@ class Placement:
         """int64 [E]: the lowest rank that holds each expert; it speaks for the expert where one rank must (norms,
         saving).
         """
-        return (self.replicas > 0).argmax(axis=1).astype(np.int64)
+        lowest: IntArray = (self.replicas > 0).argmax(axis=1).astype(np.int64)
+        return lowest
 
     def check_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Raise ConfigurationError unless every dispatch group holds every expert."""

@@ -62,7 +62,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
@@ -74,7 +74,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     for key in ("state_dict", "pytorch-lightning_version"):
         if not isinstance(checkpoint, dict) or key not in checkpoint:
             raise CheckpointError(f"{path} has no {key!r}: Lightning did not write it, give the path of a .ckpt file")
-    return checkpoint
+    loaded: dict[str, Any] = checkpoint
+    return loaded
 
 
 def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertRows], world: World) -> dict[str, Any]:
