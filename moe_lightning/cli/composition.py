@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,20 @@ from moe_lightning.errors import ConfigurationError
 
 CONFIG_DIR = Path(__file__).parent.parent / "conf"
 CONFIG_NAME = "train"
+_LONGEST_NAME = 120  # characters; file systems allow 255 bytes
 
 _UNKNOWN_KEY = re.compile(r"Could not (?:override|append to config\.|delete from config)[^']*'([^']+)'")
+
+
+def as_folder_name(text: str) -> str:
+    """The overrides of a multirun's job as the name of its folder: no slashes, and short, yet one for each text."""
+    name = text.replace("/", "_").replace(" ", "")
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 9]}-{zlib.crc32(text.encode()):08x}"
+
+
+OmegaConf.register_new_resolver("as_folder_name", as_folder_name, replace=True)
 
 
 @contextmanager

@@ -25,6 +25,11 @@ class RunDirectory:
 
     path: Path
 
+    def __str__(self) -> str:
+        """The path as seen from the current folder."""
+        path, here = self.path.absolute(), Path.cwd()
+        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
     @property
     def config(self) -> Path:
         """The composed configuration, as the workers read it."""

@@ -132,23 +132,23 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, leader: bool
     """Make the run directory ready; True when there is nothing left to train."""
     newest = directory.newest_checkpoint()
     max_steps = config["trainer"].get("max_steps")
+    state = ""
     if config["task"] == "train" and config["resume"] is True and newest is not None:
         if isinstance(max_steps, int) and 0 < max_steps <= newest.step:
             if leader:
                 print(
-                    f"{directory.path} has finished its {newest.step} steps: "
-                    f"train on with trainer.max_steps={2 * newest.step}, start anew with resume=false, "
+                    f"{directory} has finished its {newest.step} steps: train on with "
+                    f"trainer.max_steps={2 * newest.step}, start anew with resume=false, "
                     "or measure it with task=validate"
                 )
             return True
-        if leader:
-            print(f"resuming {directory.path} after step {newest.step} (resume=false starts anew)", flush=True)
+        state = f", going on after step {newest.step} (resume=false starts anew)"
     if not leader:
         return False
     if config["task"] == "train" and config["resume"] is False:
         place = directory.move_aside()
-        if place is not None:
-            print(f"the earlier run is kept in {place}", flush=True)
+        state = f", the earlier run is kept in {place.name}" if place else ""
+    print(f"run    {directory}{state}", flush=True)  # at once: the ranks take seconds to start
     directory.create()
     OmegaConf.save(OmegaConf.create(dict(config)), directory.config)
     return False

@@ -91,7 +91,7 @@ class LocalLauncher:
             Interrupted: a signal ended the run; a second one ends it at once.
         """
         self._attempt += 1
-        store, port = _loopback_store()
+        store, port = loopback_store()
         logs = _RankLogs(self.log_dir, self._attempt)
         environments = {rank: self._environment(rank, port) for rank in range(self.num_ranks)}
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported here
@@ -237,7 +237,7 @@ def _signal_groups(workers: SubprocessContext, number: signal.Signals) -> None:
             os.killpg(handler.proc.pid, number)
 
 
-def _loopback_store() -> tuple[TCPStore, int]:
+def loopback_store() -> tuple[TCPStore, int]:
     """A store that listens on 127.0.0.1 and nowhere else: torch would bind every interface, so it is handed a bound
     socket.
     """

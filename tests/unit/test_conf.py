@@ -1,4 +1,4 @@
-"""The YAML files against the constructors they name: no key that is no argument, no argument that a user could not find; every recipe composes."""
+"""The YAML files against the constructors they name: their keys are the arguments; every recipe composes."""
 
 from __future__ import annotations
 

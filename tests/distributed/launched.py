@@ -1,0 +1,51 @@
+"""What the ranks of the launcher's tests do; without torch, so that they start at once.
+
+Usage: python -m tests.distributed.launched BEHAVIOUR FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from moe_lightning.elastic.failure import report_failure
+from moe_lightning.elastic.lifeline import end_with_launcher
+
+
+def main() -> NoReturn:
+    end_with_launcher()
+    behaviour, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
+    if behaviour == "environment":
+        (folder / f"rank{rank}.json").write_text(json.dumps(dict(os.environ)))
+    elif behaviour == "mistake":
+        report_failure("mistake", "a value is wrong", "")
+        sys.exit(2)
+    elif behaviour == "crash" and rank == 1:
+        report_failure("crash", "ValueError: no", "Traceback: ...")
+        sys.exit(1)
+    elif behaviour == "silent" and rank == 1:
+        print("last words", file=sys.stderr)
+        sys.exit(3)
+    elif behaviour == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif behaviour != "environment":
+        _wait_for_signals(folder, stubborn=behaviour == "stubborn")
+    sys.exit(0)
+
+
+def _wait_for_signals(folder: Path, *, stubborn: bool) -> None:
+    """Say so once all handlers are set, then sleep until a signal ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN if stubborn else signal.SIG_DFL)
+    pipe = folder / "ready"
+    if pipe.exists():
+        pipe.write_text(f"{os.getpid()}\n")
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

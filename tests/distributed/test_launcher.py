@@ -1,0 +1,175 @@
+"""The launcher: the ranks' environment, one report of a failure, and no process left behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_lightning.elastic.failure import RankFailure
+from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed, loopback_store
+
+LAUNCHED = "tests.distributed.launched"
+ROOT = Path(__file__).parents[2]
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and waits on process descriptors")
+
+
+def _launch(behaviour: str, folder: Path, ranks: int = 2) -> None:
+    LocalLauncher(num_ranks=ranks, log_dir=folder / "logs", module=LAUNCHED).run([behaviour, str(folder)])
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def test_environment_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    _launch("environment", tmp_path, ranks=3)
+    seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
+    assert [e["RANK"] for e in seen] == [e["LOCAL_RANK"] for e in seen] == ["0", "1", "2"]
+    assert {e["WORLD_SIZE"] for e in seen} == {"3"}
+    assert {e["NODE_RANK"] for e in seen} == {"0"}
+    assert {e["MASTER_ADDR"] for e in seen} == {"127.0.0.1"}
+    assert {e["MOE_LIGHTNING_STORE"] for e in seen} == {f"127.0.0.1:{seen[0]['MASTER_PORT']}/attempt-1"}
+    assert {e["OMP_NUM_THREADS"] for e in seen} == {str(max(1, (os.cpu_count() or 1) // 3))}
+    assert seen[0]["GLOO_SOCKET_IFNAME"].startswith("lo")
+
+
+def test_each_attempt_has_its_own_prefix(tmp_path: Path) -> None:
+    launcher = LocalLauncher(num_ranks=1, log_dir=tmp_path / "logs", module=LAUNCHED)
+    prefixes = []
+    for _ in range(2):
+        launcher.run(["environment", str(tmp_path)])
+        prefixes.append(json.loads((tmp_path / "rank0.json").read_text())["MOE_LIGHTNING_STORE"].split("/")[1])
+    assert prefixes == ["attempt-1", "attempt-2"]
+
+
+def test_variables_that_the_user_set_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    _launch("environment", tmp_path, ranks=1)
+    assert json.loads((tmp_path / "rank0.json").read_text())["OMP_NUM_THREADS"] == "7"
+
+
+@linux
+def test_the_store_listens_on_loopback_only() -> None:
+    store, port = loopback_store()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    listening = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
+    ]
+    ours = [fields[1] for fields in listening if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")]
+    assert ours == [f"0100007F:{port:04X}"]
+
+
+def _failure(behaviour: str, folder: Path) -> RankFailure:
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RanksFailed) as raised:
+        _launch(behaviour, folder)
+    assert signal.getsignal(signal.SIGINT) is handler
+    return raised.value.failure
+
+
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    failure = _failure("mistake", tmp_path)
+    assert (failure.kind, failure.message) == ("mistake", "a value is wrong")
+
+
+def test_a_crash_brings_its_traceback_and_ends_the_others(tmp_path: Path) -> None:
+    failure = _failure("crash", tmp_path)
+    assert (failure.rank, failure.kind, failure.details) == (1, "crash", "Traceback: ...")
+
+
+def test_a_rank_without_a_word_is_told_by_its_code_and_log(tmp_path: Path) -> None:
+    failure = _failure("silent", tmp_path)
+    assert (failure.rank, failure.message, failure.details) == (1, "rank 1 exited with code 3", "last words")
+
+
+def test_a_killed_rank_is_told_by_its_signal(tmp_path: Path) -> None:
+    failure = _failure("killed", tmp_path)
+    assert (failure.rank, failure.message) == (1, "rank 1 was killed by SIGKILL")
+
+
+def test_logs_are_private(tmp_path: Path) -> None:
+    _failure("silent", tmp_path)
+    assert (tmp_path / "logs").stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "logs").iterdir())
+
+
+class Command:
+    """A launcher in a process of its own, and descriptors of its two ranks that tell when they end."""
+
+    def __init__(self, behaviour: str, folder: Path) -> None:
+        os.mkfifo(folder / "ready")
+        call = f"LocalLauncher(num_ranks=2, log_dir=Path({str(folder)!r}), module={LAUNCHED!r}).run"
+        code = (
+            "from pathlib import Path\n"
+            "from moe_lightning.elastic.launcher import LocalLauncher, Interrupted\n"
+            f"try:\n    {call}([{behaviour!r}, {str(folder)!r}])\n"
+            "except Interrupted as stop:\n    raise SystemExit(128 + stop.signal)\n"
+        )
+        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+        pids: list[int] = []
+        with (folder / "ready").open() as pipe:
+            while len(pids) < 2:
+                pids += [int(line) for line in pipe]
+        self.ranks = [os.pidfd_open(pid) for pid in pids]
+
+    def ranks_end(self, timeout_s: float) -> bool:
+        """Whether both ranks end in time."""
+        waiting = set(self.ranks)
+        while waiting:
+            ended, _, _ = select.select(waiting, [], [], timeout_s)
+            if not ended:
+                return False
+            waiting -= set(ended)
+        return True
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for descriptor in self.ranks:
+            os.close(descriptor)
+
+
+@pytest.fixture
+def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]:
+    running = Command(request.param, tmp_path)
+    yield running
+    running.close()
+
+
+@linux
+@pytest.mark.parametrize("command", ["waiting"], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(command: Command, number: signal.Signals) -> None:
+    command.process.send_signal(number)
+    assert command.process.wait(timeout=30) == 128 + number
+    assert command.ranks_end(timeout_s=0)
+
+
+@linux
+@pytest.mark.parametrize("command", ["stubborn"], indirect=True)
+def test_a_second_signal_ends_stubborn_ranks_at_once(command: Command) -> None:
+    command.process.send_signal(signal.SIGINT)
+    assert not command.ranks_end(timeout_s=0.5)
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(timeout=8) == 128 + signal.SIGINT  # below the grace of ten seconds
+    assert command.ranks_end(timeout_s=0)
+
+
+@linux
+@pytest.mark.parametrize("command", ["stubborn"], indirect=True)
+def test_no_rank_outlives_a_killed_launcher(command: Command) -> None:
+    command.process.kill()
+    assert command.ranks_end(timeout_s=30)
