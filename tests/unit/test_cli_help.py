@@ -1,0 +1,121 @@
+"""What the command says about itself, and the decisions before any rank starts."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lightning import __version__
+from moe_lightning.cli import ranks
+from moe_lightning.cli.composition import CONFIG_DIR, as_folder_name, known_keys
+from moe_lightning.cli.ranks import is_externally_launched, with_ranks
+from moe_lightning.cli.train import main
+from moe_lightning.errors import ConfigurationError
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Iterator[None]:
+    """Hydra's --info leaves a handler that writes to the stream of its test."""
+    yield
+    logging.getLogger().handlers.clear()
+
+
+def _output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_names_recipes_models_and_keys(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _output(capsys, flag)
+    for recipe in (CONFIG_DIR / "recipes").glob("*.yaml"):
+        assert f"\n  {recipe.stem}" in text
+    for model in (CONFIG_DIR / "model").glob("*.yaml"):
+        assert model.stem in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_help_shows_only_keys_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = _output(capsys, "--help").split("\nkeys")[1].split("\noptions")[0].splitlines()[1:]
+    keys = [line.strip().split("=")[0] for line in lines if "=" in line.split("  ")[1]]
+    assert len(keys) > 10
+    assert set(keys) <= set(known_keys())
+
+
+def test_help_lists_the_users_own_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("# @package _global_\n# All my books.\n")
+    assert re.search(r"\n  mine +All my books\.", _output(capsys, "--help", "--config-dir", str(tmp_path)))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _output(capsys, "--version") == f"moe-train {__version__}\n"
+
+
+def test_cfg_prints_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _output(capsys, "--cfg", "job", "optimizer.lr=0.5", "model=gpt_s")
+    assert "lr: 0.5" in text
+    assert "vocab_size: 50257" in text
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert str(CONFIG_DIR) in _output(capsys, "--info", "searchpath")
+
+
+def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "hydra_bash_completion" in _output(capsys, "-sc", "install=bash")
+    monkeypatch.setenv("COMP_LINE", "moe-train recipes=qu")
+    assert "recipes=quickstart" in _output(capsys, "-sc", "query=bash")
+
+
+def test_folder_names_of_jobs() -> None:
+    assert as_folder_name("data.source=/a/b,optimizer.lr=1") == "data.source=_a_b,optimizer.lr=1"
+    long = [as_folder_name("x" * 300 + end) for end in "ab"]
+    assert long[0] != long[1]
+    assert max(map(len, long)) <= 120
+
+
+def _devices(monkeypatch: pytest.MonkeyPatch, gpus: int, **trainer: Any) -> Any:
+    monkeypatch.setattr(ranks, "_visible_gpus", lambda: gpus)
+    decided = with_ranks(
+        {"trainer": {"accelerator": "auto", "devices": "auto", "num_nodes": 1} | trainer}, external=False
+    )
+    return decided["trainer"]["accelerator"], decided["trainer"]["devices"]
+
+
+def test_ranks_are_every_gpu_or_two_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _devices(monkeypatch, gpus=0) == ("cpu", 2)
+    assert _devices(monkeypatch, gpus=4) == ("gpu", 4)
+    assert _devices(monkeypatch, gpus=4, accelerator="cpu") == ("cpu", 2)
+    assert _devices(monkeypatch, gpus=4, devices=[1, 3]) == ("gpu", [1, 3])
+    assert _devices(monkeypatch, gpus=0, devices=5) == ("cpu", 5)
+
+
+@pytest.mark.parametrize("devices", [9, [4], [], 0, True, "four"])
+def test_gpus_beyond_those_there_are(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="ranks="):
+        _devices(monkeypatch, gpus=4, devices=devices)
+
+
+def test_ranks_of_torchrun_and_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_externally_launched()
+    monkeypatch.setattr(ranks, "_visible_gpus", lambda: 8)
+    config = {"trainer": {"accelerator": "auto", "devices": "auto", "num_nodes": 1}}
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    assert is_externally_launched()
+    assert with_ranks(config, external=True)["trainer"] == {"accelerator": "gpu", "devices": 8, "num_nodes": 2}
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "12"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert with_ranks(config, external=True)["trainer"] == {"accelerator": "gpu", "devices": 4, "num_nodes": 3}
