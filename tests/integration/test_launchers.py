@@ -1,0 +1,94 @@
+"""A user's script with `Trainer(strategy="expert_parallel")` under every launcher that may start it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+import lightning.pytorch as pl
+import moe_lightning
+import torch
+from torch.utils.data import DataLoader
+from tests.distributed.training import OwnModule, RandomTokens, quiet
+
+
+class Module(OwnModule):
+    def on_train_end(self):
+        world = self.trainer.strategy.world
+        held = self.moe.experts.slot_experts
+        with open(f"rank{world.rank}.txt", "w") as result:
+            result.write(f"{world.size} {held} {float(self.trainer.callback_metrics['train/loss']):.5f}")
+
+
+if __name__ == "__main__":
+    quiet()
+    torch.set_num_threads(1)
+    pl.seed_everything(7, verbose=False)
+    trainer = pl.Trainer(
+        strategy="expert_parallel", accelerator="cpu", devices=int(sys.argv[1]), max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(RandomTokens(48), batch_size=12, shuffle=True))
+"""
+ROOT = Path(__file__).parents[2]
+LAUNCHERS = {
+    "popen": ([], 2, {}),
+    "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 2, {}),
+    "slurm": (
+        [],
+        1,
+        {
+            "SLURM_NTASKS": "1",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_NODELIST": "localhost",
+            "SLURM_JOB_ID": "1",
+        },
+    ),
+}
+
+
+def run(folder: Path, launcher: str) -> list[list[str]]:
+    """What each rank wrote: world size, experts held, last loss."""
+    prefix, devices, variables = LAUNCHERS[launcher]
+    folder.mkdir()
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    outer = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_", "PL_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+        outer.pop(name, None)
+    environment = {
+        **outer,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **variables,
+    }
+    done = subprocess.run(
+        [sys.executable, *prefix, str(script), str(devices)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [(folder / f"rank{rank}.txt").read_text().rsplit(" ", 1) for rank in range(devices)]
+
+
+def test_every_launcher_trains_the_same(tmp_path: Path) -> None:
+    ((alone, loss),) = run(tmp_path / "slurm", "slurm")
+    assert alone == "1 (0, 1, 2, 3, 4, 5)"
+    for launcher in ("popen", "torchrun"):
+        first, second = run(tmp_path / launcher, launcher)
+        assert (first[0], second[0]) == ("2 (0, 1, 2)", "2 (3, 4, 5)"), launcher
+        assert float(first[1]) == pytest.approx(float(loss), abs=2e-5), launcher
+        assert first[1] == second[1], launcher
