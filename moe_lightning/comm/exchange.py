@@ -1,13 +1,12 @@
 """The exchange: one uneven all-to-all of rows, with autograd, and what is built from it.
 
-Every rank derives its send and receive lists from the same plan, so no sizes travel. Dispatch, combine and the sums
-of replica gradients are
-exchanges; so will be shadows, migrations and the restoring of lost state.
+Every rank derives its send and receive lists from the same plan, so no sizes travel. Dispatch, combine, the sums of
+replica gradients, shadows and migrations are exchanges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,13 @@ from torch.autograd.function import FunctionCtx
 from moe_lightning.comm.world import World
 
 
-def exchange_rows(rows_MD: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], world: World) -> Tensor:
+def exchange_rows(
+    rows_MD: Tensor,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
+    world: World,
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
     """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; the gradient travels back
     the same way.
 
@@ -26,13 +31,16 @@ def exchange_rows(rows_MD: Tensor, send_rows: Sequence[int], recv_rows: Sequence
         rows_MD: [sum(send_rows), D].
         send_rows: rows for each rank.
         recv_rows: rows from each rank.
+        meanwhile: what this process does while the rows travel; not called in a world of one rank.
 
     Returns:
         [sum(recv_rows), D].
     """
     if world.size == 1:
         return rows_MD
-    result: Tensor = _ExchangeRows.apply(rows_MD, list(send_rows), list(recv_rows), world)  # type: ignore[no-untyped-call]
+    result: Tensor = _ExchangeRows.apply(  # type: ignore[no-untyped-call]
+        rows_MD, list(send_rows), list(recv_rows), world, meanwhile
+    )
     return result
 
 
@@ -62,17 +70,24 @@ class PendingExchange:
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], recv: list[int], world: World) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, send: list[int], recv: list[int], world: World, meanwhile: Callable[[], None] | None
+    ) -> Tensor:
         ctx.lists = (send, recv, world)
-        return _all_to_all(rows, send, recv, world)
+        return _all_to_all(rows, send, recv, world, meanwhile)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         send, recv, world = ctx.lists  # type: ignore[attr-defined]
-        return _all_to_all(grads[0], recv, send, world), None, None, None
+        return _all_to_all(grads[0], recv, send, world), None, None, None, None
 
 
-def _all_to_all(rows: Tensor, send: list[int], recv: list[int], world: World) -> Tensor:
-    received = rows.new_empty(sum(recv), rows.shape[1])
-    dist.all_to_all_single(received, rows.contiguous(), recv, send, group=world.compute)
+def _all_to_all(
+    rows: Tensor, send: list[int], recv: list[int], world: World, meanwhile: Callable[[], None] | None = None
+) -> Tensor:
+    received, rows = rows.new_empty(sum(recv), rows.shape[1]), rows.contiguous()
+    work: Any = dist.all_to_all_single(received, rows, recv, send, group=world.compute, async_op=meanwhile is not None)
+    if meanwhile is not None:
+        meanwhile()
+        work.wait()
     return received

@@ -1,4 +1,4 @@
-"""The experts of one layer as stacked parameters: row s of each belongs to the expert in slot s.
+"""The experts of one layer as stacked parameters: row s of each belongs to the expert in slot s, or is vacant.
 
 A new placement overwrites rows in place, so neither parameters nor the optimizer are rebuilt. Every expert is
 initialised from a generator of
@@ -10,7 +10,7 @@ Shapes: M rows sorted by slot, S slots, D model width, F expert width.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -21,6 +21,9 @@ from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
 
 Activation = Literal["gelu", "swiglu"]
+
+VACANT = -1
+"""In the place of an expert: a slot that holds none. Its rows are zero, get no tokens and stay zero."""
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 
@@ -101,7 +104,7 @@ class Experts(nn.Module):
         """Initialise every slot from its expert's own generator."""
         for index, (name, parameter) in enumerate(self.stacked_parameters().items()):
             for slot, expert in enumerate(self.slot_experts):
-                if name.startswith("b_"):
+                if name.startswith("b_") or expert == VACANT:
                     parameter[slot].zero_()
                     continue
                 generator = torch.Generator().manual_seed(
@@ -113,7 +116,7 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def place(self, slot_experts: Sequence[int], device: torch.device) -> None:
-        """Keep only these experts, one a slot: deferred ones are initialised, held ones are moved into their slots.
+        """Keep only these experts, one a slot or VACANT: deferred ones are initialised, held ones moved into place.
 
         Raises:
             ConfigurationError: an expert is asked for that this process does not hold.
@@ -122,27 +125,30 @@ class Experts(nn.Module):
         if wanted == self.slot_experts and not self.is_deferred:
             return
         deferred = self.is_deferred
-        missing = sorted(set(wanted) - set(self.slot_experts))
+        missing = sorted(set(wanted) - set(self.slot_experts) - {VACANT})
         if missing and not deferred:
             raise ConfigurationError(
                 f"this process holds experts {list(self.slot_experts)} of an earlier placement "
                 f"and cannot fill slots for {missing}: build the module anew and load a checkpoint"
             )
-        rows = [self.slot_experts.index(expert) for expert in wanted] if not deferred else []
+        moves = [(slot, self.slot_experts.index(expert)) for slot, expert in enumerate(wanted) if expert != VACANT]
         for name, old in self.stacked_parameters().items():
             shape = (len(wanted), *old.shape[1:])
-            data = torch.empty(shape, dtype=old.dtype, device=device) if deferred else old.data[rows].to(device)
+            data = torch.zeros(shape, dtype=old.dtype, device=device)
+            for slot, row in moves if not deferred else ():
+                data[slot] = old.data[row].to(device)
             setattr(self, name, nn.Parameter(data, requires_grad=old.requires_grad))
         self.slot_experts = wanted
         if deferred:
             self.reset_parameters()
 
-    def forward(self, x_MD: Tensor, tokens_per_slot_S: Tensor) -> Tensor:
+    def forward(self, x_MD: Tensor, tokens_per_slot_S: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Apply to each row the expert of its slot.
 
         Args:
             x_MD: rows sorted by slot.
             tokens_per_slot_S: int64 [S], how many rows each slot has.
+            weights: stacks to use in the place of the parameters, by the same names: those of visiting experts.
 
         Returns:
             [M, D] in the dtype that autocast asks for, else that of x.
@@ -150,17 +156,21 @@ class Experts(nn.Module):
         dtype = (
             torch.get_autocast_dtype(x_MD.device.type) if torch.is_autocast_enabled(x_MD.device.type) else x_MD.dtype
         )
-        hidden_MF = ops.grouped_mm(x_MD.to(dtype), self.w_up.to(dtype), tokens_per_slot_S)
-        if self.b_up is not None:
-            hidden_MF = _AddSlotBias.apply(hidden_MF, self.b_up.to(dtype), tokens_per_slot_S)  # type: ignore[no-untyped-call]
+        stacks = self.stacked_parameters() if weights is None else weights
+        hidden_MF = _linear(x_MD.to(dtype), stacks["w_up"], stacks.get("b_up"), tokens_per_slot_S)
         hidden_MF = ops.expert_activation(hidden_MF, self.activation)
-        out_MD = ops.grouped_mm(hidden_MF, self.w_down.to(dtype), tokens_per_slot_S)
-        if self.b_down is not None:
-            out_MD = _AddSlotBias.apply(out_MD, self.b_down.to(dtype), tokens_per_slot_S)  # type: ignore[no-untyped-call]
-        return out_MD
+        return _linear(hidden_MF, stacks["w_down"], stacks.get("b_down"), tokens_per_slot_S)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, slots={list(self.slot_experts)}, activation={self.activation}"
+
+
+def _linear(x_MD: Tensor, weight_SDF: Tensor, bias_SF: Tensor | None, counts_S: Tensor) -> Tensor:
+    """[M, F]: x @ weight + bias of each row's slot, in the dtype of x."""
+    out_MF = ops.grouped_mm(x_MD, weight_SDF.to(x_MD.dtype), counts_S)
+    if bias_SF is not None:
+        out_MF = _AddSlotBias.apply(out_MF, bias_SF.to(x_MD.dtype), counts_S)  # type: ignore[no-untyped-call]
+    return out_MF
 
 
 class _AddSlotBias(torch.autograd.Function):

@@ -5,12 +5,14 @@ Shapes: T tokens of this rank, K choices, E experts, N ranks, D model width.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.comm.dispatcher import Dispatcher, Route
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import Activation, Experts
@@ -31,6 +33,19 @@ class LayerStatistics:
 
     tokens_NE: Tensor
     computed_NE: Tensor
+
+
+class Visits(Protocol):
+    """Experts of other ranks that visit this layer for a step, and the transfers that run under its computations."""
+
+    def before_experts(self) -> None:
+        """The tokens have arrived."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The visitors' stacks [H, ...] by the names of the parameters; waits for them."""
+
+    def before_dense(self) -> None:
+        """The results have been sent back."""
 
 
 class MoELayer(nn.Module):
@@ -54,6 +69,9 @@ class MoELayer(nn.Module):
         auxiliary_loss: weighted auxiliary losses of the last forward pass in training, differentiable; None where
             there are none.
         statistics: counts of the last forward pass.
+        visits: shadows and their schedule in the running step; None where the model runs without any.
+        during_dispatch: called by every forward pass in training while the tokens travel, when `statistics` are known;
+            not in a world of one rank.
 
     Raises:
         ConfigurationError: a size below its least value, or a router that cannot serve so many experts.
@@ -96,14 +114,16 @@ class MoELayer(nn.Module):
         self.dispatcher = Dispatcher.local(num_experts)
         self.auxiliary_loss: Tensor | None = None
         self.statistics: LayerStatistics | None = None
+        self.visits: Visits | None = None
+        self.during_dispatch: Callable[[], None] | None = None
 
     @property
     def num_experts(self) -> int:
         return self.experts.num_experts
 
     def place(self, dispatcher: Dispatcher, device: torch.device) -> None:
-        """Live under this dispatcher's placement: keep the experts that it gives to this rank."""
-        self.experts.place(dispatcher.placement.experts_on(dispatcher.world.rank), device)
+        """Live under this dispatcher's placement: keep the experts that it gives to this rank's slots."""
+        self.experts.place(dispatcher.slot_experts, device)
         self.dispatcher = dispatcher
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,12 +133,28 @@ class MoELayer(nn.Module):
         computed_NE = self._after_drops(tokens_NE)
         self._account(routing, tokens_NE, computed_NE)
         route = self.dispatcher.plan(routing.expert_ids_TK, computed_NE)
-        rows_MD = self.dispatcher.dispatch(x_TD, route)
-        rows_MD = self.experts(rows_MD, route.tokens_per_slot_S)
+        rows_MD = self.dispatcher.dispatch(x_TD, route, self.during_dispatch if self.training else None)
+        if self.visits is not None:
+            self.visits.before_experts()
+        rows_MD = self._compute(rows_MD, route)
         out_TD = self.dispatcher.combine(rows_MD, route, routing.weights_TK)
+        if self.visits is not None:
+            self.visits.before_dense()
         if self.shared_expert is not None:
             out_TD = out_TD + self.shared_expert(x_TD)
         return out_TD.view(*x.shape[:-1], out_TD.shape[-1])
+
+    def _compute(self, rows_MD: Tensor, route: Route) -> Tensor:
+        """Residents first, so that visitors may still be on their way; backward visitors come first, and so do their
+        gradients.
+        """
+        if route.tokens_per_shadow_H is None or self.visits is None:
+            return self.experts(rows_MD, route.tokens_per_slot_S)  # type: ignore[no-any-return]
+        sizes = [route.resident_rows, len(rows_MD) - route.resident_rows]
+        resident_MD, visiting_MD = torch.split(rows_MD, sizes)
+        resident_MD = self.experts(resident_MD, route.tokens_per_slot_S)
+        visiting_MD = self.experts(visiting_MD, route.tokens_per_shadow_H, self.visits.weights())
+        return torch.cat([resident_MD, visiting_MD])
 
     def _after_drops(self, tokens_NE: Tensor) -> Tensor:
         """Every rank keeps min(limit, count) of each expert, so the counts after drops need no second gather."""

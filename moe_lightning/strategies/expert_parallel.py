@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
@@ -18,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World, join_launched_world
@@ -27,7 +30,7 @@ from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
 from moe_lightning.strategies.checkpointing import CheckpointingStrategy
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
-from moe_lightning.strategies.placed_experts import PlacedExperts, resolve_placements
+from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, resolve_placements
 from moe_lightning.strategies.step_data import StepData, running_slice, training_slice
 from moe_lightning.strategies.zero import DenseOptimizerShards
 
@@ -45,6 +48,8 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         copies: replicas of each expert under the uniform placement. None: one in each dispatch group.
         placement: instead of the uniform one, replicas as a nested list [E, N] or [L, E, N], or the path of such a
             table (.json or .npy).
+        slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; those that
+            hold no expert are vacant and cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens among its replicas so that ranks are loaded evenly, "equal" splits
             them evenly.
         zero1: keep the optimizer state of each dense parameter on one rank only.
@@ -66,6 +71,7 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         ep_size: int | None = None,
         copies: int | None = None,
         placement: str | os.PathLike[str] | Sequence[Any] | None = None,
+        slots: int | None = None,
         quota: QuotaPolicy = "balanced",
         zero1: bool = False,
         seed: int | None = None,
@@ -74,7 +80,7 @@ class ExpertParallelStrategy(CheckpointingStrategy):
     ) -> None:
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
             raise ConfigurationError(f"timeout_s={timeout_s!r} must be a finite number of seconds above 0")
-        for name, value in (("ep_size", ep_size), ("copies", copies)):
+        for name, value in (("ep_size", ep_size), ("copies", copies), ("slots", slots)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigurationError(f"{name}={value!r} must be an integer of at least 1, or null for the default")
         if kwargs.get("start_method", "popen") != "popen":
@@ -90,6 +96,7 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         self._ep_size = ep_size
         self._copies = copies
         self._placement = placement
+        self._slots = slots
         self._quota: QuotaPolicy = quota
         self._zero1 = zero1
         self._seed = seed
@@ -138,11 +145,10 @@ class ExpertParallelStrategy(CheckpointingStrategy):
             self._world = World.connect(self.root_device, self._timeout)
         self._stream.seed = self._run_seed()
         attach_stream(module, self._stream)
-        placements = resolve_placements(
-            module, self.world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
-        )
-        self._experts = PlacedExperts(module, placements, self.world, ep_size=self._ep_size, quota=self._quota)
-        ignored = list(self._experts.keys(module)) + _identical_buffers(module)
+        known = self._experts
+        if known is None or known.module is not module or known.world is not self.world:
+            self._experts = self._place_experts(module)
+        ignored = list(self.experts.keys(module)) + _identical_buffers(module)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
         if self.world.size > 1:
             super().setup(trainer)
@@ -176,6 +182,43 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         """Experts that are built in configure_model allocate only this rank's slots."""
         with deferred_experts():
             yield
+
+    def _place_experts(self, module: nn.Module) -> PlacedExperts:
+        placements = resolve_placements(
+            module, self.world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
+        )
+        return PlacedExperts(
+            module, placements, self.world, ep_size=self._ep_size, quota=self._quota, slots=self._slots
+        )
+
+    def replace_experts(self, placements: Sequence[Placement]) -> MigrationReport:
+        """Move experts with all their state to new placements, one for each MoE layer; collective, between steps.
+
+        Raises:
+            ConfigurationError: a placement that does not fit the world, a dispatch group or the slots.
+        """
+        return self.experts.replace(placements, self.optimizers)
+
+    def visit_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
+        """Let experts visit other ranks in the next step, one plan for each MoE layer; collective, before the step.
+
+        Args:
+            plans: the same on every rank.
+            early_shares: part of each layer's Trans that travels under the experts of the block before it, the rest
+                under its dense layers; None: all of it.
+
+        Raises:
+            ConfigurationError: plans for other placements, several dispatch groups, or manual optimization, whose
+                steps have no stated end.
+        """
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            raise ConfigurationError(
+                "shadows need automatic optimization: a step of manual optimization may change weights at any time"
+            )
+        parameters = [next(iter(layer.experts.parameters())).dtype for layer in self.experts.layers]
+        dtype = torch.bfloat16 if str(self.precision_plugin.precision) == "bf16-mixed" else parameters[0]
+        self.experts.visit(plans, dtype, early_shares or [1.0] * len(plans))
 
     # ------------------------------------------------------------------ dense gradients
 
@@ -297,6 +340,8 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         loss = self.precision_plugin.pre_backward(
             closure_loss if weight == 1.0 else closure_loss * weight, self.lightning_module
         )
+        if self.experts.visits is not None:
+            self.experts.visits.is_last_backward = not self._sync_blocked
         self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         if is_automatic:
             self._slice = None
@@ -335,6 +380,8 @@ class ExpertParallelStrategy(CheckpointingStrategy):
     def teardown(self) -> None:
         if self.precision_plugin.__dict__.get("clip_grad_by_norm") is not None:
             del self.precision_plugin.clip_grad_by_norm
+        if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
+            return  # experts were refused their places: nothing is allocated, and the user shall see that error
         super().teardown()
 
     @classmethod

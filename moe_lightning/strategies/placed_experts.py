@@ -56,9 +56,10 @@ class PlacedExperts:
             the first placement needs.
 
     Attributes:
-        module: the model.
-        layers: its MoE layers.
+        module, world: as given.
+        layers: the model's MoE layers.
         placements: of each layer.
+        room: slots of each rank, [L][N].
         rows: for each expert parameter, where its rows belong.
         visits: the shadows of the running step; None where there are none.
 
@@ -82,13 +83,15 @@ class PlacedExperts:
         self.placements = list(placements)
         self.rows: dict[nn.Parameter, ExpertRows] = {}
         self.visits: StepVisits | None = None
-        self._world = world
+        self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
         self._quota: QuotaPolicy = quota
         for layer, placement in zip(self.layers, placements, strict=True):
             _take_rank_0_experts(layer, world)
             held = _in_slots(placement, world.rank, slots)
             layer.place(Dispatcher(placement, world, self._groups, quota, held), world.device)
+        ranks = range(world.size)
+        self.room = [[len(_in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
         self._index_rows()
 
     def _index_rows(self) -> None:
@@ -97,9 +100,9 @@ class PlacedExperts:
         for layer, placement in zip(self.layers, self.placements, strict=True):
             slots = layer.experts.slot_experts
             for parameter in layer.experts.stacked_parameters().values():
-                self.rows[parameter] = ExpertRows(slot_experts=slots, placement=placement, rank=self._world.rank)
+                self.rows[parameter] = ExpertRows(slot_experts=slots, placement=placement, rank=self.world.rank)
                 stacked.append(StackedParameter(parameter=parameter, slot_experts=slots, placement=placement))
-        self._replica_sum = ReplicaSum(stacked, self._world)
+        self._replica_sum = ReplicaSum(stacked, self.world)
 
     def sum_replica_gradients(self) -> None:
         """Bring the gradients of shadows home, then add those of each expert over its holders, in rank order."""
@@ -134,7 +137,7 @@ class PlacedExperts:
             moving.append(MovingRows(tensors=tensors, before=before, after=after))
             for parameter in parameters:
                 parameter.grad = None
-        sent_bytes = migrate_rows(moving, migration.transfers, self._world)
+        sent_bytes = migrate_rows(moving, migration.transfers, self.world)
         for layer, dispatcher in zip(self.layers, dispatchers, strict=True):
             layer.experts.slot_experts = dispatcher.slot_experts
             layer.dispatcher = dispatcher
@@ -159,15 +162,15 @@ class PlacedExperts:
                     f"the placement of MoE layer {index} has shape {placement.replicas.shape}, but this run needs "
                     f"{old.replicas.shape} (experts, ranks)"
                 )
-            held = placement.experts_on(self._world.rank)
-            room = layer.experts.num_slots
-            if len(held) > room:
-                raise ConfigurationError(
-                    f"the placement of MoE layer {index} puts {len(held)} experts on rank {self._world.rank}, which "
-                    f"keeps {room} slots: raise slots"
-                )
+            for rank, room in enumerate(self.room[index]):
+                if len(placement.experts_on(rank)) > room:
+                    raise ConfigurationError(
+                        f"the placement of MoE layer {index} puts {len(placement.experts_on(rank))} experts on rank "
+                        f"{rank}, which keeps {room} slots: raise the strategy's slots"
+                    )
+            held = placement.experts_on(self.world.rank)
             slots = next_slots(layer.experts.slot_experts, held)
-            result.append(Dispatcher(placement, self._world, self._groups, self._quota, slots))
+            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots))
         return result
 
     # ------------------------------------------------------------------ shadows
@@ -190,7 +193,7 @@ class PlacedExperts:
         for layer, plan, share in zip(self.layers, plans, early_shares, strict=True):
             layer.dispatcher.shadows = plan
             parameters, slots = layer.experts.stacked_parameters(), layer.experts.slot_experts
-            visits.append(LayerVisits(parameters, slots, plan, self._world, dtype, share))
+            visits.append(LayerVisits(parameters, slots, plan, self.world, dtype, share))
             layer.visits = visits[-1]
         self.visits = StepVisits(visits)
         self.visits.begin()

@@ -1,0 +1,237 @@
+"""Shadows at run time: weights of an expert visit other ranks for one step (Trans), gradients go home (Agg).
+
+Both are exchanges on the background group. Trans of the next block starts under the experts of this block and goes on
+under its dense layers, cut as `algorithms.overlap` says; Agg starts as soon as the gradients of a block exist, which is
+before those of its residents are computed, and all Aggs end before replicas are summed. Pro-Prophet (V) cuts Agg in two
+as well and starts each part under a stated computation; starting it at once needs no hooks in the backward pass.
+
+Parameters do not change inside a step, so micro-batches share one Trans, add their gradients up, and share one Agg.
+
+Shapes: H shadows on this rank, P numbers in an expert.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.comm.exchange import PendingExchange
+from moe_lightning.comm.world import World
+
+
+class LayerVisits:
+    """One layer's shadows in one step.
+
+    Args:
+        parameters: the layer's stacks [S, ...] by name, in an order that all ranks share.
+        slot_experts: expert of each slot of this rank, -1 where vacant.
+        plan: who visits whom; may be empty.
+        world: the ranks.
+        dtype: of weights in flight; what the experts compute in, so that nothing is lost by it.
+        early_share: part of every expert's bytes that travels under the experts of the block before, the rest under
+            its dense layers; in [0, 1].
+
+    Attributes:
+        sent_bytes: that left this rank so far.
+        trans_wait_s, agg_wait_s: host seconds that transfers were waited for, which is what they cost.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        slot_experts: Sequence[int],
+        plan: ShadowPlan,
+        world: World,
+        dtype: torch.dtype,
+        early_share: float = 1.0,
+    ) -> None:
+        self._parameters = parameters
+        self._world, self._dtype = world, dtype
+        experts, ranks = np.nonzero(plan.shadows)
+        copies = list(zip(experts.tolist(), plan.homes[experts].tolist(), ranks.tolist(), strict=True))
+        # (peer, expert): in the order of sending and receiving, which is by rank and then by expert.
+        self._guests = sorted((home, expert) for expert, home, rank in copies if rank == world.rank)
+        self._hosts = sorted((rank, expert) for expert, home, rank in copies if home == world.rank)
+        self._slot_of = {expert: slot for slot, expert in enumerate(slot_experts)}
+        self._sizes = {name: parameter.shape[1:].numel() for name, parameter in parameters.items()}
+        num_numbers = sum(self._sizes.values())
+        cut = round(early_share * num_numbers)
+        self._parts = [part for part in ((0, cut), (cut, num_numbers)) if part[0] < part[1]]
+        self._early_parts = 1 if cut else 0
+        self._has_copies = bool(copies)
+        self._pending: list[PendingExchange] = []
+        self._stacks: dict[str, Tensor] | None = None
+        self._gradients_seen = 0
+        self._agg: PendingExchange | None = None
+        self._step: StepVisits | None = None
+        self._following: LayerVisits | None = None
+        self.sent_bytes = 0
+        self.trans_wait_s = self.agg_wait_s = 0.0
+
+    def join(self, step: StepVisits, following: LayerVisits | None) -> None:
+        """Take part in a step; `following` is the next layer's."""
+        self._step, self._following = step, following
+
+    # ------------------------------------------------------------------ the layer calls
+
+    def before_experts(self) -> None:
+        """Start the early part of the next layer's Trans."""
+        if self._following is not None:
+            self._following.start_trans(early=True)
+
+    def before_dense(self) -> None:
+        """Start the rest of the next layer's Trans."""
+        if self._following is not None:
+            self._following.start_trans()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The visitors' stacks [H, ...], ascending by expert, as leaves that collect gradients; waits for them."""
+        if self._stacks is None:
+            self.start_trans()
+            began = time.perf_counter()
+            arrived = [pending.wait() for pending in self._pending]
+            self.trans_wait_s += time.perf_counter() - began
+            lengths = [last - first for first, last in self._parts]
+            rows = [part.view(len(self._guests), length) for part, length in zip(arrived, lengths, strict=True)]
+            self._stacks = self._stack(torch.cat(rows, dim=1))
+            self._pending = []
+        return self._stacks
+
+    # ------------------------------------------------------------------ transfers
+
+    def start_trans(self, early: bool = False) -> None:
+        """Have Trans under way, or only its early part; collective."""
+        if not self._has_copies or self._stacks is not None:
+            return
+        while len(self._pending) < (self._early_parts if early else len(self._parts)):
+            first, last = self._parts[len(self._pending)]
+            rows = {expert: self._row(expert, first, last) for _, expert in self._hosts}
+            send = [rows[expert] for _, expert in self._hosts]
+            length = last - first
+            self._pending.append(self._exchange(send, self._hosts, self._guests, length, self._dtype))
+
+    def start_agg(self) -> None:
+        """Send the gradients of the visitors home; collective."""
+        if not self._has_copies or self._agg is not None:
+            return
+        names = self._trained()
+        ascending = sorted(expert for _, expert in self._guests)
+        send = []
+        for _, expert in self._guests:
+            for name in names:
+                gradient = self._stacks[name].grad if self._stacks is not None else None
+                parameter = self._parameters[name]
+                empty = torch.zeros(self._sizes[name], dtype=parameter.dtype, device=parameter.device)
+                send.append(empty if gradient is None else gradient[ascending.index(expert)].reshape(-1))
+        length = sum(self._sizes[name] for name in names)
+        dtype = next(iter(self._parameters.values())).dtype
+        self._agg = self._exchange(send, self._guests, self._hosts, length, dtype)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Add what the visited ranks computed to the gradients of the home, in rank order."""
+        if self._agg is None:
+            return
+        began = time.perf_counter()
+        arrived = self._agg.wait()
+        self.agg_wait_s += time.perf_counter() - began
+        start = 0
+        for _, expert in self._hosts:
+            for name in self._trained():
+                parameter = self._parameters[name]
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                row = parameter.grad[self._slot_of[expert]]
+                row += arrived[start : start + row.numel()].view_as(row)
+                start += row.numel()
+
+    def _exchange(
+        self,
+        rows: Sequence[Tensor],
+        to: Sequence[tuple[int, int]],
+        source: Sequence[tuple[int, int]],
+        length: int,
+        dtype: torch.dtype,
+    ) -> PendingExchange:
+        send, recv = [0] * self._world.size, [0] * self._world.size
+        for rank, _ in to:
+            send[rank] += length
+        for rank, _ in source:
+            recv[rank] += length
+        flat = torch.cat(list(rows)) if rows else torch.empty(0, dtype=dtype, device=self._world.device)
+        self.sent_bytes += flat.numel() * flat.element_size()
+        return PendingExchange(flat, send, recv, self._world)
+
+    # ------------------------------------------------------------------ rows and stacks
+
+    def _row(self, expert: int, first: int, last: int) -> Tensor:
+        """Numbers first..last of an expert of this rank, in flight's dtype."""
+        slot = self._slot_of[expert]
+        row = torch.cat([p.detach()[slot].reshape(-1).to(self._dtype) for p in self._parameters.values()])
+        return row[first:last]
+
+    def _stack(self, rows_HP: Tensor) -> dict[str, Tensor]:
+        order = sorted(range(len(self._guests)), key=lambda index: self._guests[index][1])
+        columns = torch.split(rows_HP[order], list(self._sizes.values()), dim=1)
+        stacks = {}
+        for (name, parameter), column in zip(self._parameters.items(), columns, strict=True):
+            stack = column.to(parameter.dtype).reshape(len(order), *parameter.shape[1:])
+            if parameter.requires_grad:
+                stack.requires_grad_()
+                stack.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            stacks[name] = stack
+        return stacks
+
+    def _on_gradient(self, _: Tensor) -> None:
+        self._gradients_seen += 1
+        complete = self._gradients_seen % len(self._trained()) == 0
+        if complete and self._step is not None and self._step.is_last_backward:
+            self.start_agg()
+
+    def _trained(self) -> list[str]:
+        return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+
+
+class StepVisits:
+    """The shadows of all layers in one step.
+
+    Args:
+        layers: one for each MoE layer, in the order of the forward pass.
+
+    Attributes:
+        is_last_backward: whether the running backward pass is the step's last, so that Agg may start in it.
+    """
+
+    def __init__(self, layers: Sequence[LayerVisits]) -> None:
+        self._layers = list(layers)
+        self.is_last_backward = False
+        for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
+            layer.join(self, following)
+
+    def begin(self) -> None:
+        """Start the first layer's Trans, which no MoE layer precedes; collective."""
+        self._layers[0].start_trans()
+
+    def finish(self) -> None:
+        """Bring all gradients home; collective."""
+        for layer in reversed(self._layers):
+            layer.start_agg()
+        for layer in reversed(self._layers):
+            layer.finish()
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(layer.sent_bytes for layer in self._layers)
+
+    @property
+    def trans_wait_s(self) -> float:
+        return sum(layer.trans_wait_s for layer in self._layers)
+
+    @property
+    def agg_wait_s(self) -> float:
+        return sum(layer.agg_wait_s for layer in self._layers)

@@ -1,0 +1,169 @@
+"""Experts change ranks in the middle of a run, with all their state, and nothing else changes (laws L1 and L3)."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.algorithms.migration import held_states, plan_migration
+from moe_lightning.comm.migration import MovingRows, migrate_rows, next_slots
+from moe_lightning.errors import ConfigurationError
+from tests.distributed.balanced_training import random_placement, train
+from tests.distributed.harness import connect, run_ranks
+from tests.distributed.test_same_loss import TOLERANCE, assert_same_training
+from tests.distributed.training import OwnModule, make_trainer
+
+SHAPES = {"weight": (3, 2), "moment": (3, 2), "bias": (4,), "counter": ()}
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_slots_of_those_who_stay_do_not_change(data: st.DataObject) -> None:
+    num_slots = data.draw(st.integers(0, 6))
+    before = data.draw(st.lists(st.integers(0, 9), max_size=num_slots, unique=True))
+    slots = data.draw(st.permutations(before + [-1] * (num_slots - len(before))))
+    after = data.draw(st.sets(st.integers(0, 9), max_size=num_slots))
+    moved = next_slots(slots, after)
+    assert len(moved) == num_slots
+    assert sorted(expert for expert in moved if expert >= 0) == sorted(after)
+    assert all(new == old for old, new in zip(slots, moved, strict=True) if old in after)
+
+
+def content(layer: int, expert: int, name: str) -> torch.Tensor:
+    """What an expert's row must hold, wherever it is."""
+    dtype = torch.bfloat16 if name == "moment" else torch.float32
+    return torch.full(SHAPES[name], 10.0 * layer + expert + len(name) / 16, dtype=dtype)
+
+
+def move_at_random(rank: int, world_size: int) -> int:
+    world = connect()
+    rng = np.random.default_rng(world_size)
+    slots, num_layers, moved = 4, 2, 0
+    placements = [random_placement(rng, world_size, slots) for _ in range(num_layers)]
+    experts = [next_slots([-1] * slots, placement.experts_on(rank)) for placement in placements]
+    stacks = []
+    for layer in range(num_layers):
+        stacks.append({name: torch.zeros(slots, *shape) for name, shape in SHAPES.items()})
+        stacks[-1]["moment"] = stacks[-1]["moment"].bfloat16()
+        for slot, expert in enumerate(experts[layer]):
+            for name, stack in stacks[-1].items():
+                if expert >= 0:
+                    stack[slot] = content(layer, expert, name)
+    for _ in range(8):
+        planned = [random_placement(rng, world_size, slots) for _ in range(num_layers)]
+        migration = plan_migration(held_states(placements), planned)
+        after = [next_slots(old, new.experts_on(rank)) for old, new in zip(experts, planned, strict=True)]
+        layers = [
+            MovingRows(tensors=list(stack.values()), before=old, after=new)
+            for stack, old, new in zip(stacks, experts, after, strict=True)
+        ]
+        sent_bytes = migrate_rows(layers, migration.transfers, world)
+        state_bytes = 6 * 4 + 6 * 2 + 4 * 4 + 4
+        assert sent_bytes == state_bytes * sum(t.source == rank for t in migration.transfers)
+        for layer, stack in enumerate(stacks):
+            for slot, expert in enumerate(after[layer]):
+                for name, tensor in stack.items():
+                    expected = content(layer, expert, name) if expert >= 0 else torch.zeros_like(tensor[slot])
+                    assert torch.equal(tensor[slot], expected), (layer, slot, expert, name)
+        placements, experts, moved = planned, after, moved + len(migration.transfers)
+    return moved
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rows_arrive_where_they_belong_and_vacant_ones_are_zero(world_size: int) -> None:
+    moved = run_ranks(world_size, move_at_random)
+    assert moved[0] > 0
+    assert len(set(moved)) == 1
+
+
+def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **options))
+    return results
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}},
+    "own": {"own_module": True},
+}
+
+
+@cache
+def reference(key: str) -> dict[str, Any]:
+    result: dict[str, Any] = run(1, **CASES[key])[0]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("key", "world_size", "strategy"),
+    [
+        ("plain", 2, {}),
+        ("plain", 4, {"zero1": True}),
+        ("plain", 3, {"copies": 2, "slots": 6}),
+        ("accumulate", 2, {}),
+        ("own", 4, {}),
+    ],
+)
+def test_moving_experts_changes_nothing(key: str, world_size: int, strategy: dict[str, Any]) -> None:
+    moving = {"move_at": (2, 3, 6), "slots": 4}
+    ranks = run(world_size, strategy={"slots": 4, **strategy}, moving=moving, **CASES[key])
+    assert ranks[0]["moved_states"] > 0
+    assert_same_training(reference(key), ranks)
+
+
+def test_a_checkpoint_after_a_migration_resumes_anywhere(tmp_path: Path) -> None:
+    path = str(tmp_path / "moved.ckpt")
+    strategy = {"slots": 5}
+    run(4, steps=6, strategy=strategy, moving={"move_at": (1, 4), "slots": 5}, save_to=path)
+    for world_size, options in ((1, {}), (2, strategy), (3, {})):
+        moving = {"move_at": (8,), "slots": 5} if options else {}
+        for result in run(world_size, strategy=options, moving=moving, ckpt_path=path):
+            np.testing.assert_allclose(result["losses"], reference("plain")["losses"][6:], rtol=0, atol=TOLERANCE)
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    trainer = make_trainer(rank, world_size, {"slots": 4}, fast_dev_run=1)
+    module = OwnModule()
+    trainer.strategy.connect(module)
+    trainer.strategy.setup_environment()
+    trainer.strategy.setup(trainer)
+    messages = []
+    rng = np.random.default_rng(0)
+    crowded = random_placement(rng, world_size, 6)
+    crowded = type(crowded)(replicas=np.ones_like(crowded.replicas))
+    for placements in ([crowded], [], [random_placement(rng, world_size + 1, 4)]):
+        with pytest.raises(ConfigurationError) as caught:
+            trainer.strategy.replace_experts(placements)  # type: ignore[attr-defined]
+        messages.append(str(caught.value))
+    with pytest.raises(ConfigurationError) as caught:
+        make_trainer(rank, world_size, {"slots": 0})
+    messages.append(str(caught.value))
+    return messages
+
+
+def test_wrong_placements_are_refused_before_anything_moves() -> None:
+    crowded, missing, foreign, none = run_ranks(2, refusals)[0]
+    assert "puts 6 experts on rank 0, which keeps 4 slots: raise the strategy's slots" in crowded
+    assert "0 placements do not fit 1 MoE layers" in missing
+    assert "has shape (6, 3), but this run needs (6, 2)" in foreign
+    assert "slots=0 must be an integer of at least 1" in none
+
+
+def too_few(rank: int, world_size: int) -> str:
+    trainer = make_trainer(rank, world_size, {"slots": 2}, fast_dev_run=1)
+    trainer.strategy.connect(OwnModule())
+    trainer.strategy.setup_environment()
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.strategy.setup(trainer)
+    return str(caught.value)
+
+
+def test_too_few_slots_for_the_first_placement() -> None:
+    assert "slots=2 cannot hold the 3 experts" in run_ranks(2, too_few)[0]

@@ -1,0 +1,181 @@
+"""Experts visit other ranks for a step: every token is computed once, and the training does not change (L1 to L3)."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.shadows import ShadowPlan, shadow_quota
+from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.comm.shadows import LayerVisits, StepVisits
+from moe_lightning.errors import ConfigurationError
+from tests.distributed.balanced_training import random_placement, random_shadows, train
+from tests.distributed.harness import connect, run_ranks
+from tests.distributed.test_same_loss import assert_same_training
+from tests.distributed.training import OwnModule, make_trainer
+
+
+def dispatch_with_shadows(rank: int, world_size: int) -> int:
+    """Dispatch, scale each row by its expert, combine: as if no token had travelled; and the quota is the plan's."""
+    world = connect()
+    visitors = 0
+    for seed in range(20):
+        rng = np.random.default_rng((seed, world_size))
+        placement = random_placement(rng, world_size, 5)
+        plan = random_shadows(rng, placement)
+        visitors += plan.num_copies
+        ids = [torch.from_numpy(rng.integers(-1, 6, (int(rng.integers(0, 9)), 2))) for _ in range(world_size)]
+        slots = rng.permutation([*placement.experts_on(rank), -1]).tolist()
+        dispatcher = Dispatcher(placement, world, [tuple(range(world_size))], "balanced", slots)
+        dispatcher.shadows = plan
+        counts_NE = torch.stack([torch.bincount(peer[peer >= 0], minlength=6) for peer in ids])
+        route = dispatcher.plan(ids[rank], counts_NE)
+        quota = shadow_quota(counts_NE.numpy().T, placement, plan)
+        visiting = np.flatnonzero(plan.shadows[:, rank]).tolist()
+        assert route.tokens_per_slot_S.tolist() == [0 if e < 0 else quota[e, rank] for e in slots]
+        if plan.num_copies:
+            assert route.tokens_per_shadow_H is not None
+            assert route.tokens_per_shadow_H.tolist() == quota[visiting, rank].tolist()
+        else:
+            assert route.tokens_per_shadow_H is None
+        experts = torch.tensor([*slots, *visiting])
+        sizes = quota[experts.clamp_min(0), rank] * (experts >= 0).numpy()
+        x_TD = torch.randn(len(ids[rank]), 3)
+        rows_MD = dispatcher.dispatch(x_TD, route)
+        assert len(rows_MD) == sizes.sum()
+        scale_M = (experts + 1.0).repeat_interleave(torch.from_numpy(sizes))
+        out_TD = dispatcher.combine(rows_MD * scale_M[:, None], route, torch.ones(ids[rank].shape))
+        expected_T = torch.where(ids[rank] >= 0, ids[rank] + 1.0, 0.0).sum(dim=1)
+        torch.testing.assert_close(out_TD, x_TD * expected_T[:, None])
+    return visitors
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tokens_reach_residents_and_shadows_as_planned(world_size: int) -> None:
+    assert run_ranks(world_size, dispatch_with_shadows)[0] > 0
+
+
+def visit_and_return(rank: int, world_size: int) -> dict[str, Any]:
+    """Two layers, expert e of rank e; expert 0 visits everybody, expert 1 rank 0. Every visitor's gradient is known."""
+    world = connect()
+    placement = Placement(replicas=np.eye(2, world_size, dtype=np.int64))
+    shadows = np.zeros((2, world_size), dtype=np.bool_)
+    shadows[0, 1:] = shadows[1, 0] = True
+    shadows[1, 2:] = True
+    plan = ShadowPlan(shadows=shadows, homes=np.array([0, 1]))
+    slots = placement.experts_on(rank)
+    layers = []
+    for layer in range(2):
+        stacks = {
+            "w": torch.nn.Parameter(torch.full((len(slots), 2, 3), 10.0 * layer + rank)),
+            "b": torch.nn.Parameter(torch.full((len(slots), 5), 0.5 + layer + rank)),
+        }
+        layers.append((stacks, LayerVisits(stacks, slots, plan, world, torch.bfloat16, early_share=0.3)))
+    step = StepVisits([visits for _, visits in layers])
+    step.begin()
+    visiting = np.flatnonzero(shadows[:, rank]).tolist()
+    for micro_batch in range(2):
+        step.is_last_backward = micro_batch == 1
+        for layer, (_, visits) in enumerate(layers):
+            visits.before_experts()
+            weights = visits.weights()
+            for row, expert in enumerate(visiting):
+                assert torch.equal(weights["w"][row], torch.full((2, 3), 10.0 * layer + expert))
+                assert torch.equal(weights["b"][row], torch.full((5,), 0.5 + layer + expert))
+            assert weights["w"].shape == (len(visiting), 2, 3)
+            visits.before_dense()
+            sum((weight * (rank + 1.0)).sum() for weight in weights.values()).backward()  # type: ignore[union-attr]
+    step.finish()
+    return {
+        "gradients": [{name: p.grad for name, p in stacks.items()} for stacks, _ in layers],
+        "sent_bytes": step.sent_bytes,
+        "waits": (step.trans_wait_s, step.agg_wait_s),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_weights_come_and_gradients_go_home(world_size: int) -> None:
+    results = run_ranks(world_size, visit_and_return)
+    visited = {0: range(1, world_size), 1: [rank for rank in range(world_size) if rank != 1]}
+    for home, ranks in visited.items():
+        expected = 2.0 * sum(rank + 1.0 for rank in ranks)  # two micro-batches
+        for layer in results[home]["gradients"]:
+            for gradient in layer.values():
+                assert torch.equal(gradient, torch.full_like(gradient, expected))
+    copies = sum(len(list(ranks)) for ranks in visited.values())
+    numbers, layers = 2 * 3 + 5, 2
+    assert sum(result["sent_bytes"] for result in results) == copies * layers * numbers * (2 + 4)
+    assert all(wait >= 0 for result in results for wait in result["waits"])
+
+
+def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **options))
+    return results
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}},
+    "top_1": {"model": {"router": {"top_k": 1}}},
+    "swiglu": {"model": {"activation": "swiglu", "bias": False, "norm": "rmsnorm", "position": "rope"}},
+}
+
+
+@cache
+def reference(key: str) -> dict[str, Any]:
+    result: dict[str, Any] = run(1, **CASES[key])[0]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("key", "world_size", "strategy"),
+    [
+        ("plain", 2, {}),
+        ("plain", 4, {"zero1": True}),
+        ("accumulate", 3, {}),
+        ("top_1", 4, {"quota": "equal"}),
+        ("swiglu", 2, {"copies": 1}),
+    ],
+)
+def test_visiting_experts_changes_nothing(key: str, world_size: int, strategy: dict[str, Any]) -> None:
+    ranks = run(world_size, strategy=strategy, moving={"visit": True}, **CASES[key])
+    assert ranks[0]["visitors"] > 0
+    assert_same_training(reference(key), ranks)
+
+
+class ManualModule(OwnModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for strategy, module, placement in (
+        ({}, ManualModule(), None),
+        ({"ep_size": 1}, OwnModule(), np.ones((6, world_size), dtype=np.int64)),
+        ({}, OwnModule(), np.ones((6, world_size), dtype=np.int64)),
+    ):
+        trainer = make_trainer(rank, world_size, strategy, fast_dev_run=1)
+        trainer.strategy.connect(module)
+        trainer.strategy.setup_environment()
+        trainer.strategy.setup(trainer)
+        here = trainer.strategy.experts.placements[0] if placement is None else Placement(replicas=placement)  # type: ignore[attr-defined]
+        plan = ShadowPlan(shadows=np.zeros(here.replicas.shape, dtype=np.bool_), homes=np.zeros(6, dtype=np.int64))
+        plan.shadows[0, 1] = True
+        with pytest.raises(ConfigurationError) as caught:
+            trainer.strategy.visit_experts([plan])  # type: ignore[attr-defined]
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_shadows_that_cannot_be() -> None:
+    manual, groups, foreign = run_ranks(2, refusals)[0]
+    assert "shadows need automatic optimization" in manual
+    assert "plan again after a new placement" in groups or "shadows need one dispatch group" in groups
+    assert "plan again after a new placement" in foreign
