@@ -65,7 +65,8 @@ class World:
 
 
 def join_launched_world(*, rank: int, size: int, backend: str, timeout: timedelta) -> bool:
-    """Make torch's default group over the launcher's store, or keep it; False when this process was not started by our launcher.
+    """Make torch's default group over the launcher's store, or keep it; False when another launcher started this
+    process.
 
     Raises:
         ConfigurationError: the variable that names the store is malformed.
