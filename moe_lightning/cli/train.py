@@ -52,7 +52,7 @@ def _run(arguments: Sequence[str]) -> None:
     if "--version" in arguments:  # the parser's own would tell Hydra's
         print(f"moe-train {__version__}")
         return
-    options = parser.parse_args(list(arguments))
+    options = parser.parse_intermixed_args(list(arguments))
     if options.help:
         from moe_lightning.cli.help import help_text
 

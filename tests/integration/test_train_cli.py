@@ -1,0 +1,228 @@
+"""`moe-train` as a user runs it: in processes of its own, on two ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "moe_lightning.cli.train"]
+TINY = [
+    "model=llama_moe_tiny",
+    "run_name=tiny",
+    "data.source=words.txt",
+    "data.cache_dir=cache",
+    "data.global_batch_size=8",
+    "data.val_samples=4",
+    "trainer.log_every_n_steps=2",
+    "trainer.val_check_interval=2",
+    "logger=csv",
+]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and waits on process descriptors")
+
+
+def _environment() -> dict[str, str]:
+    dropped = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PL_GLOBAL_SEED",
+        "WANDB_API_KEY",
+        "WANDB_MODE",
+    )
+    return {name: value for name, value in os.environ.items() if name not in dropped} | {"OMP_NUM_THREADS": "1"}
+
+
+def _run(folder: Path, *arguments: str, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *TINY, *arguments], cwd=folder, env=_environment(), capture_output=True, text=True, timeout=200
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder with a run of four steps on two ranks, and what it said."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(3000)))
+    return folder, _run(folder, "trainer.max_steps=4", "ranks=2", "logger=default")
+
+
+@pytest.fixture
+def folder(trained: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> Path:
+    """A copy of that folder, for a test to change."""
+    shutil.copytree(trained[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_trains_quietly(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    result = trained[1]
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0] == "run    outputs/tiny"
+    assert lines[1].startswith("model  ")
+    assert "4 experts in 2 of 2 layers, top-2" in lines[1]
+    assert lines[3] == "ranks  2 ranks on cpu, 32-true precision"
+    assert sum(line.startswith("step ") and "tokens/s" in line for line in lines) == 2
+    assert sum("validation loss" in line for line in lines) == 3
+    assert any(line.startswith("order-2 model") for line in lines)
+    assert any(line.startswith("checkpoint") and line.endswith("step-0000004.ckpt") for line in lines)
+
+
+def test_leaves_its_files(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run = trained[0] / "outputs" / "tiny"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-0000004.ckpt"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert {"val_loss", "order_1_loss", "order_2_loss", "tokens_per_s", "expert_imbalance_ratio"} <= set(summary)
+    with (run / "csv" / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    logged = [row for row in rows if row["train/loss"]]
+    assert [row["step"] for row in logged] == ["1", "3"]
+    for name in (
+        "train/tokens_per_s",
+        "train/gradient_norm",
+        "moe/layer01/rank_imbalance_ratio",
+        "comm/layer00/exchanged_rows",
+    ):
+        assert all(float(row[name]) > 0 for row in logged), name
+    assert all(float(row["moe/layer00/dropped_fraction"]) == 0 for row in logged)
+    loads = [line.split(",") for line in (run / "expert_load.csv").read_text().splitlines()]
+    assert [line[:2] for line in loads] == [["2", "0"], ["2", "1"], ["4", "0"], ["4", "1"]]
+    assert all(sum(map(float, line[2:])) == pytest.approx(1.0, abs=1e-4) for line in loads)
+    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
+    assert (run / "ranks").stat().st_mode & 0o077 == 0
+
+
+def test_a_finished_run_says_so(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    result = _run(trained[0], "trainer.max_steps=4", "ranks=2")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "has finished its 4 steps" in result.stdout
+    assert "trainer.max_steps=8" in result.stdout
+
+
+def test_the_same_command_goes_on_and_is_measured(folder: Path) -> None:
+    result = _run(folder, "trainer.max_steps=6", "ranks=1")  # and on another number of ranks
+    assert result.returncode == 0, result.stderr
+    assert "going on after step 4" in result.stdout
+    assert "step 6/6" in result.stdout
+    assert "step 4/6" not in result.stdout
+    measured = _run(folder, "task=validate", "ranks=2")
+    assert measured.returncode == 0, measured.stderr
+    final = [line for line in result.stdout.splitlines() if line.startswith("validation loss")]
+    again = [line for line in measured.stdout.splitlines() if line.startswith("validation loss")]
+    assert final == again
+
+
+def test_a_checkpoint_of_another_model_is_one_sentence(folder: Path) -> None:
+    result = _run(folder, "trainer.max_steps=6", "ranks=2", "model.d_model=32")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "checkpoint" in result.stderr
+    assert "shape" in result.stderr
+
+
+def test_a_mistake_found_by_the_ranks_is_told_once(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    result = _run(trained[0], "run_name=wrong", "ranks=2", "strategy.copies=5")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "moe-train: error: copies=5 of each expert need between 1 and 2 (the number of ranks)"
+    ]
+
+
+def test_multirun_runs_each_job_once_on_its_own_ranks(folder: Path) -> None:
+    result = _run(folder, "-m", "seed=5,6", "run_name=sweep", "trainer.max_steps=2", "ranks=2")
+    assert result.returncode == 0, result.stderr
+    runs = sorted((folder / "outputs" / "sweep").iterdir())
+    assert len(runs) == 2
+    assert [f"seed={seed}" in run.name for seed, run in zip((5, 6), runs, strict=True)] == [True, True]
+    assert all((run / "checkpoints" / "step-0000002.ckpt").is_file() for run in runs)
+    assert all((run / "ranks" / "rank1.out").is_file() for run in runs)
+    assert sum(line.startswith("ranks ") for line in result.stdout.splitlines()) == 2
+
+
+def test_anew_keeps_the_earlier_run(folder: Path) -> None:
+    result = _run(folder, "trainer.max_steps=2", "ranks=1", "resume=false")
+    assert result.returncode == 0, result.stderr
+    assert "the earlier run is kept in tiny.1" in result.stdout
+    assert (folder / "outputs" / "tiny.1" / "checkpoints" / "step-0000004.ckpt").is_file()
+    assert [path.name for path in (folder / "outputs" / "tiny" / "checkpoints").iterdir()] == ["step-0000002.ckpt"]
+
+
+def test_torchrun_starts_the_ranks_itself(folder: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "moe_lightning.cli.train"]
+    result = _run(folder, "run_name=torchrun", "trainer.max_steps=2", command=torchrun)
+    assert result.returncode == 0, result.stderr
+    assert "ranks  2 ranks on cpu" in result.stdout
+    assert result.stdout.count("run    outputs/torchrun") == 1
+    assert (folder / "outputs" / "torchrun" / "checkpoints" / "step-0000002.ckpt").is_file()
+
+
+class Running:
+    """A run without an end, past its first steps, and a descriptor of each of its ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        endless = ["run_name=endless", "trainer.max_steps=1000000", "ranks=2"]
+        self.process = subprocess.Popen(
+            [*COMMAND, *TINY, *endless],
+            cwd=folder,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("step "):
+                break
+        self.ranks = [os.pidfd_open(pid) for pid in _children(self.process.pid)]
+
+    def ranks_end(self, timeout_s: float) -> bool:
+        waiting = set(self.ranks)
+        while waiting:
+            ended, _, _ = select.select(waiting, [], [], timeout_s)
+            if not ended:
+                return False
+            waiting -= set(ended)
+        return True
+
+
+def _children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+@pytest.fixture
+def running(folder: Path) -> Iterator[Running]:
+    run = Running(folder)
+    yield run
+    run.process.kill()
+    run.process.communicate()
+    for descriptor in run.ranks:
+        os.close(descriptor)
+
+
+def test_ctrl_c_ends_everything(running: Running) -> None:
+    assert len(running.ranks) == 2
+    running.process.send_signal(signal.SIGINT)
+    _, err = running.process.communicate(timeout=60)
+    assert running.process.returncode == 130
+    assert err.splitlines() == ["moe-train: ended by SIGINT; the same command goes on from the last checkpoint"]
+    assert running.ranks_end(timeout_s=0)
+
+
+def test_no_rank_outlives_the_command(running: Running) -> None:
+    assert len(running.ranks) == 2
+    running.process.kill()
+    assert running.ranks_end(timeout_s=30)
