@@ -216,9 +216,14 @@ class ExpertParallelStrategy(CheckpointingStrategy):
             raise ConfigurationError(
                 "shadows need automatic optimization: a step of manual optimization may change weights at any time"
             )
-        parameters = [next(iter(layer.experts.parameters())).dtype for layer in self.experts.layers]
-        dtype = torch.bfloat16 if str(self.precision_plugin.precision) == "bf16-mixed" else parameters[0]
-        self.experts.visit(plans, dtype, early_shares or [1.0] * len(plans))
+        self.experts.visit(plans, self.flight_dtype, early_shares or [1.0] * len(plans))
+
+    @property
+    def flight_dtype(self) -> torch.dtype:
+        """What experts compute in, and so what their weights travel in when they visit other ranks."""
+        if str(self.precision_plugin.precision) == "bf16-mixed":
+            return torch.bfloat16
+        return self.experts.layers[0].experts.w_up.dtype
 
     # ------------------------------------------------------------------ dense gradients
 

@@ -1,0 +1,287 @@
+"""Measures the constants of the performance model on the machine that trains.
+
+Exchanges and experts are timed at a few sizes and fitted by lines; what a line misses is its error, and beyond 10
+percent the balancer says so. Dense layers are timed in the first steps, between the MoE layers of the running model.
+Every rank gets the same constants: the slowest rank's times count, as they do in a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from moe_lightning.algorithms.performance_model import BlockCosts, Line, fit_line, mean_relative_error
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.exchange import PendingExchange, all_gather_counts, exchange_rows
+from moe_lightning.comm.world import World
+from moe_lightning.modules.experts import Experts
+from moe_lightning.modules.moe_layer import MoELayer
+
+_EXCHANGE_BYTES = [1 << shift for shift in range(14, 24, 2)]
+_EXPERT_ROWS = [64, 128, 256, 512, 1024, 2048]
+_LONG_S = 0.05
+"""More rows are not tried once a forward pass takes this long."""
+
+_REPEATS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTimes:
+    """Seconds of one expert.
+
+    Attributes:
+        forward: fixed part and part per row.
+        backward_ratio: backward over forward.
+        backward_error: mean relative error of forward * ratio on the measured backward passes.
+    """
+
+    forward: Line
+    backward_ratio: float
+    backward_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was measured, the same on every rank.
+
+    Attributes:
+        costs: constants of each MoE block; dense layers are still 0.
+        errors: mean relative error of the model on each operation: exchange, experts_forward, experts_backward, trans,
+            agg.
+    """
+
+    costs: tuple[BlockCosts, ...]
+    errors: dict[str, float]
+
+
+def calibrate(layers: Sequence[MoELayer], world: World, weight_dtype: torch.dtype) -> Calibration:
+    """Time exchanges and experts; collective, about a second.
+
+    Args:
+        layers: of the model; experts of equal shape are timed once.
+        world: the ranks.
+        weight_dtype: what experts compute in and shadows travel in.
+    """
+    exchange = measure_exchange(world)
+    by_shape: dict[tuple[torch.Size, ...], ExpertTimes] = {}
+    errors = {"exchange": exchange.mean_error}
+    costs = []
+    for layer in layers:
+        stacks = layer.experts.stacked_parameters()
+        shape = tuple(stack.shape[1:] for stack in stacks.values())
+        if shape not in by_shape:
+            by_shape[shape] = measure_experts(layer.experts, world, weight_dtype)
+        costs.append(_block_costs(layer, exchange, by_shape[shape], weight_dtype))
+    errors["experts_forward"] = max(times.forward.mean_error for times in by_shape.values())
+    errors["experts_backward"] = max(times.backward_error for times in by_shape.values())
+    sizes = [(block.weight_bytes, block.gradient_bytes) for block in costs]
+    copy = measure_copy(world, sorted({num_bytes for pair in sizes for num_bytes in pair if num_bytes}))
+    errors |= {"trans": copy.mean_error, "agg": copy.mean_error}
+    return Calibration(costs=tuple(_with_copies(block, exchange, copy) for block in costs), errors=errors)
+
+
+def assumed_costs(
+    layers: Sequence[MoELayer], weight_dtype: torch.dtype, *, bytes_per_s: float, flops_per_s: float
+) -> list[BlockCosts]:
+    """Constants from nominal rates, the same in every run: for runs that must plan alike."""
+    link = Line(fixed_s=0.0, per_unit_s=1 / bytes_per_s, mean_error=0.0)
+    result = []
+    for layer in layers:
+        stacks = layer.experts.stacked_parameters()
+        flops = 2 * sum(stack.shape[1:].numel() for name, stack in stacks.items() if name.startswith("w_"))
+        forward = Line(fixed_s=0.0, per_unit_s=flops / flops_per_s, mean_error=0.0)
+        times = ExpertTimes(forward=forward, backward_ratio=2.0, backward_error=0.0)
+        result.append(_block_costs(layer, link, times, weight_dtype))
+    return result
+
+
+def _with_copies(costs: BlockCosts, exchange: Line, copy: Line) -> BlockCosts:
+    """Copies go one way on another group, so a byte of theirs takes another time than one of a token exchange. The
+    model knows one bandwidth, so they are given as the bytes that an exchange would carry in their time.
+    """
+    per_byte = max(exchange.per_unit_s, 1e-15)
+
+    def equal_bytes(num_bytes: float) -> float:
+        return max(0.0, copy.predict_s(num_bytes) - exchange.fixed_s) / per_byte if num_bytes else 0.0
+
+    return replace(
+        costs, weight_bytes=equal_bytes(costs.weight_bytes), gradient_bytes=equal_bytes(costs.gradient_bytes)
+    )
+
+
+def _block_costs(layer: MoELayer, link: Line, times: ExpertTimes, weight_dtype: torch.dtype) -> BlockCosts:
+    stacks = layer.experts.stacked_parameters().values()
+    numbers = sum(stack.shape[1:].numel() for stack in stacks)
+    trained_bytes = sum(s.shape[1:].numel() * s.element_size() for s in stacks if s.requires_grad)
+    width = layer.experts.w_up.shape[1]
+    return BlockCosts(
+        row_bytes=width * layer.experts.w_up.element_size(),
+        weight_bytes=numbers * weight_dtype.itemsize,
+        gradient_bytes=trained_bytes,
+        bytes_per_s=1 / max(link.per_unit_s, 1e-15),
+        rows_per_s=1 / max(times.forward.per_unit_s, 1e-15),
+        exchange_s=link.fixed_s,
+        expert_s=times.forward.fixed_s,
+        backward_ratio=times.backward_ratio,
+        transfer="direct",
+    )
+
+
+# ---------------------------------------------------------------------- single operations
+
+
+def measure_exchange(world: World) -> Line:
+    """Seconds of a token exchange over the bytes that its busiest rank sends; collective."""
+    amounts, times = [], []
+    for num_bytes in _EXCHANGE_BYTES:
+        rows = max(1, num_bytes // max(1, world.size - 1) // 1024)
+        payload = torch.zeros(rows * world.size, 256, device=world.device)
+        counts = [rows] * world.size
+        amounts.append(1024.0 * rows * (world.size - 1))
+        times.append(_median_s(partial(exchange_rows, payload, counts, counts, world), world))
+    return fit_line(amounts, times)
+
+
+def measure_copy(world: World, sizes: Sequence[float]) -> Line:
+    """Seconds in which rank 0 sends so many bytes to rank 1 on the background group, up to twice each; collective."""
+    amounts = sorted({factor * num_bytes for num_bytes in sizes for factor in (0.5, 1.0, 2.0)})
+    times = []
+    for num_bytes in amounts:
+        numbers = max(1, int(num_bytes) // 4)
+        send, recv = [0] * world.size, [0] * world.size
+        if world.rank == 0:
+            send[1] = numbers
+        if world.rank == 1:
+            recv[0] = numbers
+        payload = torch.zeros(sum(send), device=world.device)
+        times.append(_median_s(partial(_copy, payload, send, recv, world), world))
+    return fit_line(amounts, times)
+
+
+def _copy(payload: Tensor, send: list[int], recv: list[int], world: World) -> None:
+    PendingExchange(payload, send, recv, world).wait()
+
+
+def measure_experts(experts: Experts, world: World, dtype: torch.dtype) -> ExpertTimes:
+    """Seconds of one expert over the rows that it computes; collective, for the slowest rank counts."""
+    width = experts.w_up.shape[1]
+    stacks = {
+        name: torch.randn(1, *stack.shape[1:], dtype=dtype, device=world.device).mul_(0.02).requires_grad_()
+        for name, stack in experts.stacked_parameters().items()
+    }
+    rows_tried: list[float] = []
+    forward_s: list[float] = []
+    backward_s: list[float] = []
+    for rows in _EXPERT_ROWS:
+        if len(rows_tried) > 2 and forward_s[-1] > _LONG_S:
+            break
+        x = torch.randn(rows, width, dtype=dtype, device=world.device, requires_grad=True)
+        counts = torch.tensor([rows], device=world.device)
+        out = experts(x, counts, stacks)
+        grad = partial(torch.autograd.grad, out, [x, *stacks.values()], torch.ones_like(out), retain_graph=True)
+        rows_tried.append(float(rows))
+        forward_s.append(_median_s(partial(experts, x, counts, stacks), world))
+        backward_s.append(_median_s(grad, world))
+    line = fit_line(rows_tried, forward_s)
+    ratio = statistics.median(b / f for f, b in zip(forward_s, backward_s, strict=True))
+    predicted = np.array([ratio * line.predict_s(rows) for rows in rows_tried])
+    error = mean_relative_error(predicted, np.array(backward_s))
+    return ExpertTimes(forward=line, backward_ratio=ratio, backward_error=error)
+
+
+def _median_s(operation: Callable[[], object], world: World) -> float:
+    """Median over repeats of the slowest rank's seconds; ranks start each repeat together. Collective."""
+    durations = []
+    flag = torch.zeros(1, dtype=torch.int64, device=world.device)
+    for _ in range(_REPEATS + 1):
+        all_gather_counts(flag, world)
+        began = time.perf_counter()
+        operation()
+        _synchronize(world.device)
+        durations.append(time.perf_counter() - began)
+    slowest: list[float] = [max(ranks) for ranks in zip(*all_gather_json(durations[1:], world), strict=True)]
+    return statistics.median(slowest)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---------------------------------------------------------------------- dense layers
+
+
+class DenseClock:
+    """Times what lies between the MoE layers in a running step: forward and backward of each block's dense layers.
+
+    The block of a layer is the layer and what follows it up to the next one, or up to the loss. Hooks read the clock
+    and, on a GPU, wait for it, so they stay only for the steps that are measured.
+
+    Args:
+        layers: the MoE layers in the order of the forward pass.
+        device: whose work is awaited.
+    """
+
+    def __init__(self, layers: Sequence[MoELayer], device: torch.device) -> None:
+        self._device = device
+        self._stamps: dict[tuple[str, int], float] = {}
+        self._forward_s: list[list[float]] = []
+        self._backward_s: list[list[float]] = []
+        self._num_layers = len(layers)
+        self._handles: list[RemovableHandle] = []
+        for index, layer in enumerate(layers):
+            self._handles.append(layer.register_forward_pre_hook(self._before(index)))
+            self._handles.append(layer.register_forward_hook(self._after(index)))
+
+    def turn(self) -> None:
+        """The forward pass has ended and the backward pass begins."""
+        self._stamp("turn", 0)
+
+    def end_micro_batch(self, keep: bool) -> None:
+        """Keep the times of the micro-batch that has just gone through both passes, or forget them."""
+        last = self._num_layers - 1
+        needed = [(name, layer) for name in ("in", "out", "grad_in", "grad_out") for layer in range(last + 1)]
+        if keep and all(key in self._stamps for key in needed) and ("turn", 0) in self._stamps:
+            at = self._stamps
+            starts = [at["in", layer + 1] for layer in range(last)] + [at["turn", 0]]
+            self._forward_s.append([max(0.0, starts[layer] - at["out", layer]) for layer in range(last + 1)])
+            ends = [at["grad_out", layer + 1] for layer in range(last)] + [at["turn", 0]]
+            self._backward_s.append([max(0.0, at["grad_in", layer] - ends[layer]) for layer in range(last + 1)])
+        self._stamps = {}
+
+    def close(self) -> tuple[list[float], list[float]]:
+        """Remove the hooks; median forward and backward seconds of each block, zeros where nothing was measured."""
+        for handle in self._handles:
+            handle.remove()
+        return self._medians(self._forward_s), self._medians(self._backward_s)
+
+    def _medians(self, rounds: list[list[float]]) -> list[float]:
+        return [statistics.median(column) for column in zip(*rounds, strict=True)] or [0.0] * self._num_layers
+
+    def _before(self, index: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._stamp("in", index)
+            if inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _: self._stamp("grad_out", index))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _after(self, index: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(_: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> None:
+            self._stamp("out", index)
+            if out.requires_grad:
+                out.register_hook(lambda _: self._stamp("grad_in", index))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _stamp(self, name: str, index: int) -> None:
+        _synchronize(self._device)
+        self._stamps[name, index] = time.perf_counter()

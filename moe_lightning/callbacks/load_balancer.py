@@ -1,0 +1,314 @@
+"""Keeps the ranks evenly loaded: moves experts now and then, and lets them visit other ranks step by step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from moe_lightning.algorithms.allocation import AllocationPolicy
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.metrics import balance_ratio, imbalance
+from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
+from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolicy
+from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
+from moe_lightning.callbacks.telemetry import Metric, reduced
+from moe_lightning.comm.shadows import StepVisits
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.placed_experts import MigrationReport
+
+_DENSE_STEPS = range(2, 6)
+"""Steps whose dense layers are timed: the first ones warm the machine up."""
+
+_TOLERATED_ERROR = 0.1
+
+
+class LoadBalancer(Callback):
+    """Spreads the work of skewed experts over the ranks without changing what the model learns.
+
+    Every step each layer's counts are known on all ranks. From them all ranks make the same plans, without talking:
+    which experts get how many replicas where (every few steps at first, then every `rebalance_every`; experts and their
+    optimizer states move between steps), and which experts visit which ranks for one step only (weights come, gradients
+    go home). Give the strategy `slots` above what its placement needs, or there is no room for replicas.
+
+    Logs, with the Trainer's logging steps: balance/layerNN/imbalance_before_ratio (busiest rank over mean under plain
+    expert parallelism) and imbalance_after_ratio, rb_ratio (quotient of the standard deviations before and after),
+    shadows_count, forecast_error_ratio; balance/migrated_states and balance/migration_ms since the last log,
+    balance/migrated_bytes and balance/shadow_bytes (sum over ranks), balance/plan_ms of a step (maximum),
+    balance/exposed_trans_ms and balance/exposed_agg_ms of the last step (maximum), and
+    balance/model_error/OPERATION_ratio of the calibrated performance model.
+
+    Args:
+        rebalance_every, placement, allocation, min_replicas, tolerance, shadows, alpha, replan_threshold,
+            max_replan_interval, forecast: see `BalancePolicy`.
+        ranks_per_node: ranks that fail together, for placements that keep replicas apart.
+        calibrate: time exchanges, experts and dense layers when training starts, about a second; without it shadows are
+            planned from the next two arguments and so alike in every run.
+        bytes_per_s, flops_per_s: nominal bandwidth of a rank and speed of its expert computation.
+
+    Raises:
+        ConfigurationError: a value outside its range; when training starts: another strategy, layers with different
+            numbers of experts, slots that differ between ranks, or dispatch groups smaller than the world.
+    """
+
+    def __init__(
+        self,
+        *,
+        rebalance_every: int = 200,
+        placement: str = "packed",
+        allocation: AllocationPolicy = "waterfill",
+        min_replicas: int = 1,
+        tolerance: float = 0.02,
+        shadows: str = "search",
+        alpha: float = 0.1,
+        replan_threshold: float = 0.1,
+        max_replan_interval: int = 32,
+        forecast: Literal["ema", "last"] = "ema",
+        ranks_per_node: int = 1,
+        calibrate: bool = True,
+        bytes_per_s: float = 10e9,
+        flops_per_s: float = 1e12,
+    ) -> None:
+        self._policy = BalancePolicy(
+            rebalance_every=rebalance_every,
+            placement=placement,
+            allocation=allocation,
+            min_replicas=min_replicas,
+            tolerance=tolerance,
+            shadows=shadows,
+            alpha=alpha,
+            replan_threshold=replan_threshold,
+            max_replan_interval=max_replan_interval,
+            forecast=forecast,
+        )
+        for name, value in (("bytes_per_s", bytes_per_s), ("flops_per_s", flops_per_s)):
+            if not 0 < value < math.inf:
+                raise ConfigurationError(f"{name}={value} must be finite and above 0")
+        if ranks_per_node < 1:
+            raise ConfigurationError(f"ranks_per_node={ranks_per_node} is not a node: use at least 1")
+        self._ranks_per_node = ranks_per_node
+        self._calibrate = calibrate
+        self._rates = {"bytes_per_s": bytes_per_s, "flops_per_s": flops_per_s}
+        self._planner: BalancePlanner | None = None
+        self._restored: dict[str, Any] | None = None
+        self._clock: DenseClock | None = None
+        self._model_errors: dict[str, float] = {}
+        self._is_new_step = True
+        self._is_last_micro_batch = True
+        self._micro_batch = 0
+        self._counts: list[dict[int, IntArray]] = []
+        self._observed: set[int] = set()
+        self._visits: StepVisits | None = None
+        self._reports: list[MigrationReport] = []
+        self._steps = self._steps_since_log = 0
+        self._plan_s = 0.0
+
+    # ------------------------------------------------------------------ start and end
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = _strategy(trainer)
+        if strategy.world.size == 1 or not strategy.experts.layers:
+            return  # nothing to balance
+        layers, dtype = strategy.experts.layers, strategy.flight_dtype
+        cluster = _cluster(strategy, self._ranks_per_node)
+        if self._calibrate and self._policy.shadows != "none":
+            measured = calibrate(layers, strategy.world, dtype)
+            costs, self._model_errors = list(measured.costs), measured.errors
+            _tell_errors(measured.errors)
+            self._clock = DenseClock(layers, strategy.root_device)
+        else:
+            costs = assumed_costs(layers, dtype, **self._rates)
+        self._planner = BalancePlanner(self._policy, cluster, strategy.experts.placements, costs)
+        if self._restored is not None:
+            self._planner.load_state_dict(self._restored)
+        self._counts = [{} for _ in layers]
+        for index, layer in enumerate(layers):
+            layer.during_dispatch = partial(self._observe, index, layer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for layer in _strategy(trainer).experts.layers:
+            layer.during_dispatch = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._planner.state_dict() if self._planner is not None else (self._restored or {})
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict or None
+
+    # ------------------------------------------------------------------ one step
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._planner is None:
+            return
+        self._is_last_micro_batch = not trainer.fit_loop._should_accumulate()
+        if self._is_new_step:
+            self._is_new_step = False
+            self._counts = [{} for _ in self._counts]
+            self._observed = set()
+            self._begin_step(_strategy(trainer), self._planner)
+        self._micro_batch = batch_idx
+
+    def _begin_step(self, strategy: ExpertParallelStrategy, planner: BalancePlanner) -> None:
+        began = time.perf_counter()
+        placements = planner.rebalance()
+        plan_s = time.perf_counter() - began
+        if placements is not None:
+            self._move(strategy, planner, placements)
+        began = time.perf_counter()
+        plans = planner.step_plans()
+        self._visits = None
+        if plans is not None:
+            shares = planner.early_shares()
+            plan_s += time.perf_counter() - began
+            strategy.visit_experts(plans, shares)
+            self._visits = strategy.experts.visits
+        self._plan_s += plan_s
+
+    def _move(self, strategy: ExpertParallelStrategy, planner: BalancePlanner, placements: list[Placement]) -> None:
+        self._reports.append(strategy.replace_experts(placements))
+        planner.moved(placements)
+
+    def rebalance(self, trainer: pl.Trainer) -> None:
+        """Place experts anew at once, from the loads so far; collective, between steps."""
+        if self._planner is not None:
+            self._move(_strategy(trainer), self._planner, self._planner.fresh_placements())
+
+    def _observe(self, index: int, layer: MoELayer) -> None:
+        """While the last micro-batch's tokens travel: take the step's counts in and plan the next step's shadows."""
+        assert layer.statistics is not None
+        assert self._planner is not None
+        self._counts[index][self._micro_batch] = layer.statistics.computed_NE.numpy().T
+        if self._is_last_micro_batch and index not in self._observed:  # a recomputed forward pass comes here again
+            began = time.perf_counter()
+            self._observed.add(index)
+            self._planner.observe(index, np.sum(list(self._counts[index].values()), axis=0))
+            self._plan_s += time.perf_counter() - began
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if self._clock is not None:
+            self._clock.turn()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._planner is None:
+            return
+        if self._clock is not None:
+            self._clock.end_micro_batch(keep=self._steps in _DENSE_STEPS)
+        if trainer.fit_loop._should_accumulate():
+            return
+        self._is_new_step = True
+        self._steps += 1
+        self._steps_since_log += 1
+        if self._clock is not None and self._steps == _DENSE_STEPS.stop:
+            self._take_dense_times(trainer, self._planner, self._clock)
+        if trainer._logger_connector.should_update_logs:
+            pl_module.log_dict(reduced(list(self._metrics(trainer, self._planner)), trainer))
+
+    def _take_dense_times(self, trainer: pl.Trainer, planner: BalancePlanner, clock: DenseClock) -> None:
+        local = torch.tensor(clock.close(), device=trainer.strategy.root_device, dtype=torch.float64)
+        forward_s, backward_s = trainer.strategy.reduce(local, reduce_op="max").tolist()
+        planner.costs = [
+            replace(costs, dense_forward_s=forward, dense_backward_s=backward)
+            for costs, forward, backward in zip(planner.costs, forward_s, backward_s, strict=True)
+        ]
+        self._clock = None
+
+    # ------------------------------------------------------------------ metrics
+
+    def _metrics(self, trainer: pl.Trainer, planner: BalancePlanner) -> Iterator[Metric]:
+        for index, layer in enumerate(_strategy(trainer).experts.layers):
+            area = f"balance/layer{index:02d}"
+            for name, value in _layer_numbers(layer).items():
+                yield Metric(name=f"{area}/{name}", value=value)
+            plan, error = planner.plans[index], planner.forecast_error[index]
+            yield Metric(name=f"{area}/shadows_count", value=float(plan.num_copies if plan is not None else 0))
+            if error is not None:
+                yield Metric(name=f"{area}/forecast_error_ratio", value=error)
+        reports, visits = self._reports, self._visits
+        moved = sum(report.moved_states for report in reports)
+        yield Metric(name="balance/migrated_states", value=float(moved))
+        yield Metric(name="balance/migrated_bytes", value=float(sum(r.sent_bytes for r in reports)), over_ranks="sum")
+        migration_ms = 1e3 * sum(report.migration_s for report in reports)
+        yield Metric(name="balance/migration_ms", value=migration_ms, over_ranks="max")
+        plan_ms = 1e3 * self._plan_s / self._steps_since_log
+        yield Metric(name="balance/plan_ms", value=plan_ms, over_ranks="max")
+        sent, trans_s, agg_s = (visits.sent_bytes, visits.trans_wait_s, visits.agg_wait_s) if visits else (0, 0.0, 0.0)
+        yield Metric(name="balance/shadow_bytes", value=float(sent), over_ranks="sum")
+        yield Metric(name="balance/exposed_trans_ms", value=1e3 * trans_s, over_ranks="max")
+        yield Metric(name="balance/exposed_agg_ms", value=1e3 * agg_s, over_ranks="max")
+        for operation, error in self._model_errors.items():
+            yield Metric(name=f"balance/model_error/{operation}_ratio", value=error)
+        self._reports, self._plan_s, self._steps_since_log = [], 0.0, 0
+
+
+def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
+    if not isinstance(trainer.strategy, ExpertParallelStrategy):
+        raise ConfigurationError(
+            f"LoadBalancer moves the experts of ExpertParallelStrategy, but the strategy is "
+            f"{type(trainer.strategy).__name__}: use strategy='expert_parallel', or drop the callback"
+        )
+    return trainer.strategy
+
+
+def _cluster(strategy: ExpertParallelStrategy, ranks_per_node: int) -> Cluster:
+    experts = strategy.experts
+    sizes = {layer.num_experts for layer in experts.layers}
+    if len(sizes) > 1:
+        raise ConfigurationError(
+            f"LoadBalancer plans all MoE layers together, but they have {sorted(sizes)} experts: give them equally many"
+        )
+    room = {slots for layer in experts.room for slots in layer}
+    if len(room) > 1:
+        raise ConfigurationError(
+            f"LoadBalancer needs as many slots on every rank, but ranks keep {sorted(room)}: "
+            f"set the strategy's slots, to {max(room)} or more"
+        )
+    if len(experts.layers[0].dispatcher.groups) > 1:
+        raise ConfigurationError("LoadBalancer needs one dispatch group: drop the strategy's ep_size")
+    return Cluster.of(strategy.world.size, room.pop(), ranks_per_node)
+
+
+def _tell_errors(errors: dict[str, float]) -> None:
+    bad = {name: error for name, error in errors.items() if error > _TOLERATED_ERROR}
+    if bad:
+        listed = ", ".join(f"{name} {100 * error:.0f} %" for name, error in bad.items())
+        rank_zero_info(
+            f"LoadBalancer: the performance model misses measured times by more than 10 % ({listed}), so shadows may "
+            "be planned where they do not pay: calibrate on an idle machine, or use shadows=none"
+        )
+
+
+def _layer_numbers(layer: MoELayer) -> dict[str, float]:
+    """How even the last micro-batch was on plain expert parallelism and how even it is now."""
+    loads = layer.dispatcher.last_rank_loads
+    if layer.statistics is None or loads is None:
+        return {}
+    tokens_E = layer.statistics.computed_NE.numpy().sum(axis=0)
+    plain = uniform_placement(layer.num_experts, len(loads))
+    before = balanced_quota(tokens_E, plain.replicas).sum(axis=0)
+    numbers = {"imbalance_before_ratio": imbalance(before), "imbalance_after_ratio": imbalance(loads)}
+    quotient = balance_ratio(before, loads)
+    return numbers | ({"rb_ratio": quotient} if math.isfinite(quotient) else {})

@@ -1,0 +1,197 @@
+"""The balancer's decisions, without ranks: when it plans, what it keeps, what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.algorithms.balancing import PLACEMENT_NAMES, SHADOW_POLICIES
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.metrics import imbalance
+from moe_lightning.algorithms.performance_model import BlockCosts
+from moe_lightning.algorithms.placement import uniform_placement
+from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.callbacks.balance_planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
+from moe_lightning.callbacks.load_balancer import LoadBalancer
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import MoELayer
+
+EXPERTS, RANKS, LAYERS = 8, 4, 2
+COSTS = BlockCosts(
+    row_bytes=100, weight_bytes=10_000, gradient_bytes=10_000, bytes_per_s=1e9, rows_per_s=1e6, transfer="direct"
+)
+
+
+def make(slots: int = 3, **policy: Any) -> BalancePlanner:
+    placements = [uniform_placement(EXPERTS, RANKS)] * LAYERS
+    return BalancePlanner(BalancePolicy(**policy), Cluster.of(RANKS, slots), placements, [COSTS] * LAYERS)
+
+
+def skewed(hot: int, tokens: int = 1000) -> np.ndarray:
+    """Three quarters of every rank's tokens go to one expert."""
+    table = np.full((EXPERTS, RANKS), tokens // (4 * EXPERTS), dtype=np.int64)
+    table[hot] += 3 * tokens // 4
+    return table
+
+
+def observe(planner: BalancePlanner, table: np.ndarray) -> None:
+    for layer in range(LAYERS):
+        planner.observe(layer, table)
+
+
+def test_placements_come_early_first_and_then_as_often_as_asked() -> None:
+    planner = make(rebalance_every=20)
+    due: list[int] = []
+    for step in range(90):
+        observe(planner, skewed(hot=len(due)))  # another expert becomes hot after every placement
+        placements = planner.rebalance()
+        if placements is not None:
+            due.append(step + 1)
+            planner.moved(placements)
+    assert due == [8, 24, 44, 64, 84]
+    assert due[0] == FIRST_REBALANCE
+
+
+@settings(deadline=None, max_examples=20)
+@given(hot=st.integers(0, EXPERTS - 1), rule=st.sampled_from([name for name in PLACEMENT_NAMES if name != "plain"]))
+def test_a_new_placement_relieves_the_busiest_rank(hot: int, rule: str) -> None:
+    planner = make(rebalance_every=1, placement=rule, shadows="none")
+    observe(planner, skewed(hot))
+    placements = planner.rebalance()
+    assert placements is not None
+    load = skewed(hot).sum(axis=1)
+    before = imbalance(balanced_quota(load, uniform_placement(EXPERTS, RANKS).replicas).sum(axis=0))
+    for placement in placements:
+        assert max(len(placement.experts_on(rank)) for rank in range(RANKS)) <= 3
+        assert imbalance(balanced_quota(load, placement.replicas).sum(axis=0)) < before
+
+
+def test_even_loads_move_nothing_and_need_no_shadows() -> None:
+    planner = make(rebalance_every=1)
+    for _ in range(5):
+        observe(planner, np.full((EXPERTS, RANKS), 50))
+        assert planner.rebalance() is None
+    assert planner.step_plans() is None
+
+
+def test_never_rebalancing() -> None:
+    planner = make(rebalance_every=0)
+    for _ in range(50):
+        observe(planner, skewed(0))
+        assert planner.rebalance() is None
+
+
+@pytest.mark.parametrize("policy", sorted(SHADOW_POLICIES))
+def test_every_policy_plans_for_the_placement_that_is(policy: str) -> None:
+    planner = make(rebalance_every=1, shadows=policy)
+    for step in range(6):
+        observe(planner, skewed(step % 2))
+        placements = planner.rebalance()
+        if placements is not None:
+            planner.moved(placements)
+        plans = planner.step_plans()
+        assert (plans is not None) or policy in ("none", "search") or placements is not None
+        for plan, placement in zip(plans or [], planner._placements, strict=False):
+            plan.check(placement)
+        assert all(0 <= share <= 1 for share in planner.early_shares())
+
+
+def test_the_search_pays_under_skew_and_keeps_what_is_good_enough() -> None:
+    planner = make(rebalance_every=0)
+    observe(planner, skewed(0))
+    first = planner.plans[0]
+    assert first is not None
+    assert first.shadows[0].any()
+    observe(planner, skewed(0))
+    assert planner.plans[0] is first
+    for _ in range(10):
+        observe(planner, skewed(5))
+    later = planner.plans[0]
+    assert later is not None
+    assert later.shadows[5].any()
+
+
+def test_transfers_go_under_dense_layers_first() -> None:
+    planner = make(rebalance_every=0)
+    observe(planner, skewed(0))
+    assert planner.early_shares() == [1.0, 1.0]
+    planner.costs = [replace(costs, dense_forward_s=1.0) for costs in planner.costs]
+    assert planner.early_shares() == [0.0, 0.0]
+
+
+def test_the_forecast_is_judged_by_what_comes() -> None:
+    planner = make()
+    observe(planner, skewed(0))
+    assert planner.forecast_error == [None, None]
+    observe(planner, skewed(0))
+    assert planner.forecast_error == [0.0, 0.0]
+    observe(planner, skewed(1))
+    assert planner.forecast_error[0] == pytest.approx(0.75, abs=0.02)
+
+
+def test_a_restart_plans_at_once_from_what_was_known() -> None:
+    planner = make(rebalance_every=200)
+    for _ in range(5):
+        observe(planner, skewed(2))
+    restarted = make(rebalance_every=200)
+    restarted.load_state_dict(planner.state_dict())
+    assert restarted.state_dict() == planner.state_dict()
+    placements = restarted.rebalance()
+    assert placements is not None
+    assert len(placements[0].holders(2)) > 1
+
+
+def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
+    planner = make()
+    observe(planner, skewed(3))
+    state = planner.state_dict()
+    other = BalancePlanner(
+        BalancePolicy(), Cluster.of(2, 5), [uniform_placement(EXPERTS, 2)] * LAYERS, [COSTS] * LAYERS
+    )
+    other.load_state_dict(state)
+    assert other.state_dict()["loads"] == state["loads"]
+    assert other.state_dict()["averages"] == [None, None]
+    foreign = BalancePlanner(BalancePolicy(), Cluster.of(2, 3), [uniform_placement(4, 2)], [COSTS])
+    with pytest.raises(ConfigurationError, match=r"state is of \(2, 8\) .* the model has \(1, 4\)"):
+        foreign.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rebalance_every": -1}, "rebalance_every=-1 must be 0"),
+        ({"placement": "best"}, "placement rule 'best' is unknown"),
+        ({"shadows": "all"}, "shadows='all' is unknown: use one of"),
+        ({"forecast": "next"}, "forecast='next' is unknown"),
+        ({"alpha": -0.5}, "alpha=-0.5 can never be met"),
+        ({"min_replicas": 0}, "min_replicas=0 would lose experts"),
+        ({"replan_threshold": -1.0}, "tolerance=-1.0"),
+        ({"max_replan_interval": 0}, "max_interval=0"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0"),
+        ({"bytes_per_s": 0.0}, "bytes_per_s=0.0 must be finite and above 0"),
+        ({"flops_per_s": float("inf")}, "flops_per_s=inf"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        LoadBalancer(**options)
+
+
+class OneLayer(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoELayer(4, 4, 2)
+
+
+def test_another_strategy_is_refused() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    with pytest.raises(
+        ConfigurationError, match="the strategy is SingleDeviceStrategy: use strategy='expert_parallel'"
+    ):
+        LoadBalancer().on_train_start(trainer, OneLayer())
