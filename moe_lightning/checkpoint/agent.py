@@ -173,7 +173,7 @@ class Agent:
         return None
 
     def _next_job(self) -> _Job | None:
-        waiting = {path: _waiting_tables(arena) for path, arena in self._arenas.items()}
+        waiting = {path: arena.waiting_tables() for path, arena in self._arenas.items()}
         session = max((table.session for tables in waiting.values() for table in tables), default=None)
         if session is None:
             return None
@@ -264,7 +264,7 @@ class Agent:
 
     @staticmethod
     def _waits_for_newer_session(arena: Arena, session: str) -> bool:
-        return any(table.session > session for table in _waiting_tables(arena))
+        return any(table.session > session for table in arena.waiting_tables())
 
     def _end_job(self, *, success: bool, keep: bool = True) -> None:
         job, self._job, self._seen = self._job, None, None
@@ -281,9 +281,7 @@ class Agent:
                 index = arena.state.persisting
                 table = None if index is None else arena.table(index)
                 if table is not None:
-                    with contextlib.suppress(
-                        OSError, CheckpointError
-                    ):  # storage that cannot be written: `problem` says so already
+                    with contextlib.suppress(OSError, CheckpointError):  # `problem` says it already
                         withdraw_part(self.root, job.session, job.step, table.rank)
             self._end_job(success=False, keep=keep)
         self._retry_at = time.monotonic() + min(_LONGEST_PAUSE_S, self.retry_s * 2 ** min(self._failures, 10))
@@ -344,11 +342,6 @@ def _passed_by(arena: Arena, step: int) -> bool:
     state = arena.state
     steps = [buffer.step for buffer in state.buffers]
     return step not in steps and (max(steps) > step or not arena.writer_alive)
-
-
-def _waiting_tables(arena: Arena) -> list[Table]:
-    tables = [arena.table(index) for index in arena.state.waiting.values()]
-    return [table for table in tables if table is not None]
 
 
 def _session(table: Table | None) -> str | None:

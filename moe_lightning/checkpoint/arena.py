@@ -229,6 +229,11 @@ class Arena:
         found = [self.table(i) for i, b in enumerate(self.state.buffers) if b.step != NO_STEP]
         return sorted((t for t in found if t is not None), key=lambda t: -t.step)
 
+    def waiting_tables(self) -> list[Table]:
+        """Tables of the snapshots that wait to be persisted."""
+        found = [self.table(index) for index in self.state.waiting.values()]
+        return [table for table in found if table is not None]
+
     def payload(self, placed: Placed) -> torch.Tensor:
         """uint8 [nbytes]: the bytes of a piece, in the mapped memory."""
         return self.memory[placed.block : placed.block + placed.piece.nbytes]

@@ -228,3 +228,37 @@ def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
         other.close()
     with pytest.raises(CheckpointError, match="belongs to run run, not to other"):
         Checkpoint(tmp_path / "checkpoints" / "step-00000001", run="other")
+
+
+def test_a_smaller_world_goes_on_without_the_ranks_that_left(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=3) as made:
+        made.snapshot(1)
+        made.persist()
+    with node(tmp_path, world_size=2, session="2") as made:
+        assert len(list(made.arenas.glob("*.arena"))) == 3, "rank 2 can still be recovered from memory"
+        made.snapshot(2)
+        made.persist()
+        assert made.agent.status.error is None
+        assert_holds(newest(made.root), dict.fromkeys(range(EXPERTS), 2))
+        assert len(list(made.arenas.glob("*.arena"))) == 2, "its memory is given back after the first commit without it"
+
+
+def test_an_agent_that_leaves_does_not_take_a_living_writers_arena(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=2) as made:
+        made.ranks[1].close()
+        assert made.agent.serve_once() is False
+        made.agent._leave()
+        assert [path.name for path in made.arenas.glob("*.arena")] == ["rank00000.arena"]
+
+
+def test_snapshots_that_make_no_whole_checkpoint_are_given_up(tmp_path: Path) -> None:
+    with node(tmp_path, world_size=1) as made:
+        state = {key: t for key, t in whole_state(1).items() if key not in expert_keys([0])}
+        made.ranks[0].start(1, state)
+        made.ranks[0].finish()
+        attempts = sum(made.agent.serve_once() for _ in range(30))
+        assert 1 < attempts < 10, "tried again, but not for ever"
+        assert made.agent.status.errors == attempts
+        made.snapshot(2)
+        made.persist()
+        assert newest(made.root).manifest.step == 2
