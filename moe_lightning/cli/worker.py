@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run one rank under the launcher; the exit code."""
-    from moe_lightning.elastic.lifeline import end_with_launcher
+    from moe_lightning.elastic.lifeline import end_with_launcher, leave_process_groups
 
     end_with_launcher()
     from moe_lightning.cli.mistakes import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
@@ -37,6 +37,7 @@ def main() -> int:
         if not report_failure(kind, sentence or f"{type(error).__name__}: {error}", details):  # type: ignore[arg-type]
             raise
         return code
+    leave_process_groups()
     return 0
 
 
@@ -123,8 +124,8 @@ def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
 
     resume = config["resume"]
     if isinstance(resume, str):
-        if not Path(resume).is_file():
-            raise ConfigurationError(f"resume={resume} is not a file: give a checkpoint's path, true or false")
+        if not Path(resume).exists():
+            raise ConfigurationError(f"resume={resume} does not exist: give a checkpoint's path, true or false")
         return resume
     directory = RunDirectory(Path(config["run_dir"]))
     newest = directory.newest_checkpoint() if resume or config["task"] == "validate" else None
@@ -132,7 +133,10 @@ def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
         raise ConfigurationError(
             f"{directory.checkpoints} holds no checkpoint to validate: train first, or give resume=CHECKPOINT"
         )
-    return str(newest.path) if newest else None
+    if newest is None:
+        return None
+    # Of directories the loader itself takes the newest whole one, and says which damaged one it passed over.
+    return str(directory.checkpoints if newest.path.is_dir() else newest.path)
 
 
 def with_vocab_size(config: Mapping[str, Any], data: Any) -> dict[str, Any]:

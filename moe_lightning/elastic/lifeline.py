@@ -1,8 +1,9 @@
-"""Ties a worker's life to its launcher's: whatever ends the launcher, no worker stays behind."""
+"""How a worker ends: with its launcher at the latest, and without threads that outlive the interpreter."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -31,6 +32,18 @@ def end_with_launcher() -> None:
         threading.Thread(target=_watch_parent, args=(int(launcher),), daemon=True, name="launcher-watch").start()
     if os.getppid() != int(launcher):  # it died before the call above
         os._exit(1)
+
+
+def leave_process_groups() -> None:
+    """End the threads of torch's process groups; call it before the interpreter ends.
+
+    A thread of theirs that lets go of a Python object while the interpreter is being taken down aborts the process.
+    """
+    import torch.distributed as dist
+
+    gc.collect()  # what still refers to a group keeps its threads alive
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _watch_parent(launcher: int) -> None:

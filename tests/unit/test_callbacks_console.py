@@ -1,0 +1,149 @@
+"""What the terminal shows: headline, plain lines, bar; and the summary at the end."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, OptimizerConfig
+from moe_lightning.callbacks.checkpoint import LatestCheckpoint
+from moe_lightning.callbacks.console import Console, count_parameters
+from moe_lightning.callbacks.summary import Summary, ngram_losses, render
+from moe_lightning.callbacks.telemetry import Telemetry
+from moe_lightning.data.ngram import ngram_cross_entropy
+from moe_lightning.data.text import TextData
+from moe_lightning.models.gpt import count_parameters as count_model_parameters
+from tests.distributed.training import TINY, RandomTokens
+
+
+def _trainer(callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
+    pl.seed_everything(3, verbose=False)
+    return pl.Trainer(
+        strategy=ExpertParallelStrategy(),
+        callbacks=callbacks,
+        accelerator="cpu",
+        devices=1,
+        log_every_n_steps=2,
+        logger=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **({"max_steps": 4, "enable_checkpointing": False} | options),
+    )
+
+
+def _fit(callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
+    trainer = _trainer(callbacks, **options)
+    module = GPTModule(TINY, OptimizerConfig(warmup_steps=0))
+    trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12), DataLoader(RandomTokens(12), batch_size=12))
+    return trainer
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    _fit([Telemetry(), Console("plain")], val_check_interval=4, check_val_every_n_epoch=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert "6 experts in 2 of 2 layers, top-2" in lines[0]
+    assert lines[1] == "ranks  1 rank on cpu, 32-true precision"
+    assert lines[2].startswith("step 2/4  loss ")
+    assert "tokens/s  imbalance " in lines[2]
+    assert lines[3].startswith("step 4/4  loss ")
+    assert lines[4].startswith("step 4/4  validation loss ")
+
+
+def test_auto_is_plain_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    _fit([Console()])
+    assert "step 4/4  loss" in capsys.readouterr().out
+
+
+def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    _fit([Telemetry(), Console()])
+    shown = screen.getvalue()
+    assert "4/4" in shown
+    assert "loss" in shown
+    assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    _fit([Console("none")])
+    assert capsys.readouterr().out == ""
+
+
+def test_unknown_style() -> None:
+    with pytest.raises(ConfigurationError, match="'loud'"):
+        Console("loud")  # type: ignore[arg-type]
+
+
+def test_parameters_in_all_and_active() -> None:
+    module = GPTModule(TINY)
+    module.configure_model()
+    total, active = count_parameters(module)
+    assert total == count_model_parameters(module.config)
+    one_expert = count_model_parameters(GPTModule(TINY | {"num_experts": 5}).config)
+    routers = 2 * TINY["d_model"]
+    assert total - active == (TINY["num_experts"] - 2) * (total - one_expert - routers)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> TextData:
+    (tmp_path / "words.txt").write_text("".join(f"line {i} of some text\n" for i in range(2000)))
+    data = TextData(source=str(tmp_path / "words.txt"), cache_dir=tmp_path / "cache", context_length=16, val_samples=20)
+    data.setup()
+    return data
+
+
+def test_counting_models_see_the_validated_windows(text: TextData) -> None:
+    windows = text.val_dataloader().dataset
+    held_out = np.concatenate([windows[i][1].numpy() for i in range(20)])
+    losses = ngram_losses(text, [0, 1])
+    assert losses["order_1_loss"] == ngram_cross_entropy(text.corpus.train.open(), held_out, 1, 256)
+    assert losses["order_1_loss"] < losses["order_0_loss"]
+
+
+def test_orders_that_cannot_be_counted_are_left_out(text: TextData) -> None:
+    assert set(ngram_losses(text, [1, 9])) == {"order_1_loss"}
+
+
+def test_summary_after_validation(text: TextData, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = Summary(str(tmp_path / "summary.json"), [1])
+    checkpoint = LatestCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3)
+    trainer = _trainer([Telemetry(), Console("none"), summary, checkpoint], enable_checkpointing=True)
+    module = GPTModule(TINY | {"vocab_size": 256})
+    trainer.fit(module, datamodule=text)
+    assert "validation loss" not in capsys.readouterr().out
+    trainer.validate(module, datamodule=text, verbose=False)
+    out = capsys.readouterr().out
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    assert numbers["steps"] == 4
+    assert f"{numbers['val_loss']:.4f}" in out
+    assert f"{numbers['order_1_loss']:.4f}" in out
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000004.ckpt"]
+    assert "step-0000004.ckpt" in out
+
+
+def test_summary_lines_are_aligned() -> None:
+    numbers = {
+        "steps": 10,
+        "val_loss": 1.0,
+        "val_perplexity": 2.718,
+        "order_1_loss": 2.5,
+        "tokens_per_s": 1e4,
+        "wall_s": 3.2,
+    }
+    lines = render(numbers, {"checkpoint": Path("a/b.ckpt")}).splitlines()
+    assert lines[0] == "validation loss  1.0000 nats a token, perplexity 2.72"
+    assert lines[-1] == "checkpoint       a/b.ckpt"
+    assert all(line[15:17] == "  " and line[17] != " " for line in lines)

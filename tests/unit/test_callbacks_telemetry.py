@@ -1,0 +1,157 @@
+"""Metrics of a step against the counts they come from, the expert-load file, and silence on steps that do not log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig
+from moe_lightning.callbacks import telemetry
+from moe_lightning.callbacks.telemetry import Metric, Telemetry, imbalance, layer_metrics, reduced
+from moe_lightning.modules.moe_layer import LayerStatistics
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import TINY, RandomTokens
+
+
+class Logged(pl.Callback):
+    """The numbers that Telemetry logged at each step that logs."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer._logger_connector.should_update_logs:
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self.steps[trainer.global_step] = metrics
+
+
+def _fit(callbacks: list[pl.Callback], *, steps: int = 6, world_size: int = 1, **options: Any) -> pl.Trainer:
+    pl.seed_everything(3, verbose=False)
+    trainer = pl.Trainer(
+        strategy=ExpertParallelStrategy(),
+        callbacks=callbacks,
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=steps,
+        log_every_n_steps=3,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    module = GPTModule(TINY, OptimizerConfig(lr=2e-3, warmup_steps=0, decay="constant"))
+    trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12))
+    return trainer
+
+
+def _layer(tokens_NE: list[list[int]], computed_NE: list[list[int]] | None = None) -> MoELayer:
+    tokens = torch.tensor(tokens_NE)
+    layer = MoELayer(8, 8, num_experts=tokens.shape[1])
+    computed = tokens if computed_NE is None else torch.tensor(computed_NE)
+    layer.statistics = LayerStatistics(tokens_NE=tokens, computed_NE=computed)
+    return layer
+
+
+def test_imbalance_is_the_largest_load_over_the_mean() -> None:
+    assert imbalance(torch.tensor([4, 2, 0])) == 2.0
+    assert imbalance(torch.tensor([3, 3])) == 1.0
+    assert imbalance(torch.zeros(4)) == 1.0
+
+
+def test_numbers_of_a_layer() -> None:
+    metrics = {m.name: m.value for m in layer_metrics([_layer([[6, 2], [4, 0]], [[3, 2], [3, 0]])])}
+    assert metrics["moe/layer00/expert_imbalance_ratio"] == pytest.approx(10 / 6)
+    assert metrics["moe/layer00/dropped_fraction"] == pytest.approx(4 / 12)
+    assert metrics["moe/expert_imbalance_ratio"] == metrics["moe/layer00/expert_imbalance_ratio"]
+
+
+def test_numbers_of_ranks_come_from_the_dispatcher() -> None:
+    layer = _layer([[6, 2], [4, 0]])
+    layer.dispatcher.last_rank_loads = np.array([9, 3])
+    layer.dispatcher.last_sent_rows, layer.dispatcher.last_sent_bytes = 5, 160
+    metrics = {m.name: m for m in layer_metrics([layer])}
+    assert metrics["moe/layer00/rank_imbalance_ratio"].value == 1.5
+    assert (metrics["comm/layer00/exchanged_rows"].value, metrics["comm/layer00/exchanged_rows"].over_ranks) == (
+        5,
+        "sum",
+    )
+    assert metrics["comm/layer00/exchanged_bytes"].value == 160
+
+
+def test_means_over_layers() -> None:
+    metrics = {m.name: m.value for m in layer_metrics([_layer([[3, 1]]), _layer([[2, 2]])])}
+    assert metrics["moe/layer01/expert_imbalance_ratio"] == 1.0
+    assert metrics["moe/expert_imbalance_ratio"] == pytest.approx(1.25)
+
+
+def test_a_layer_that_never_ran_has_no_numbers() -> None:
+    assert list(layer_metrics([MoELayer(8, 8, num_experts=2)])) == []
+
+
+def test_logs_every_n_steps(tmp_path: Path) -> None:
+    logged = Logged()
+    path = tmp_path / "expert_load.csv"
+    callback = Telemetry(str(path))
+    _fit([callback, logged])
+    assert sorted(logged.steps) == [3, 6]
+    for metrics in logged.steps.values():
+        assert metrics["train/tokens_per_s"] > 0
+        assert metrics["train/step_ms"] > 0
+        assert metrics["train/gradient_norm"] > 0
+        assert metrics["train/lr"] == pytest.approx(2e-3)
+        assert metrics["moe/layer01/auxiliary_loss"] > 0
+        assert metrics["moe/layer01/dropped_fraction"] == 0
+    assert callback.tokens_trained == 6 * 12 * 16
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    assert [row[:2] for row in rows] == [["3", "0"], ["3", "1"], ["6", "0"], ["6", "1"]]
+    assert all(len(row) == 2 + TINY["num_experts"] for row in rows)
+
+
+def test_steps_that_do_not_log_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = telemetry.layer_metrics
+    monkeypatch.setattr(telemetry, "layer_metrics", lambda layers: calls.append(1) or original(layers))
+    _fit([Telemetry()], steps=5)
+    assert len(calls) == 1
+
+
+def test_micro_batches_count_as_one_step() -> None:
+    logged = Logged()
+    callback = Telemetry()
+    _fit([callback, logged], steps=3, accumulate_grad_batches=2)
+    assert callback.tokens_trained == 3 * 2 * 12 * 16
+
+
+def _reduce_on_ranks(rank: int, world_size: int) -> dict[str, float]:
+    class Fake:
+        world_size = 2
+
+        class strategy:  # noqa: N801
+            root_device = torch.device("cpu")
+
+            @staticmethod
+            def reduce(tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
+                from lightning.fabric.utilities.distributed import _sync_ddp
+
+                return _sync_ddp(tensor, reduce_op=reduce_op)
+
+    metrics = [
+        Metric(name="a", value=1.0 + rank, over_ranks="sum"),
+        Metric(name="b", value=1.0 + rank, over_ranks="mean"),
+        Metric(name="c", value=1.0 + rank, over_ranks="max"),
+        Metric(name="d", value=7.0),
+    ]
+    return reduced(metrics, Fake())  # type: ignore[arg-type]
+
+
+def test_reductions_over_ranks() -> None:
+    assert run_ranks(2, _reduce_on_ranks) == [{"a": 3.0, "b": 1.5, "c": 2.0, "d": 7.0}] * 2

@@ -1,0 +1,48 @@
+"""W&B never asks: offline without a login, and its options reach the logger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_lightning.callbacks.wandb_logger import QuietWandbLogger, has_wandb_login
+
+
+@pytest.fixture(autouse=True)
+def _no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+def test_login_is_a_key_or_an_entry_of_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_wandb_login()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    (tmp_path / "netrc").chmod(0o600)
+    assert has_wandb_login()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not has_wandb_login()
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert has_wandb_login()
+
+
+def test_a_broken_netrc_is_no_login(tmp_path: Path) -> None:
+    (tmp_path / "netrc").write_text("what is this\n")
+    assert not has_wandb_login()
+
+
+def test_offline_unless_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert QuietWandbLogger(save_dir=str(tmp_path))._offline
+    assert not QuietWandbLogger(save_dir=str(tmp_path), offline=False)._offline
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert not QuietWandbLogger(save_dir=str(tmp_path))._offline
+    assert QuietWandbLogger(save_dir=str(tmp_path), offline=True)._offline
+
+
+def test_options_reach_wandb(tmp_path: Path) -> None:
+    logger = QuietWandbLogger(save_dir=str(tmp_path), name="run", project="books", group="g")
+    assert logger._wandb_init["project"] == "books"
+    assert logger._wandb_init["group"] == "g"
+    assert "anonymous" not in logger._wandb_init
