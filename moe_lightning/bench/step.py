@@ -38,7 +38,10 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.pytorch")
-    strategies: dict[str, Callable[[], Any]] = {"stock Lightning": lambda: "auto", "expert_parallel": ExpertParallelStrategy}
+    strategies: dict[str, Callable[[], Any]] = {
+        "stock Lightning": lambda: "auto",
+        "expert_parallel": ExpertParallelStrategy,
+    }
     times: dict[str, list[float]] = {name: [] for name in strategies}
     for _ in range(options.rounds):
         for name, make in strategies.items():

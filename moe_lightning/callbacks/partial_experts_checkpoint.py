@@ -208,6 +208,11 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         )
         if lost:
             k = dynamic.after_fault(lost)
+        if k > self.session.k_persist:
+            rank_zero_warn(
+                f"DynamicK writes {k} experts of each layer instead of {self.session.k_persist}: with fewer, the next "
+                f"fault could bring the lost tokens above {100 * dynamic.threshold:.2f} percent"
+            )
         self.session.raise_k(k)
 
     def _count_losses(self, restored: Checkpoint) -> float:
@@ -271,7 +276,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
     def _close(self, *, wait: bool) -> None:
         session, self.session = self.session, None
         if session is not None:
-            session.close(timeout_s=self._timeout_s, wait=wait)
+            status = session.close(timeout_s=self._timeout_s, wait=wait)
+            self.best_model_path = self.last_model_path = status.committed_path or ""
 
 
 def _planned_steps(trainer: pl.Trainer) -> int:

@@ -201,6 +201,7 @@ class CheckpointSession:
         persist: set[str] | None = None
         groups: dict[str, str] = {}
         objects = dict(objects)
+        extra = {}
         if books is not None:
             whole = full or self._is_first
             plan = books.plan(self.k_snapshot, self.k_persist, full=whole)
@@ -213,7 +214,10 @@ class CheckpointSession:
             )
             if self._world.rank == 0:
                 objects["ledger"] = books.dump()
-        self._snapshotter.start(step, self._tensors, fresh=fresh, persist=persist, objects=objects, groups=groups)
+            extra = {"plt": books.ledger.plt}
+        self._snapshotter.start(
+            step, self._tensors, fresh=fresh, persist=persist, objects=objects, groups=groups, extra=extra
+        )
         self._is_first = False
         if self._keeps_agent:
             self._ensure_agent(self._arenas)

@@ -13,6 +13,8 @@ from moe_lightning.errors import ConfigurationError
 BENCHMARKS = {
     "layer": "MoE layer forward and backward against a loop over experts and padded matrices",
     "step": "training step with the strategy on one rank against stock Lightning",
+    "checkpoint": "stall of a snapshot and speed of writing against memmove, DCP, torch.save and safetensors",
+    "balance-trace": "balance of placements and quotas on a recorded routing trace",
     "kernels": "every kernel against its reference and its competitors",
 }
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _module(name: str):  # type: ignore[no-untyped-def]
     """The benchmark's module; imported only when it is asked for, since most of them need torch."""
-    return importlib.import_module(f"moe_lightning.bench.{name}")
+    return importlib.import_module(f"moe_lightning.bench.{name.replace('-', '_')}")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,15 @@ from pathlib import Path
 
 from moe_lightning.errors import ConfigurationError
 
-_CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
+MANIFEST = "MANIFEST.json"
+"""What makes a directory a whole checkpoint; named here because importing the checkpoint library costs seconds."""
+
+_CHECKPOINT_NAME = re.compile(r"step-(\d+)(\.ckpt)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint file and the optimizer steps that were done when it was written."""
+    """A checkpoint, a file or a directory, and the optimizer steps that were done when it was written."""
 
     path: Path
     step: int
@@ -87,8 +90,8 @@ class RunDirectory:
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """The checkpoint of the highest step in a folder, or None."""
     found = []
-    for path in folder.glob("step-*.ckpt") if folder.is_dir() else ():
+    for path in folder.glob("step-*") if folder.is_dir() else ():
         match = _CHECKPOINT_NAME.fullmatch(path.name)
-        if match:
+        if match and (path.is_file() or (path / MANIFEST).is_file()):
             found.append(Checkpoint(path=path, step=int(match[1])))
     return max(found, key=lambda checkpoint: checkpoint.step, default=None)
