@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
 from moe_lightning.cli.composition import CONFIG_DIR
 
+_WIDTH = 110  # of the recipes' lines
 _TEXT = """\
 moe-train: train a Mixture-of-Experts language model with expert parallelism
 
@@ -57,7 +59,10 @@ def help_text(config_dir: str | None = None) -> str:
     folders = [CONFIG_DIR / "recipes", *([Path(config_dir).expanduser() / "recipes"] if config_dir else [])]
     recipes = {path.stem: _description(path) for folder in folders for path in sorted(folder.glob("*.yaml"))}
     width = max(map(len, recipes), default=0)
-    lines = (f"  {name:<{width}}  {about}" for name, about in recipes.items())
+    room = _WIDTH - width - 4
+    lines = (
+        f"  {name:<{width}}  {textwrap.shorten(about, room, placeholder=' ...')}" for name, about in recipes.items()
+    )
     models = _wrapped(sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml")), indent=32, width=100)
     return _TEXT.format(recipes="\n".join(lines), own=f" (also in {config_dir})" if config_dir else "", models=models)
 

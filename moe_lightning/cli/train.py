@@ -10,7 +10,8 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -191,20 +192,17 @@ def _check_options(options: argparse.Namespace) -> None:
         )
 
 
-class _full_hydra_errors:  # noqa: N801
-    """Lets Hydra raise its errors instead of printing them; children do not inherit the variable."""
-
-    _NAME = "HYDRA_FULL_ERROR"
-
-    def __enter__(self) -> None:
-        self._former = os.environ.get(self._NAME)
-        os.environ[self._NAME] = "1"
-
-    def __exit__(self, *_: object) -> None:
-        if self._former is None:
-            os.environ.pop(self._NAME, None)
-        else:
-            os.environ[self._NAME] = self._former
+@contextmanager
+def _full_hydra_errors() -> Iterator[None]:
+    """Lets Hydra raise its errors instead of printing them and exiting."""
+    former = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["HYDRA_FULL_ERROR"]
+        if former is not None:
+            os.environ["HYDRA_FULL_ERROR"] = former
 
 
 if __name__ == "__main__":

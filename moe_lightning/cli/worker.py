@@ -7,6 +7,7 @@ or srun, calls `train` in the process of moe-train itself.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -64,9 +65,10 @@ def train(config: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigurationError, CheckpointError: a mistake of the user.
-        KeyboardInterrupt: the user ended the run.
+        Interrupted: the run was ended by Ctrl-C or SIGTERM.
     """
     from moe_lightning.cli.quiet import quiet_libraries
+    from moe_lightning.elastic.failure import Interrupted
 
     quiet_libraries()
     run = build(config)
@@ -77,9 +79,9 @@ def train(config: Mapping[str, Any]) -> None:
             run.trainer.validate(run.module, datamodule=run.data, verbose=False)
         else:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
-    except SystemExit:
-        if run.trainer.interrupted:  # Lightning turns a Ctrl-C into an exit
-            raise KeyboardInterrupt from None
+    except SystemExit:  # Lightning's answer to signals, with a code of its own
+        if run.trainer.received_sigterm or run.trainer.interrupted:
+            raise Interrupted(signal.SIGTERM if run.trainer.received_sigterm else signal.SIGINT) from None
         raise
 
 

@@ -1,9 +1,10 @@
-"""How a worker tells its launcher why it failed: one small private JSON file for each rank."""
+"""How runs end early: interrupted, or with a failure that a worker tells its launcher in a small private JSON file."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,20 @@ FAILURE_FILE_VARIABLE = "MOE_LIGHTNING_FAILURE_FILE"
 """Where a worker leaves its failure; set by the launcher."""
 
 FailureKind = Literal["mistake", "crash", "death"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user or the system asked the run to end (SIGINT, SIGTERM, SIGHUP, SIGQUIT); what it started has ended.
+
+    A KeyboardInterrupt, so that nothing that goes on after errors (a multirun's next job) goes on after it.
+
+    Attributes:
+        signal: what was received.
+    """
+
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(f"interrupted by {received.name}")
+        self.signal = received
 
 
 @dataclass(frozen=True, kw_only=True)

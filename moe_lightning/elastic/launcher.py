@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from typing_extensions import override
 
 from moe_lightning.comm.world import STORE_VARIABLE
-from moe_lightning.elastic.failure import FAILURE_FILE_VARIABLE, RankFailure, read_failure
+from moe_lightning.elastic.failure import FAILURE_FILE_VARIABLE, Interrupted, RankFailure, read_failure
 from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE
 
 WORKER_MODULE = "moe_lightning.cli.worker"
@@ -38,20 +38,6 @@ _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05
 _TAIL_LINES = 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
-class Interrupted(KeyboardInterrupt):
-    """The user or the system asked the run to end (SIGINT, SIGTERM, SIGHUP, SIGQUIT); all workers have ended.
-
-    A KeyboardInterrupt, so that nothing that goes on after errors (a multirun's next job) goes on after it.
-
-    Attributes:
-        signal: what was received.
-    """
-
-    def __init__(self, received: signal.Signals) -> None:
-        super().__init__(f"interrupted by {received.name}")
-        self.signal = received
 
 
 class RanksFailed(Exception):

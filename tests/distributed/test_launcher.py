@@ -114,7 +114,8 @@ class Command:
         call = f"LocalLauncher(num_ranks=2, log_dir=Path({str(folder)!r}), module={LAUNCHED!r}).run"
         code = (
             "from pathlib import Path\n"
-            "from moe_lightning.elastic.launcher import LocalLauncher, Interrupted\n"
+            "from moe_lightning.elastic.failure import Interrupted\n"
+            "from moe_lightning.elastic.launcher import LocalLauncher\n"
             f"try:\n    {call}([{behaviour!r}, {str(folder)!r}])\n"
             "except Interrupted as stop:\n    raise SystemExit(128 + stop.signal)\n"
         )
