@@ -90,8 +90,7 @@ class Agent:
         self._stop = threading.Event()
 
     def run(self) -> int:
-        """Serve until told to stop, or until the workers have been gone for the grace period and everything is
-        persisted.
+        """Serve until told to stop, or until the workers have been gone for the grace period; then persist what waits.
 
         Returns:
             0, or 1 where a snapshot could not be persisted (its arena file is kept).
@@ -242,8 +241,7 @@ class Agent:
         return True
 
     def _give_up_if_hopeless(self, job: _Job) -> None:
-        """End the job if parts are missing that will never come: looked at a few times a second only, it reads
-        tables."""
+        """End the job if parts are missing that will never come (looked at only now and then: it reads tables)."""
         now = time.monotonic()
         if now - job.checked < _HOPE_S:
             return

@@ -313,8 +313,7 @@ def _with_digest(placed: Placed, payload: torch.Tensor) -> Placed:
 
 
 def _table_estimate(pieces: list[Piece], objects: int) -> int:
-    """Room for a table: what the pieces take as JSON with long numbers, and 256 KiB for the manifest's extra
-    entries."""
+    """Room for a table: what the pieces take as JSON with long numbers, and 256 KiB for the manifest's `extra`."""
     widest = [
         Placed(piece=replace(p, version=10**12, group="x" * 32, xxh3="f" * 16), block=1 << 40, persist=False)
         for p in pieces
