@@ -12,6 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_lightning.callbacks.dynamic_k import DynamicK
+    from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
     from moe_lightning.data.step_loader import StepLoader
     from moe_lightning.data.step_sampler import StepSampler
     from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CheckpointError": "errors",
     "ConfigurationError": "errors",
+    "DynamicK": "callbacks.dynamic_k",
     "ExpertParallelStrategy": "strategies",
     "ForcedRouting": "modules.forced_routing",
     "GPT": "models.gpt",
@@ -37,6 +40,7 @@ _HOMES = {
     "MoELayer": "modules.moe_layer",
     "OptimizerConfig": "models.gpt_module",
     "RouterConfig": "modules.router",
+    "PartialExpertsCheckpoint": "callbacks.partial_experts_checkpoint",
     "StepLoader": "data.step_loader",
     "StepSampler": "data.step_sampler",
     "auxiliary_loss": "modules.losses",
@@ -45,6 +49,7 @@ _HOMES = {
 __all__ = [
     "CheckpointError",
     "ConfigurationError",
+    "DynamicK",
     "ExpertParallelStrategy",
     "ForcedRouting",
     "GPT",
@@ -52,6 +57,7 @@ __all__ = [
     "GPTModule",
     "MoELayer",
     "OptimizerConfig",
+    "PartialExpertsCheckpoint",
     "RouterConfig",
     "StepLoader",
     "StepSampler",
