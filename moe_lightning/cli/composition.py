@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,6 +32,12 @@ def as_folder_name(text: str) -> str:
     if len(name) <= _LONGEST_NAME:
         return name
     return f"{name[: _LONGEST_NAME - 9]}-{zlib.crc32(text.encode()):08x}"
+
+
+def fixed_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys that a multirun does not sweep: they are the same for all its jobs, so no name of a job needs them."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return [override.key_or_group for override in parsed if not override.is_sweep_override()]
 
 
 OmegaConf.register_new_resolver("as_folder_name", as_folder_name, replace=True)

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from moe_lightning import __version__
 from moe_lightning.cli import mistakes
-from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes
+from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes, fixed_keys
 from moe_lightning.cli.ranks import is_externally_launched, with_ranks
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import ConfigurationError
@@ -69,6 +69,9 @@ def _run(arguments: Sequence[str]) -> None:
             failures.append(error)
 
     with _full_hydra_errors(), composition_mistakes(arguments):
+        if options.multirun:
+            unnamed = ",".join(f"'{key}'" for key in fixed_keys(options.overrides))
+            options.overrides.append(f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]")
         _run_hydra(
             args=options,
             args_parser=parser,

@@ -143,11 +143,12 @@ def test_a_mistake_found_by_the_ranks_is_told_once(trained: tuple[Path, subproce
 
 
 def test_multirun_runs_each_job_once_on_its_own_ranks(folder: Path) -> None:
-    result = _run(folder, "-m", "seed=5,6", "run_name=sweep", "trainer.max_steps=2", "ranks=2")
+    result = _run(
+        folder, "-m", "seed=5,6", "run_name=sweep", "+trainer.fast_dev_run=false", "trainer.max_steps=2", "ranks=2"
+    )
     assert result.returncode == 0, result.stderr
     runs = sorted((folder / "outputs" / "sweep").iterdir())
-    assert len(runs) == 2
-    assert [f"seed={seed}" in run.name for seed, run in zip((5, 6), runs, strict=True)] == [True, True]
+    assert [run.name for run in runs] == ["seed=5", "seed=6"]
     assert all((run / "checkpoints" / "step-0000002.ckpt").is_file() for run in runs)
     assert all((run / "ranks" / "rank1.out").is_file() for run in runs)
     assert sum(line.startswith("ranks ") for line in result.stdout.splitlines()) == 2

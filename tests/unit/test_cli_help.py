@@ -12,7 +12,7 @@ import pytest
 
 from moe_lightning import __version__
 from moe_lightning.cli import ranks
-from moe_lightning.cli.composition import CONFIG_DIR, as_folder_name, known_keys
+from moe_lightning.cli.composition import CONFIG_DIR, as_folder_name, fixed_keys, known_keys
 from moe_lightning.cli.ranks import is_externally_launched, with_ranks
 from moe_lightning.cli.train import main
 from moe_lightning.errors import ConfigurationError
@@ -82,6 +82,10 @@ def test_folder_names_of_jobs() -> None:
     long = [as_folder_name("x" * 300 + end) for end in "ab"]
     assert long[0] != long[1]
     assert max(map(len, long)) <= 120
+
+
+def test_jobs_are_named_by_what_is_swept() -> None:
+    assert fixed_keys(["a.b=1", "c=1,2", "+d=[1,2]", "e=range(3)", "f=choice(x,y)"]) == ["a.b", "d"]
 
 
 def _devices(monkeypatch: pytest.MonkeyPatch, gpus: int, **trainer: Any) -> Any:
