@@ -112,8 +112,8 @@ class Attention(nn.Module):
         if config.bias:
             nn.init.zeros_(self.qkv.bias)
             nn.init.zeros_(self.out.bias)
-        self.query_norm = nn.RMSNorm(self.head_size) if config.qk_norm else nn.Identity()
-        self.key_norm = nn.RMSNorm(self.head_size) if config.qk_norm else nn.Identity()
+        self.query_norm = RMSNorm(self.head_size) if config.qk_norm else nn.Identity()
+        self.key_norm = RMSNorm(self.head_size) if config.qk_norm else nn.Identity()
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.dropout = StreamDropout(config.dropout)
 
@@ -148,8 +148,15 @@ class Rotary(nn.Module):
         return (x_BHLC * self.cos_LC[:length] + turned * self.sin_LC[:length]).to(x_BHLC.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMS norm in the dtype of its input: under autocast the float32 weight would cost the fused path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 def _norm(config: GPTConfig, size: int) -> nn.Module:
-    return nn.LayerNorm(size, bias=config.bias) if config.norm == "layernorm" else nn.RMSNorm(size)
+    return nn.LayerNorm(size, bias=config.bias) if config.norm == "layernorm" else RMSNorm(size)
 
 
 def count_parameters(config: GPTConfig) -> int:

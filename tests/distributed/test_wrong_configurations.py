@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from moe_lightning import ConfigurationError, ExpertParallelStrategy, MoELayer
+from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, MoELayer
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
 
 
 @pytest.mark.parametrize(
@@ -143,3 +143,11 @@ def experts_held(rank: int, world_size: int, path: str) -> tuple[int, ...]:
     trainer, module = make_trainer(rank, world_size, {"placement": path}, max_steps=1), OwnModule()
     trainer.fit(module, loader())
     return module.moe.experts.slot_experts
+
+
+def test_a_setup_that_fails_before_experts_have_values_says_why() -> None:
+    """Tearing down must not hide the mistake behind an error about tensors without data."""
+    module = GPTModule(TINY)
+    trainer = make_trainer(0, 1, {"placement": "no-such-file.json"}, max_steps=1)
+    with pytest.raises(ConfigurationError, match="no-such-file"):
+        trainer.fit(module, DataLoader(RandomTokens(12), batch_size=12))
