@@ -93,6 +93,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self.books: Books | None = None
         self._counts: Tensor | None = None
         self._saved_at = -1
+        self._experts_moved = False
         self._batch_began = self._step_ended = 0.0
         self._overlap_s = self._step_s = 0.0
 
@@ -114,6 +115,14 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._saved_at = trainer.global_step
         self._step_ended = time.perf_counter()
+        assert isinstance(trainer.strategy, ExpertParallelStrategy)
+        trainer.strategy.before_replacing.append(self._settle)
+
+    def _settle(self) -> None:
+        """Experts are about to move: finish the copy of their rows. Their writers change, so a new session begins."""
+        if self.session is not None:
+            self.session.wait_before_update()
+            self._experts_moved = True
 
     @property
     def plt(self) -> float:
@@ -162,6 +171,9 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         strategy = trainer.strategy
         assert isinstance(strategy, ExpertParallelStrategy)
         counted = self._counts.cpu().numpy() if self._counts is not None else None
+        if self._experts_moved:
+            self._close(wait=True)
+            self._experts_moved = False
         if self.session is None:
             self._open(trainer, strategy, counted)
         assert self.session is not None
@@ -175,8 +187,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
 
     def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy, counted: Any) -> None:
         state = strategy.training_state()
-        if state.num_experts and counted is not None:
-            restored = strategy.restored_checkpoint
+        restored = strategy.restored_checkpoint if self.books is None else None
+        if self.books is not None:
+            self.books.reassign(state.owners())
+        elif state.num_experts and counted is not None:
             steps_counted = max(1, trainer.global_step - max(0, self._saved_at))
             planned = counted.sum(axis=1) // steps_counted * _planned_steps(trainer)
             scopes = parse_scopes(self.settings.scopes)

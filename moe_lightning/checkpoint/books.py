@@ -51,6 +51,10 @@ class Books:
         self._persisted_version = np.full(self._shape, -1, dtype=np.int64)
         self._history: dict[int, IntArray] = {}
 
+    def reassign(self, owners: IntArray) -> None:
+        """Experts moved: other ranks write them from now on."""
+        self._owners = owners
+
     def plan(self, k_snapshot: int, k_persist: int, *, full: bool = False) -> CheckpointPlan:
         """The experts of the next checkpoint; among those that are copied, the ones written longest ago are written."""
         layers, experts = self._shape

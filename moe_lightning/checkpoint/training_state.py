@@ -96,17 +96,20 @@ class TrainingState:
 
     def books(self, planned_assignments: IntArray, *, scopes: frozenset[str], order: Order) -> Books:
         """Books for this model; `planned_assignments` is int64 [L]."""
-        writers = self._expert_writers()
-        owners = np.array([[writers[la, e] for e in range(self.num_experts)] for la in range(self.num_layers)])
         return Books(
             num_layers=self.num_layers,
             num_experts=self.num_experts,
             planned_assignments=planned_assignments,
-            owners=owners,
+            owners=self.owners(),
             num_ranks=self._world_size,
             scopes=scopes,
             order=order,
         )
+
+    def owners(self) -> IntArray:
+        """int64 [L, E]: the rank that writes each expert."""
+        writers = self._expert_writers()
+        return np.array([[writers[la, e] for e in range(self.num_experts)] for la in range(self.num_layers)])
 
     def written(self, experts_per_checkpoint: int) -> WrittenState:
         """The tensors that this rank writes in a session that saves so many experts of each layer at a time."""

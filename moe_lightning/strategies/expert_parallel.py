@@ -58,6 +58,10 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         timeout_s: longest wait for a peer in any collective.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
+    Attributes:
+        last_gradient_norm: of the last clipped step, over the whole model.
+        before_replacing: called before experts move, so that nobody reads their rows meanwhile.
+
     Raises:
         ConfigurationError: sizes that do not fit the world or the model, fp16 precision, or a gradient-accumulation
             schedule.
@@ -109,6 +113,7 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         self._sync_blocked = False
         self._slice: StepSlice | None = None
         self.last_gradient_norm: Tensor | None = None
+        self.before_replacing: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------------ world
 
@@ -197,6 +202,8 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         Raises:
             ConfigurationError: a placement that does not fit the world, a dispatch group or the slots.
         """
+        for settle in self.before_replacing:
+            settle()
         return self.experts.replace(placements, self.optimizers)
 
     def visit_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:

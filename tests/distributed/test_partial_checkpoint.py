@@ -17,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from moe_lightning.algorithms.placement import Placement
 from moe_lightning.callbacks.dynamic_k import DynamicK
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent_control import agent_alive, request_stop
@@ -24,6 +25,7 @@ from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import train
 
@@ -229,3 +231,24 @@ def test_another_strategy_is_refused(tmp_path: Path) -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[saver(tmp_path)], max_steps=1)
     with pytest.raises(ConfigurationError, match="expert_parallel"):
         trainer.fit(BoringModel())
+
+
+class MoveExperts(pl.Callback):
+    """Re-places the experts after a step: every layer's placement mirrored over the ranks."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        if trainer.global_step == self.step:
+            mirrored = [Placement(replicas=p.replicas[:, ::-1].copy()) for p in strategy.experts.placements]
+            strategy.replace_experts(mirrored)
+
+
+def test_experts_that_move_are_saved_under_their_own_names(root: Path) -> None:
+    whole = run(1, [], steps=10)[0]
+    run(2, [saver(root, every_n_steps=1), MoveExperts(3)], steps=6)
+    resumed = run(2, [], steps=10, ckpt_path=str(root))[0]
+    np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
