@@ -22,7 +22,7 @@ from moe_lightning.algorithms.balancing import (
 )
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.forecast import LoadForecast, ReplanRule
-from moe_lightning.algorithms.overlap import split_transfer
+from moe_lightning.algorithms.overlap import Timeline, predict_timeline, split_transfer
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.shadow_search import search_shadows
@@ -165,6 +165,17 @@ class BalancePlanner:
             precision = 1 << 20
             shares.append(split_transfer(precision, trans_s, costs.dense_forward_s)[0] / precision)
         return shares
+
+    def predicted_step(self) -> Timeline | None:
+        """The next step as the performance model sees it; None before the first observation of every layer."""
+        tokens = [forecast.predict() for forecast in self._forecasts]
+        times = []
+        for load, placement, plan, costs in zip(tokens, self._placements, self.plans, self.costs, strict=True):
+            if load is None:
+                return None
+            plan = no_shadows(load, placement) if plan is None else plan
+            times.append(predict_plan(load, placement, plan, costs))
+        return predict_timeline(times, self.costs)
 
     # ------------------------------------------------------------------ slow scale
 

@@ -59,6 +59,10 @@ class LoadBalancer(Callback):
             planned from the next two arguments and so alike in every run.
         bytes_per_s, flops_per_s: nominal bandwidth of a rank and speed of its expert computation.
 
+    Attributes:
+        planner: what decides; None before training starts and in a world of one rank.
+        last_visits: the shadows of the last step; None where there were none.
+
     Raises:
         ConfigurationError: a value outside its range; when training starts: another strategy, layers with different
             numbers of experts, slots that differ between ranks, or dispatch groups smaller than the world.
@@ -102,7 +106,7 @@ class LoadBalancer(Callback):
         self._ranks_per_node = ranks_per_node
         self._calibrate = calibrate
         self._rates = {"bytes_per_s": bytes_per_s, "flops_per_s": flops_per_s}
-        self._planner: BalancePlanner | None = None
+        self.planner: BalancePlanner | None = None
         self._restored: dict[str, Any] | None = None
         self._clock: DenseClock | None = None
         self._model_errors: dict[str, float] = {}
@@ -111,7 +115,7 @@ class LoadBalancer(Callback):
         self._micro_batch = 0
         self._counts: list[dict[int, IntArray]] = []
         self._observed: set[int] = set()
-        self._visits: StepVisits | None = None
+        self.last_visits: StepVisits | None = None
         self._reports: list[MigrationReport] = []
         self._steps = self._steps_since_log = 0
         self._plan_s = 0.0
@@ -132,9 +136,9 @@ class LoadBalancer(Callback):
             self._clock = DenseClock(layers, strategy.root_device)
         else:
             costs = assumed_costs(layers, dtype, **self._rates)
-        self._planner = BalancePlanner(self._policy, cluster, strategy.experts.placements, costs)
+        self.planner = BalancePlanner(self._policy, cluster, strategy.experts.placements, costs)
         if self._restored is not None:
-            self._planner.load_state_dict(self._restored)
+            self.planner.load_state_dict(self._restored)
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
             layer.during_dispatch = partial(self._observe, index, layer)
@@ -146,7 +150,7 @@ class LoadBalancer(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._planner.state_dict() if self._planner is not None else (self._restored or {})
+        return self.planner.state_dict() if self.planner is not None else (self._restored or {})
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -158,14 +162,14 @@ class LoadBalancer(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._planner is None:
+        if self.planner is None:
             return
         self._is_last_micro_batch = not trainer.fit_loop._should_accumulate()
         if self._is_new_step:
             self._is_new_step = False
             self._counts = [{} for _ in self._counts]
             self._observed = set()
-            self._begin_step(_strategy(trainer), self._planner)
+            self._begin_step(_strategy(trainer), self.planner)
         self._micro_batch = batch_idx
 
     def _begin_step(self, strategy: ExpertParallelStrategy, planner: BalancePlanner) -> None:
@@ -176,12 +180,12 @@ class LoadBalancer(Callback):
             self._move(strategy, planner, placements)
         began = time.perf_counter()
         plans = planner.step_plans()
-        self._visits = None
+        self.last_visits = None
         if plans is not None:
             shares = planner.early_shares()
             plan_s += time.perf_counter() - began
             strategy.visit_experts(plans, shares)
-            self._visits = strategy.experts.visits
+            self.last_visits = strategy.experts.visits
         self._plan_s += plan_s
 
     def _move(self, strategy: ExpertParallelStrategy, planner: BalancePlanner, placements: list[Placement]) -> None:
@@ -190,18 +194,18 @@ class LoadBalancer(Callback):
 
     def rebalance(self, trainer: pl.Trainer) -> None:
         """Place experts anew at once, from the loads so far; collective, between steps."""
-        if self._planner is not None:
-            self._move(_strategy(trainer), self._planner, self._planner.fresh_placements())
+        if self.planner is not None:
+            self._move(_strategy(trainer), self.planner, self.planner.fresh_placements())
 
     def _observe(self, index: int, layer: MoELayer) -> None:
         """While the last micro-batch's tokens travel: take the step's counts in and plan the next step's shadows."""
         assert layer.statistics is not None
-        assert self._planner is not None
+        assert self.planner is not None
         self._counts[index][self._micro_batch] = layer.statistics.computed_NE.numpy().T
         if self._is_last_micro_batch and index not in self._observed:  # a recomputed forward pass comes here again
             began = time.perf_counter()
             self._observed.add(index)
-            self._planner.observe(index, np.sum(list(self._counts[index].values()), axis=0))
+            self.planner.observe(index, np.sum(list(self._counts[index].values()), axis=0))
             self._plan_s += time.perf_counter() - began
 
     @override
@@ -213,7 +217,7 @@ class LoadBalancer(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._planner is None:
+        if self.planner is None:
             return
         if self._clock is not None:
             self._clock.end_micro_batch(keep=self._steps in _DENSE_STEPS)
@@ -223,9 +227,9 @@ class LoadBalancer(Callback):
         self._steps += 1
         self._steps_since_log += 1
         if self._clock is not None and self._steps == _DENSE_STEPS.stop:
-            self._take_dense_times(trainer, self._planner, self._clock)
+            self._take_dense_times(trainer, self.planner, self._clock)
         if trainer._logger_connector.should_update_logs:
-            pl_module.log_dict(reduced(list(self._metrics(trainer, self._planner)), trainer))
+            pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner)), trainer))
 
     def _take_dense_times(self, trainer: pl.Trainer, planner: BalancePlanner, clock: DenseClock) -> None:
         local = torch.tensor(clock.close(), device=trainer.strategy.root_device, dtype=torch.float64)
@@ -247,7 +251,7 @@ class LoadBalancer(Callback):
             yield Metric(name=f"{area}/shadows_count", value=float(plan.num_copies if plan is not None else 0))
             if error is not None:
                 yield Metric(name=f"{area}/forecast_error_ratio", value=error)
-        reports, visits = self._reports, self._visits
+        reports, visits = self._reports, self.last_visits
         moved = sum(report.moved_states for report in reports)
         yield Metric(name="balance/migrated_states", value=float(moved))
         yield Metric(name="balance/migrated_bytes", value=float(sum(r.sent_bytes for r in reports)), over_ranks="sum")

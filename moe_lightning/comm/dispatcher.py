@@ -203,15 +203,26 @@ class Dispatcher:
             return rows_MD
         self.last_sent_rows = sum(route.send_rows) - route.send_rows[self.world.rank]
         self.last_sent_bytes = self.last_sent_rows * rows_MD.shape[-1] * rows_MD.element_size()
-        rows_MD = exchange_rows(rows_MD, route.send_rows, route.recv_rows, self.world, meanwhile)
+        rows_MD = self._exchange(rows_MD, route.send_rows, route.recv_rows, meanwhile=meanwhile)
         return ops.gather_rows(rows_MD, route.slot_order_M, route.slot_inverse_M)
 
     def combine(self, rows_MD: Tensor, route: Route, weights_TK: Tensor) -> Tensor:
         """Weighted sum of the K results of each token, [T, D]; differentiable."""
         if route.slot_order_M is not None and route.slot_inverse_M is not None:
             rows_MD = ops.gather_rows(rows_MD, route.slot_inverse_M, route.slot_order_M)
-            rows_MD = exchange_rows(rows_MD, route.recv_rows, route.send_rows, self.world)
+            rows_MD = self._exchange(rows_MD, route.recv_rows, route.send_rows, is_return=True)
         return ops.unpermute(rows_MD, route.inverse_TK, route.order_M, weights_TK)
+
+    def _exchange(
+        self,
+        rows_MD: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        *,
+        is_return: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        return exchange_rows(rows_MD, send, recv, self.world, meanwhile)
 
 
 def _by_slot(recv_EN: IntArray, experts_C: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

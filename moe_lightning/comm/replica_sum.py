@@ -68,7 +68,10 @@ class ReplicaSum:
         self._world = world
         self._parameters: list[nn.Parameter] = []
         self._pieces: list[_Piece] = []
+        self._has_replicas = False  # on any rank, so that all ranks call the exchanges or none does
         for stacked in parameters:
+            holders = (stacked.placement.replicas > 0).sum(axis=1)
+            self._has_replicas |= bool((holders > 1).any())
             self._parameters.append(stacked.parameter)
             self._pieces.extend(_replicated_rows(stacked))
 
@@ -81,45 +84,45 @@ class ReplicaSum:
                 parameter.grad = torch.zeros_like(parameter)
             elif not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
+        if not self._has_replicas:
+            return
         pieces = [piece for piece in self._pieces if _is_trained(piece.parameter)]
         for dtype in sorted({p.dtype for p in self._parameters}, key=str):
             self._sum([piece for piece in pieces if piece.parameter.dtype == dtype], dtype)
 
     def _sum(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
-        """Reduce-scatter, then all-gather, of the pieces of one dtype.
+        """Reduce-scatter, then all-gather, of the pieces of one dtype; what stays on this rank is not copied.
 
         Every rank takes part in both exchanges, also one without replicated rows: the collectives span the world.
         """
-        world, me = self._world, self._world.rank
-        outgoing = [[piece.part(peer) for piece in pieces if peer in piece.holders] for peer in range(world.size)]
-        sizes_in = [sum(piece.length(me) for piece in pieces if peer in piece.holders) for peer in range(world.size)]
-        arrived = self._exchange(outgoing, sizes_in, dtype)
-        sums = torch.empty(sum(piece.length(me) for piece in pieces), dtype=dtype, device=world.device)
-        cursors, done = _starts(sizes_in), 0
+        me = self._world.rank
+        outgoing = [[piece.part(peer) for piece in self._shared(pieces, peer)] for peer in range(self._world.size)]
+        sizes_in = [sum(piece.length(me) for piece in self._shared(pieces, peer)) for peer in range(self._world.size)]
+        arrived, cursors = self._exchange(outgoing, sizes_in, dtype), _starts(sizes_in)
         for piece in pieces:
-            length = piece.length(me)
-            copies = torch.stack([arrived[cursors[h] : cursors[h] + length] for h in piece.holders])
-            ops.sum_in_rank_order(copies, out=sums[done : done + length])
+            own, copies = piece.part(me), []
             for holder in piece.holders:
-                cursors[holder] += length
-            done += length
-        self._hand_back(pieces, sums, dtype)
+                start = cursors[holder]
+                copies.append(own if holder == me else arrived[start : start + own.numel()])
+                cursors[holder] += own.numel()
+            ops.sum_in_rank_order(torch.stack(copies), out=own)
+        self._hand_back(pieces, dtype)
 
-    def _hand_back(self, pieces: Sequence[_Piece], sums: Tensor, dtype: torch.dtype) -> None:
-        world, me = self._world, self._world.rank
-        outgoing: list[list[Tensor]] = [[] for _ in range(world.size)]
-        own = torch.split(sums, [piece.length(me) for piece in pieces])
-        for piece, summed in zip(pieces, own, strict=True):
-            for holder in piece.holders:
-                outgoing[holder].append(summed)
-        sizes_in = [sum(piece.length(peer) for piece in pieces if peer in piece.holders) for peer in range(world.size)]
-        arrived = self._exchange(outgoing, sizes_in, dtype)
-        cursors = _starts(sizes_in)
+    def _hand_back(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
+        me = self._world.rank
+        outgoing = [[piece.part(me) for piece in self._shared(pieces, peer)] for peer in range(self._world.size)]
+        sizes_in = [sum(piece.length(peer) for piece in self._shared(pieces, peer)) for peer in range(self._world.size)]
+        arrived, cursors = self._exchange(outgoing, sizes_in, dtype), _starts(sizes_in)
         for piece in pieces:
             for holder in piece.holders:
-                target = piece.part(holder)
-                target.copy_(arrived[cursors[holder] : cursors[holder] + target.numel()])
-                cursors[holder] += target.numel()
+                if holder != me:
+                    target = piece.part(holder)
+                    target.copy_(arrived[cursors[holder] : cursors[holder] + target.numel()])
+                    cursors[holder] += target.numel()
+
+    def _shared(self, pieces: Sequence[_Piece], peer: int) -> list[_Piece]:
+        """What this rank and another one both hold."""
+        return [piece for piece in pieces if peer in piece.holders and peer != self._world.rank]
 
     def _exchange(self, outgoing: Sequence[Sequence[Tensor]], sizes_in: Sequence[int], dtype: torch.dtype) -> Tensor:
         parts = [part for to_peer in outgoing for part in to_peer]

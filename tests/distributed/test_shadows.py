@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan, shadow_quota
 from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.comm.padded import PaddedDispatcher
 from moe_lightning.comm.shadows import LayerVisits, StepVisits
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import random_placement, random_shadows, train
@@ -58,6 +59,34 @@ def dispatch_with_shadows(rank: int, world_size: int) -> int:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_tokens_reach_residents_and_shadows_as_planned(world_size: int) -> None:
     assert run_ranks(world_size, dispatch_with_shadows)[0] > 0
+
+
+def padded_equals_plain(rank: int, world_size: int) -> tuple[int, int, int]:
+    """Same rows, same gradients; more bytes."""
+    world = connect()
+    rng = np.random.default_rng(5)
+    placement = uniform_placement(6, world_size)
+    ids = [torch.from_numpy(rng.choice(6, (8, 2), p=[0.5, 0.3, 0.1, 0.1, 0.0, 0.0])) for _ in range(world_size)]
+    counts_NE = torch.stack([torch.bincount(peer.flatten(), minlength=6) for peer in ids])
+    plain = Dispatcher(placement, world, [tuple(range(world_size))])
+    results = []
+    for dispatcher in (plain, PaddedDispatcher.like(plain)):
+        x_TD = torch.arange(24.0).view(8, 3).requires_grad_()
+        route = dispatcher.plan(ids[rank], counts_NE)
+        rows_MD = dispatcher.dispatch(x_TD, route)
+        out_TD = dispatcher.combine(rows_MD * rows_MD, route, torch.ones(8, 2))
+        (gradient,) = torch.autograd.grad(out_TD.sum(), x_TD)
+        results.append((rows_MD, out_TD, gradient))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert torch.equal(found, expected)
+    return plain.last_sent_rows, dispatcher.last_sent_rows, int(counts_NE.max())
+
+
+def test_the_padded_baseline_differs_in_what_travels_only() -> None:
+    for world_size in (2, 3):
+        for plain, padded, fullest in run_ranks(world_size, padded_equals_plain):
+            assert padded > plain
+            assert padded == fullest * 6 * (world_size - 1) // world_size
 
 
 def visit_and_return(rank: int, world_size: int) -> dict[str, Any]:
