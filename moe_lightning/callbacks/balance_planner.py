@@ -9,7 +9,7 @@ Shapes: L layers, E experts, N ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,6 +35,8 @@ FIRST_REBALANCE = 8
 _FADE = 4
 """Loads of earlier intervals count a quarter with every new placement."""
 
+_AUTO_RULES = ("packed", "spread")
+
 _DECAYS = {"last": 0.0, "ema": 0.5}
 
 
@@ -44,7 +46,9 @@ class BalancePolicy:
 
     Attributes:
         rebalance_every: steps between two placements once training has settled; 0: never.
-        placement: rule of `algorithms.balancing`: "packed", "mro+", "mro", "spread", "compact" or "plain".
+        placement: rule of `algorithms.balancing`: "packed", "mro+", "mro", "spread", "compact" or "plain"; or "auto":
+            for each layer what the performance model likes best of packed and spread, with few and with all slots,
+            the sums of replica gradients counted in.
         allocation: replica counts for the rules that need them: "waterfill" or "eq1".
         min_replicas: distinct nodes that hold each expert, where slots allow.
         tolerance: relief of the busiest rank that is not worth moving experts.
@@ -59,7 +63,7 @@ class BalancePolicy:
     """
 
     rebalance_every: int = 200
-    placement: str = "packed"
+    placement: str = "auto"
     allocation: AllocationPolicy = "waterfill"
     min_replicas: int = 1
     tolerance: float = 0.02
@@ -80,11 +84,14 @@ class BalancePolicy:
             raise ConfigurationError(f"alpha={self.alpha} can never be met: use 0 or more")
         if self.min_replicas < 1:
             raise ConfigurationError(f"min_replicas={self.min_replicas} would lose experts: use at least 1")
-        self.placement_policy()
+        self.placement_policies()
         self.replan_rule()
 
-    def placement_policy(self) -> PlacementPolicy:
-        return PlacementPolicy(rule=self.placement, allocation=self.allocation, min_replicas=self.min_replicas)
+    def placement_policies(self) -> list[PlacementPolicy]:
+        rules = _AUTO_RULES if self.placement == "auto" else (self.placement,)
+        return [
+            PlacementPolicy(rule=rule, allocation=self.allocation, min_replicas=self.min_replicas) for rule in rules
+        ]
 
     def replan_rule(self) -> ReplanRule:
         return ReplanRule(tolerance=self.replan_threshold, max_interval=self.max_replan_interval)
@@ -193,10 +200,35 @@ class BalancePlanner:
 
     def fresh_placements(self) -> list[Placement]:
         """What the loads since the last placement, and fading earlier ones, ask for."""
-        policy = self.policy.placement_policy()
-        placements = replan_placement(self._loads, self.cluster, policy, self._placements, self.policy.tolerance)
+        candidates = [
+            replan_placement(self._loads, cluster, policy, self._placements, self.policy.tolerance)
+            for policy in self.policy.placement_policies()
+            for cluster in self._clusters()
+        ]
+        if len(candidates) > 1:
+            options = zip(self._placements, *candidates, strict=True)
+            candidates = [[self._best(layer, *placements) for layer, placements in enumerate(options)]]
         self._loads //= _FADE
-        return placements
+        return candidates[0]
+
+    def _clusters(self) -> list[Cluster]:
+        """The cluster with all slots and, to choose from, with as few as a balanced placement needs."""
+        if self.policy.placement != "auto":
+            return [self.cluster]
+        num_experts, num_ranks = self._placements[0].replicas.shape
+        few = -(-(num_experts * self.policy.min_replicas + num_ranks - 1) // num_ranks)
+        slots = sorted({min(few, self.cluster.slots_per_rank), self.cluster.slots_per_rank})
+        return [replace(self.cluster, slots_per_rank=number) for number in slots]
+
+    def _best(self, layer: int, present: Placement, *fresh: Placement) -> Placement:
+        """The placement with the least predicted time; the present one unless another is better by the tolerance."""
+        tokens, costs = self._forecasts[layer].predict(), self.costs[layer]
+        if tokens is None:  # a restart on other ranks: as if every rank had the same tokens
+            tokens = np.repeat(self._loads[layer][:, None] // self.cluster.num_ranks, self.cluster.num_ranks, axis=1)
+        seconds = [_block_s(tokens, placement, costs) for placement in fresh]
+        best = int(np.argmin(seconds))
+        gain = _block_s(tokens, present, costs) > (1 + self.policy.tolerance) * seconds[best]
+        return fresh[best] if gain else present
 
     def moved(self, placements: Sequence[Placement]) -> None:
         """The experts have moved: shadows of layers with a new placement must be planned anew."""
@@ -237,3 +269,13 @@ class BalancePlanner:
         for forecast, average in zip(self._forecasts, state["averages"], strict=True):
             known = None if average is None else np.array(average, dtype=np.int64)
             forecast.load_state_dict({"average": known if known is not None and known.shape == shape else None})
+
+
+def _block_s(tokens_EN: IntArray, placement: Placement, costs: BlockCosts) -> float:
+    """Predicted seconds of a block without shadows, and of the two exchanges that sum its replicas' gradients."""
+    held = placement.replicas > 0
+    holders = held.sum(axis=1, keepdims=True)
+    shared_N = (held * (holders - 1) / holders).sum(axis=0)
+    exchange_s = (shared_N * costs.gradient_bytes / costs.bytes_per_s).max()
+    sum_s = 2 * (exchange_s + costs.exchange_s) if shared_N.any() else 0.0
+    return float(predict_plan(tokens_EN, placement, no_shadows(tokens_EN, placement), costs).total_s) + float(sum_s)

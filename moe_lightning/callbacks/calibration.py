@@ -110,7 +110,8 @@ def _with_copies(costs: BlockCosts, exchange: Line, copy: Line) -> BlockCosts:
     per_byte = max(exchange.per_unit_s, 1e-15)
 
     def equal_bytes(num_bytes: float) -> float:
-        return max(0.0, copy.predict_s(num_bytes) - exchange.fixed_s) / per_byte if num_bytes else 0.0
+        # At least one byte: a copy in less than an exchange's latency still takes that latency in the model.
+        return max(1.0, (copy.predict_s(num_bytes) - exchange.fixed_s) / per_byte) if num_bytes else 0.0
 
     return replace(
         costs, weight_bytes=equal_bytes(costs.weight_bytes), gradient_bytes=equal_bytes(costs.gradient_bytes)

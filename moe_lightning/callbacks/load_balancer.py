@@ -55,8 +55,8 @@ class LoadBalancer(Callback):
         rebalance_every, placement, allocation, min_replicas, tolerance, shadows, alpha, replan_threshold,
             max_replan_interval, forecast: see `BalancePolicy`.
         ranks_per_node: ranks that fail together, for placements that keep replicas apart.
-        calibrate: time exchanges, experts and dense layers when training starts, about a second; without it shadows are
-            planned from the next two arguments and so alike in every run.
+        calibrate: time exchanges, experts and dense layers when training starts, about a second, where plans depend on
+            them; without it plans come from the next two arguments and so are alike in every run.
         bytes_per_s, flops_per_s: nominal bandwidth of a rank and speed of its expert computation.
 
     Attributes:
@@ -72,7 +72,7 @@ class LoadBalancer(Callback):
         self,
         *,
         rebalance_every: int = 200,
-        placement: str = "packed",
+        placement: str = "auto",
         allocation: AllocationPolicy = "waterfill",
         min_replicas: int = 1,
         tolerance: float = 0.02,
@@ -129,7 +129,7 @@ class LoadBalancer(Callback):
             return  # nothing to balance
         layers, dtype = strategy.experts.layers, strategy.flight_dtype
         cluster = _cluster(strategy, self._ranks_per_node)
-        if self._calibrate and self._policy.shadows != "none":
+        if self._calibrate and (self._policy.shadows != "none" or self._policy.placement == "auto"):
             measured = calibrate(layers, strategy.world, dtype)
             costs, self._model_errors = list(measured.costs), measured.errors
             _tell_errors(measured.errors)

@@ -15,6 +15,7 @@ BENCHMARKS = {
     "step": "training step with the strategy on one rank against stock Lightning",
     "checkpoint": "stall of a snapshot and speed of writing against memmove, DCP, torch.save and safetensors",
     "balance-trace": "balance of placements and quotas on a recorded routing trace",
+    "balance": "step time under skewed routing for every way of balancing, on two ranks of one core each",
     "kernels": "every kernel against its reference and its competitors",
 }
 
