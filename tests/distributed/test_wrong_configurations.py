@@ -147,7 +147,11 @@ def experts_held(rank: int, world_size: int, path: str) -> tuple[int, ...]:
 
 def test_a_setup_that_fails_before_experts_have_values_says_why() -> None:
     """Tearing down must not hide the mistake behind an error about tensors without data."""
-    module = GPTModule(TINY)
-    trainer = make_trainer(0, 1, {"placement": "no-such-file.json"}, max_steps=1)
-    with pytest.raises(ConfigurationError, match="no-such-file"):
-        trainer.fit(module, DataLoader(RandomTokens(12), batch_size=12))
+    assert "no-such-file.json does not exist" in run_ranks(1, _fit_without_placement)[0]
+
+
+def _fit_without_placement(rank: int, world_size: int) -> str:
+    trainer = make_trainer(rank, world_size, {"placement": "no-such-file.json"}, max_steps=1)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(12), batch_size=12))
+    return str(caught.value)
