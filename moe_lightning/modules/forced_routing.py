@@ -28,24 +28,28 @@ class ForcedRouting:
 
     Attributes:
         kind: "uniform"; "zipf" (the i-th most popular expert gets a share proportional to i ** -exponent, another
-            order in each layer);
-            "trace" (the shares recorded in a file, at the running step).
-        exponent: of zipf.
+            order in each layer); "drift" (zipf whose order turns into another one every `period` steps, little by
+            little); "trace" (the shares recorded in a file, at the running step).
+        exponent: of zipf and drift.
+        period: steps of drift from one order to the next.
         path: .npz of a trace with `counts` [samples, layers, ranks, experts] and `iteration` [samples], ascending.
 
     Raises:
-        ConfigurationError: an unknown kind, a negative exponent, or a trace without a path.
+        ConfigurationError: an unknown kind, a negative exponent, a period below one step, or a trace without a path.
     """
 
-    kind: Literal["uniform", "zipf", "trace"] = "uniform"
+    kind: Literal["uniform", "zipf", "drift", "trace"] = "uniform"
     exponent: float = 1.0
+    period: int = 200
     path: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("uniform", "zipf", "trace"):
+        if self.kind not in ("uniform", "zipf", "drift", "trace"):
             raise ConfigurationError(
-                f"forced routing kind={self.kind!r} is not known: use 'uniform', 'zipf' or 'trace'"
+                f"forced routing kind={self.kind!r} is not known: use 'uniform', 'zipf', 'drift' or 'trace'"
             )
+        if self.period < 1:
+            raise ConfigurationError(f"forced routing period={self.period} must be at least 1 step")
         if self.exponent < 0:
             raise ConfigurationError(f"forced routing exponent={self.exponent} must be 0 (uniform) or more")
         if self.kind == "trace" and not self.path:
@@ -62,21 +66,31 @@ class Popularity:
     """
 
     def __init__(self, forced: ForcedRouting, num_experts: int, layer: int) -> None:
+        self._layer = layer
+        self._period = forced.period if forced.kind == "drift" else None
         self._iterations = np.zeros(1, dtype=np.int64)
         if forced.kind == "trace":
             assert forced.path is not None
             self._iterations, self._shares = _read_trace(Path(forced.path), num_experts, layer)
         else:
-            exponent = forced.exponent if forced.kind == "zipf" else 0.0
-            order = np.random.default_rng(layer).permutation(num_experts)
-            shares = (1.0 + np.arange(num_experts)) ** -exponent
-            self._shares = (shares / shares.sum())[order][None]
+            shares = (1.0 + np.arange(num_experts)) ** -(0.0 if forced.kind == "uniform" else forced.exponent)
+            self._shares = (shares / shares.sum())[None]
+            if forced.kind == "zipf":
+                self._shares = self._shares[:, np.random.default_rng(layer).permutation(num_experts)]
 
     def at(self, step: int) -> FloatArray:
         """[E], sums to one; a trace's last sample holds after its end."""
+        if self._period is not None:
+            turn, done = divmod(step, self._period)
+            return self._turned(turn) + (self._turned(turn + 1) - self._turned(turn)) * (done / self._period)
         index = int(np.searchsorted(self._iterations, step + 1, side="right")) - 1
         shares: FloatArray = self._shares[max(index, 0)]
         return shares
+
+    def _turned(self, turn: int) -> FloatArray:
+        """The shares in the order of one turn of the drift."""
+        shares: FloatArray = self._shares[0]
+        return np.random.default_rng((self._layer, turn)).permutation(shares)
 
 
 def sample_experts(shares_E: FloatArray, uniform_T: Tensor, top_k: int) -> Tensor:

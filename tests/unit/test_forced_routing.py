@@ -144,7 +144,7 @@ def test_wrong_traces_are_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "normal"}, "kind='normal' is not known: use 'uniform', 'zipf' or 'trace'"),
+        ({"kind": "normal"}, "kind='normal' is not known: use 'uniform', 'zipf', 'drift' or 'trace'"),
         ({"kind": "zipf", "exponent": -1.0}, r"exponent=-1.0 must be 0 \(uniform\) or more"),
         ({"kind": "trace"}, "kind='trace' needs path="),
     ],

@@ -1,0 +1,113 @@
+"""Records how a run routes, in the format that forced routing, the simulator and the benchmarks read."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from lightning.pytorch.callbacks import Callback
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+
+
+class RoutingRecorder(Callback):
+    """Writes an .npz with `counts` [samples, layers, ranks, experts], the assignments of every sampled step before any
+    drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only.
+
+    A resumed run continues the file: samples after the step that it resumes from are dropped.
+
+    Args:
+        path: of the file.
+        every_n_steps: steps between two samples.
+
+    Raises:
+        ConfigurationError: every_n_steps below 1; when training starts: layers with different numbers of experts, or a
+            resumed run whose file was recorded with other layers, ranks or experts.
+    """
+
+    def __init__(self, path: str, every_n_steps: int = 10) -> None:
+        if every_n_steps < 1:
+            raise ConfigurationError(f"every_n_steps={every_n_steps} must be at least 1")
+        self._path = Path(path)
+        self._every = every_n_steps
+        self._samples: list[NDArray[np.int64]] = []
+        self._iterations: list[int] = []
+        self._running: NDArray[np.int64] | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        layers = moe_layers(pl_module)
+        experts = {layer.num_experts for layer in layers}
+        if len(experts) != 1:
+            raise ConfigurationError(
+                f"RoutingRecorder writes one table for all MoE layers, but they have {sorted(experts)} experts: "
+                "give them equally many"
+            )
+        self._samples, self._iterations = [], []
+        if trainer.global_step and self._path.is_file():
+            self._continue(trainer.global_step, (len(layers), trainer.world_size, experts.pop()))
+
+    def _continue(self, step: int, shape: tuple[int, ...]) -> None:
+        with np.load(self._path, allow_pickle=False) as archive:
+            counts, iterations = archive["counts"].astype(np.int64), archive["iteration"]
+        if counts.shape[1:] != shape:
+            raise ConfigurationError(
+                f"{self._path} was recorded with {counts.shape[1:]} (layers, ranks, experts), but this run has "
+                f"{shape}: give another path"
+            )
+        kept = iterations <= step
+        self._samples, self._iterations = list(counts[kept]), iterations[kept].tolist()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        accumulating = trainer.fit_loop._should_accumulate()
+        iteration = trainer.global_step + 1 if accumulating else trainer.global_step
+        if (iteration - 1) % self._every or not trainer.is_global_zero:
+            return
+        counts = np.stack([_counts(layer) for layer in moe_layers(pl_module)])
+        self._running = counts if self._running is None else self._running + counts
+        if not accumulating:
+            self._samples.append(self._running)
+            self._iterations.append(iteration)
+            self._running = None
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._write(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._write(trainer)
+
+    def _write(self, trainer: pl.Trainer) -> None:
+        """Replace the file at once, so that a reader never sees half of it."""
+        if not trainer.is_global_zero or not self._samples:
+            return
+        counts = np.stack(self._samples)
+        dtype = np.uint16 if counts.max() < 1 << 16 else np.uint32
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                iterations = np.array(self._iterations, dtype=np.int32)
+                np.savez_compressed(file, counts=counts.astype(dtype), iteration=iterations)
+            Path(temporary).replace(self._path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def _counts(layer: MoELayer) -> NDArray[np.int64]:
+    """int64 [N, E] of the last micro-batch."""
+    assert layer.statistics is not None
+    counts: NDArray[np.int64] = layer.statistics.tokens_NE.cpu().numpy()
+    return counts
