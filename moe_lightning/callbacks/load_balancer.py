@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -27,6 +28,7 @@ from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.comm.shadows import StepVisits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.pictures import time_line
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 
@@ -58,6 +60,7 @@ class LoadBalancer(Callback):
         calibrate: time exchanges, experts and dense layers when training starts, about a second, where plans depend on
             them; without it plans come from the next two arguments and so are alike in every run.
         bytes_per_s, flops_per_s: nominal bandwidth of a rank and speed of its expert computation.
+        timeline_path: SVG of the last step as the performance model sees it, written when training ends; None: none.
 
     Attributes:
         planner: what decides; None before training starts and in a world of one rank.
@@ -85,6 +88,7 @@ class LoadBalancer(Callback):
         calibrate: bool = True,
         bytes_per_s: float = 10e9,
         flops_per_s: float = 1e12,
+        timeline_path: str | None = None,
     ) -> None:
         self._policy = BalancePolicy(
             rebalance_every=rebalance_every,
@@ -103,6 +107,7 @@ class LoadBalancer(Callback):
                 raise ConfigurationError(f"{name}={value} must be finite and above 0")
         if ranks_per_node < 1:
             raise ConfigurationError(f"ranks_per_node={ranks_per_node} is not a node: use at least 1")
+        self._timeline_path = Path(timeline_path) if timeline_path else None
         self._ranks_per_node = ranks_per_node
         self._calibrate = calibrate
         self._rates = {"bytes_per_s": bytes_per_s, "flops_per_s": flops_per_s}
@@ -147,6 +152,10 @@ class LoadBalancer(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for layer in _strategy(trainer).experts.layers:
             layer.during_dispatch = None
+        expected = self.planner.predicted_step() if self.planner is not None else None
+        if self._timeline_path is not None and expected is not None and trainer.is_global_zero:
+            self._timeline_path.parent.mkdir(parents=True, exist_ok=True)
+            self._timeline_path.write_text(time_line(expected, f"step {trainer.global_step}"))
 
     @override
     def state_dict(self) -> dict[str, Any]:

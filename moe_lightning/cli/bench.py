@@ -16,6 +16,7 @@ BENCHMARKS = {
     "checkpoint": "stall of a snapshot and speed of writing against memmove, DCP, torch.save and safetensors",
     "balance-trace": "balance of placements and quotas on a recorded routing trace",
     "balance": "step time under skewed routing for every way of balancing, on two ranks of one core each",
+    "pictures": "heat maps of the experts' loads over time, from a trace or a run's expert_load.csv",
     "kernels": "every kernel against its reference and its competitors",
 }
 

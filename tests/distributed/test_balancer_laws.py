@@ -111,8 +111,11 @@ def test_bf16_mixed_stays_close_and_replicas_identical() -> None:
                 assert seen.setdefault(expert, content) == content
 
 
-def test_a_calibrated_run_keeps_the_law_and_states_the_models_error() -> None:
-    ranks = run(2, {"rebalance_every": 4}, strategy={"slots": 4}, **CASES["skewed"])
+def test_a_calibrated_run_keeps_the_law_and_states_the_models_error(tmp_path: Path) -> None:
+    picture = tmp_path / "pictures" / "step.svg"
+    balancer = {"rebalance_every": 4, "timeline_path": str(picture)}
+    ranks = run(2, balancer, strategy={"slots": 4}, **CASES["skewed"])
+    assert "experts_forward of block 1" in picture.read_text()
     assert_same_training(reference("skewed"), ranks)
     operations = ("exchange", "experts_forward", "experts_backward", "trans", "agg")
     metrics = ranks[0]["metrics"]

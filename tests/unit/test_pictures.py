@@ -1,0 +1,87 @@
+"""Pictures hold what they are made from and are well-formed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from moe_lightning.algorithms.overlap import Timeline, predict_timeline
+from moe_lightning.algorithms.performance_model import BlockCosts
+from moe_lightning.algorithms.placement import uniform_placement
+from moe_lightning.algorithms.shadows import predict_plan, top_shadows
+from moe_lightning.bench import pictures
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.pictures import heat_map, time_line
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def boxes(picture: str) -> list[ElementTree.Element]:
+    """All rectangles but the background."""
+    return ElementTree.fromstring(picture).findall(f"{SVG}rect")[1:]
+
+
+def test_a_heat_map_has_a_cell_for_every_expert_and_sample() -> None:
+    shares = np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]])
+    cells = boxes(heat_map(shares, [1, 11], "a < b"))
+    assert len(cells) == 6
+    colors = [cell.get("fill") for cell in cells]
+    assert colors[2] == "rgb(255,255,255)", "no load is white"
+    assert colors[5] == "rgb(30,90,175)", "the largest share is darkest"
+    assert colors[0] == colors[1]
+
+
+def test_many_samples_are_averaged() -> None:
+    assert len(boxes(heat_map(np.full((1000, 4), 0.25), list(range(1000)), "x"))) == 120 * 4
+
+
+def test_a_time_line_has_a_bar_for_every_span_in_its_place() -> None:
+    tokens = np.array([[30, 40], [10, 0]])
+    placement = uniform_placement(2, 2)
+    costs = BlockCosts(row_bytes=4, weight_bytes=100, gradient_bytes=100, bytes_per_s=1e3, rows_per_s=1e3)
+    times = predict_plan(tokens, placement, top_shadows(tokens, placement, 1), costs)
+    line = predict_timeline([times] * 2, [costs] * 2)
+    picture = time_line(line, "step 3")
+    bars = [box for box in boxes(picture) if box.find(f"{SVG}title") is not None]
+    assert len(bars) == len(line.spans)
+    total = max(span.end_s for span in line.spans)
+    for bar, span in zip(bars, line.spans, strict=True):
+        assert float(bar.get("x", "0")) == pytest.approx(70 + 1000 * span.start_s / total, abs=0.01)
+        assert span.operation.kind.value in (bar.find(f"{SVG}title").text or "")  # type: ignore[union-attr]
+    assert "step 3" in picture
+
+
+def test_nothing_to_draw() -> None:
+    with pytest.raises(ConfigurationError, match="needs samples and a step for each"):
+        heat_map(np.zeros((0, 3)), [], "x")
+    with pytest.raises(ConfigurationError, match="without spans"):
+        time_line(Timeline(spans=(), total_s=0.0, transfer_s=0.0, exposed_s=0.0), "x")
+
+
+def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "expert_load.csv"
+    table.write_text("10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n")
+    steps, shares = pictures.read_loads(table)
+    assert steps == [10, 20]
+    assert shares.tolist() == [[[0.5, 0.5], [0.4, 0.6]], [[0.9, 0.1], [1.0, 0.0]]]
+    trace = tmp_path / "trace.npz"
+    np.savez(trace, counts=np.array([[[[1, 3], [2, 2]]]]), iteration=np.array([1]))
+    steps, shares = pictures.read_loads(trace)
+    assert (steps, shares.tolist()) == ([1], [[[0.375, 0.625]]])
+    assert pictures.run(argparse.Namespace(source=table, out=tmp_path / "out")) == 0
+    assert len(boxes((tmp_path / "out" / "layer01.svg").read_text())) == 4
+    assert capsys.readouterr().out.count(".svg") == 2
+
+
+@pytest.mark.parametrize("text", ["", "step,layer,share\n", "1,0,0.5\n1,2,0.5\n", "1,0,0.5\n2,0,0.5,0.5\n"])
+def test_files_that_hold_something_else(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "expert_load.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match="has no lines of step, layer, shares"):
+        pictures.read_loads(path)
+    with pytest.raises(ConfigurationError, match="is not a file"):
+        pictures.read_loads(tmp_path / "absent.csv")
