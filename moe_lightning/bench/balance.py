@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.bench.balance_worker import CONTENDERS
 from moe_lightning.bench.measure import machine
+from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.errors import ConfigurationError
 
@@ -61,8 +63,12 @@ def run(options: argparse.Namespace) -> int:
             "use an even number, and at least half as many slots"
         )
     cores = sorted(os.sched_getaffinity(0))[:_RANKS] if hasattr(os, "sched_setaffinity") else []
-    with tempfile.TemporaryDirectory(prefix="moe-balance-") as folder:
-        rows = _measure(Path(folder), options, cores if len(cores) == _RANKS else [])
+    try:
+        with tempfile.TemporaryDirectory(prefix="moe-balance-") as folder:
+            rows = _measure(Path(folder), options, cores if len(cores) == _RANKS else [])
+    except Interrupted as stop:
+        print(f"moe-bench: {stop}", file=sys.stderr)
+        return 128 + stop.signal
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1))
     pinned = f"pinned to cores {cores}" if len(cores) == _RANKS else "not pinned: this machine has one core"
