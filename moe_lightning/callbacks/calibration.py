@@ -30,7 +30,7 @@ _EXPERT_ROWS = [64, 128, 256, 512, 1024, 2048]
 _LONG_S = 0.05
 """More rows are not tried once a forward pass takes this long."""
 
-_REPEATS = 7
+_REPEATS = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def measure_exchange(world: World) -> Line:
         payload = torch.zeros(rows * world.size, 256, device=world.device)
         counts = [rows] * world.size
         amounts.append(1024.0 * rows * (world.size - 1))
-        times.append(_median_s(partial(exchange_rows, payload, counts, counts, world), world))
+        times.append(_fastest_s(partial(exchange_rows, payload, counts, counts, world), world))
     return fit_line(amounts, times)
 
 
@@ -163,7 +163,7 @@ def measure_copy(world: World, sizes: Sequence[float]) -> Line:
         if world.rank == 1:
             recv[0] = numbers
         payload = torch.zeros(sum(send), device=world.device)
-        times.append(_median_s(partial(_copy, payload, send, recv, world), world))
+        times.append(_fastest_s(partial(_copy, payload, send, recv, world), world))
     return fit_line(amounts, times)
 
 
@@ -189,8 +189,8 @@ def measure_experts(experts: Experts, world: World, dtype: torch.dtype) -> Exper
         out = experts(x, counts, stacks)
         grad = partial(torch.autograd.grad, out, [x, *stacks.values()], torch.ones_like(out), retain_graph=True)
         rows_tried.append(float(rows))
-        forward_s.append(_median_s(partial(experts, x, counts, stacks), world))
-        backward_s.append(_median_s(grad, world))
+        forward_s.append(_fastest_s(partial(experts, x, counts, stacks), world))
+        backward_s.append(_fastest_s(grad, world))
     line = fit_line(rows_tried, forward_s)
     ratio = statistics.median(b / f for f, b in zip(forward_s, backward_s, strict=True))
     predicted = np.array([ratio * line.predict_s(rows) for rows in rows_tried])
@@ -198,8 +198,11 @@ def measure_experts(experts: Experts, world: World, dtype: torch.dtype) -> Exper
     return ExpertTimes(forward=line, backward_ratio=ratio, backward_error=error)
 
 
-def _median_s(operation: Callable[[], object], world: World) -> float:
-    """Median over repeats of the slowest rank's seconds; ranks start each repeat together. Collective."""
+def _fastest_s(operation: Callable[[], object], world: World) -> float:
+    """Least of the repeats, each as slow as its slowest rank; ranks start a repeat together. Collective.
+
+    The least, because other work on the machine only ever adds to a time.
+    """
     durations = []
     flag = torch.zeros(1, dtype=torch.int64, device=world.device)
     for _ in range(_REPEATS + 1):
@@ -209,7 +212,7 @@ def _median_s(operation: Callable[[], object], world: World) -> float:
         _synchronize(world.device)
         durations.append(time.perf_counter() - began)
     slowest: list[float] = [max(ranks) for ranks in zip(*all_gather_json(durations[1:], world), strict=True)]
-    return statistics.median(slowest)
+    return min(slowest)
 
 
 def _synchronize(device: torch.device) -> None:

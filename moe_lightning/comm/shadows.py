@@ -150,6 +150,10 @@ class LayerVisits:
                 row += arrived[start : start + row.numel()].view_as(row)
                 start += row.numel()
 
+    def release(self) -> None:
+        """Let go of the visitors' memory; their gradient hooks would keep it for ever."""
+        self._stacks, self._agg, self._pending = None, None, []
+
     def _exchange(
         self,
         rows: Sequence[Tensor],
@@ -223,6 +227,11 @@ class StepVisits:
             layer.start_agg()
         for layer in reversed(self._layers):
             layer.finish()
+
+    def release(self) -> None:
+        """End the visits; counters stay."""
+        for layer in self._layers:
+            layer.release()
 
     @property
     def sent_bytes(self) -> int:

@@ -199,6 +199,8 @@ class PlacedExperts:
         self.visits.begin()
 
     def _part(self) -> None:
+        if self.visits is not None:
+            self.visits.release()
         self.visits = None
         for layer in self.layers:
             layer.visits = layer.dispatcher.shadows = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import cache, partial
 from typing import Any
 
@@ -140,6 +142,28 @@ def test_weights_come_and_gradients_go_home(world_size: int) -> None:
     numbers, layers = 2 * 3 + 5, 2
     assert sum(result["sent_bytes"] for result in results) == copies * layers * numbers * (2 + 4)
     assert all(wait >= 0 for result in results for wait in result["waits"])
+
+
+def leave(rank: int, world_size: int) -> bool:
+    """Whether a visitor's memory is gone once its step is over, without the help of the garbage collector."""
+    world = connect()
+    plan = ShadowPlan(shadows=np.array([[False, True], [True, False]]), homes=np.array([0, 1]))
+    visits = LayerVisits({"w": torch.nn.Parameter(torch.ones(1, 8))}, (rank,), plan, world, torch.float32)
+    step = StepVisits([visits])
+    step.begin()
+    step.is_last_backward = True
+    stack = visits.weights()["w"]
+    stack.sum().backward()
+    gone = weakref.ref(stack)
+    del stack
+    step.finish()
+    gc.disable()
+    step.release()
+    return gone() is None
+
+
+def test_visitors_leave_no_memory_behind() -> None:
+    assert run_ranks(2, leave) == [True, True]
 
 
 def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
