@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
+from torch.utils.data import DataLoader
 
 from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan, shadow_quota
@@ -17,10 +19,10 @@ from moe_lightning.comm.dispatcher import Dispatcher
 from moe_lightning.comm.padded import PaddedDispatcher
 from moe_lightning.comm.shadows import LayerVisits, StepVisits
 from moe_lightning.errors import ConfigurationError
-from tests.distributed.balanced_training import random_placement, random_shadows, train
+from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
 from tests.distributed.harness import connect, run_ranks
-from tests.distributed.test_same_loss import assert_same_training
-from tests.distributed.training import OwnModule, make_trainer
+from tests.distributed.test_same_loss import TOLERANCE, assert_same_training
+from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 
 
 def dispatch_with_shadows(rank: int, world_size: int) -> int:
@@ -199,6 +201,32 @@ def test_visiting_experts_changes_nothing(key: str, world_size: int, strategy: d
     ranks = run(world_size, strategy=strategy, moving={"visit": True}, **CASES[key])
     assert ranks[0]["visitors"] > 0
     assert_same_training(reference(key), ranks)
+
+
+class CheckpointedModule(OwnModule):
+    """Computes its MoE layer again in the backward pass."""
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        h = self.embed(x)
+        h = h + torch.utils.checkpoint.checkpoint(self.moe, h, use_reentrant=False)
+        loss = torch.nn.functional.cross_entropy(self.out(h).flatten(0, 1), y.flatten())
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+
+def train_checkpointed(rank: int, world_size: int, visit: bool) -> tuple[list[float], int]:
+    recorder, mover = Recorder(), Moving(visit=visit)
+    trainer = make_trainer(rank, world_size, max_steps=6, callbacks=[recorder, mover])
+    trainer.fit(CheckpointedModule(), DataLoader(RandomTokens(72), batch_size=12))
+    return recorder.losses, mover.visitors
+
+
+def test_visits_under_activation_checkpointing() -> None:
+    expected, _ = run_ranks(1, train_checkpointed, False)[0]
+    for losses, visitors in run_ranks(2, train_checkpointed, True):
+        assert visitors > 0
+        np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE)
 
 
 class ManualModule(OwnModule):
