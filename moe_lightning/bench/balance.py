@@ -6,6 +6,7 @@ All ratios are taken inside one run, against the median step of plain expert par
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -138,12 +139,13 @@ def _write_trace(path: Path, shares_E: FloatArray) -> Path:
 
 def _medians(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
     """By (skew, strategy), over rounds."""
-    keys = dict.fromkeys((row["skew"], row["strategy"]) for row in rows)
+    skews_met = dict.fromkeys(row["skew"] for row in rows)
+    strategies = dict.fromkeys(row["strategy"] for row in rows)
     result = {}
-    for key in keys:
-        mine = [row for row in rows if (row["skew"], row["strategy"]) == key]
+    for skew, strategy in itertools.product(skews_met, strategies):
+        mine = [row for row in rows if (row["skew"], row["strategy"]) == (skew, strategy)]
         names = [name for name in mine[0] if name not in ("round", "skew", "strategy")]
-        result[key] = {name: statistics.median(row[name] for row in mine) for name in names}
+        result[skew, strategy] = {name: statistics.median(row[name] for row in mine) for name in names}
     return result
 
 

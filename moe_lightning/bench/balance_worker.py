@@ -187,8 +187,8 @@ def main(arguments: list[str]) -> None:
     warnings.filterwarnings("ignore", module="lightning.pytorch")
     results = []
     for index in range(options["rounds"]):
-        for skew, trace in options["traces"].items():
-            for name in options["strategies"]:
+        for name in options["strategies"]:
+            for skew, trace in options["traces"].items():  # innermost: goals are ratios between skews
                 found = measure(name, trace, options)
                 results.append({"round": index, "skew": skew, "strategy": name} | found)
                 if rank == 0:
