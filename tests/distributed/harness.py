@@ -7,6 +7,7 @@ meets in a file store of its own: no ports are chosen by the tests.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -43,7 +44,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     with tempfile.TemporaryDirectory(prefix="moe-ranks-") as folder:
         pipes, processes = [], []
         for rank in range(world_size):
-            receiver, sender = _FORKS.Pipe(duplex=False)
+            receiver, sender = _FORKS.Pipe()
             process = _FORKS.Process(
                 target=_rank_main, args=(rank, world_size, folder, sender, function, args), daemon=True
             )
@@ -54,6 +55,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         try:
             return _collect(pipes, time.monotonic() + timeout_s)
         finally:
+            for pipe in pipes:
+                pipe.close()  # the ranks may leave now
             for process in processes:
                 process.join(timeout=5.0)
                 if process.is_alive():
@@ -99,8 +102,14 @@ def _rank_main(
     except BaseException:
         _send(pipe, (False, traceback.format_exc()))
     finally:
-        pipe.close()
+        _wait_for_leave(pipe)
         os._exit(0)  # no atexit handlers: a failed peer must not hold this rank up
+
+
+def _wait_for_leave(pipe: Connection) -> None:
+    """Stay until all ranks are done: a rank that leaves early would break the connections that others still build."""
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv_bytes()
 
 
 def _send(pipe: Connection, outcome: tuple[bool, Any]) -> None:
