@@ -31,6 +31,8 @@ _LONG_S = 0.05
 """More rows are not tried once a forward pass takes this long."""
 
 _REPEATS = 9
+_EXCHANGE_REPEATS = 25
+"""Exchanges are short, and their latency varies more than any computation's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,7 @@ def measure_exchange(world: World) -> Line:
         payload = torch.zeros(rows * world.size, 256, device=world.device)
         counts = [rows] * world.size
         amounts.append(1024.0 * rows * (world.size - 1))
-        times.append(_fastest_s(partial(exchange_rows, payload, counts, counts, world), world))
+        times.append(_fastest_s(partial(exchange_rows, payload, counts, counts, world), world, _EXCHANGE_REPEATS))
     return fit_line(amounts, times)
 
 
@@ -163,7 +165,7 @@ def measure_copy(world: World, sizes: Sequence[float]) -> Line:
         if world.rank == 1:
             recv[0] = numbers
         payload = torch.zeros(sum(send), device=world.device)
-        times.append(_fastest_s(partial(_copy, payload, send, recv, world), world))
+        times.append(_fastest_s(partial(_copy, payload, send, recv, world), world, _EXCHANGE_REPEATS))
     return fit_line(amounts, times)
 
 
@@ -198,14 +200,14 @@ def measure_experts(experts: Experts, world: World, dtype: torch.dtype) -> Exper
     return ExpertTimes(forward=line, backward_ratio=ratio, backward_error=error)
 
 
-def _fastest_s(operation: Callable[[], object], world: World) -> float:
+def _fastest_s(operation: Callable[[], object], world: World, repeats: int = _REPEATS) -> float:
     """Least of the repeats, each as slow as its slowest rank; ranks start a repeat together. Collective.
 
     The least, because other work on the machine only ever adds to a time.
     """
     durations = []
     flag = torch.zeros(1, dtype=torch.int64, device=world.device)
-    for _ in range(_REPEATS + 1):
+    for _ in range(repeats):
         all_gather_counts(flag, world)
         began = time.perf_counter()
         operation()
