@@ -25,9 +25,9 @@ from moe_lightning.algorithms.selection import full_selection
 from moe_lightning.algorithms.sharding import Module, balanced_expert_writers, shard_checkpoint
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.full_state import ExpertRows, OptimizerLayout
-from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.records import Rows
+from moe_lightning.checkpoint.source import CheckpointSource
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 _WEIGHT_SCOPES = ("weight", "master")
@@ -156,7 +156,7 @@ class TrainingState:
     # ------------------------------------------------------------------ restoring
 
     @torch.no_grad()
-    def restore_model(self, checkpoint: Checkpoint) -> None:
+    def restore_model(self, checkpoint: CheckpointSource) -> None:
         """Fill parameters and buffers in place.
 
         Raises:
@@ -172,7 +172,7 @@ class TrainingState:
             checkpoint.read_into(f"dense/{name}/buffer", buffer)
 
     @torch.no_grad()
-    def restore_optimizers(self, checkpoint: Checkpoint) -> None:
+    def restore_optimizers(self, checkpoint: CheckpointSource) -> None:
         """Give every optimizer the state of the parameters it keeps.
 
         Raises:
@@ -205,13 +205,13 @@ class TrainingState:
                 if state:
                     optimizer.state[parameter] = state
 
-    def _read_stack(self, checkpoint: Checkpoint, layer: int, scope: str, name: str, out_SX: Tensor) -> None:
+    def _read_stack(self, checkpoint: CheckpointSource, layer: int, scope: str, name: str, out_SX: Tensor) -> None:
         for slot, expert in enumerate(self._layers[layer].rows.slot_experts):
             if expert >= 0:
                 checkpoint.read_into(f"expert/{layer}/{expert}/{scope}/{name}", out_SX[slot])
 
     def _read_stack_states(
-        self, checkpoint: Checkpoint, keys: set[str], layer: int, name: str, parameter: nn.Parameter
+        self, checkpoint: CheckpointSource, keys: set[str], layer: int, name: str, parameter: nn.Parameter
     ) -> dict[str, Tensor]:
         first = next((e for e in self._layers[layer].rows.slot_experts if e >= 0), 0)
         prefix, suffix = f"expert/{layer}/{first}/", f"/{name}"
@@ -310,7 +310,9 @@ def _scalars(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     }
 
 
-def _read_dense_states(checkpoint: Checkpoint, keys: set[str], name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+def _read_dense_states(
+    checkpoint: CheckpointSource, keys: set[str], name: str, parameter: nn.Parameter
+) -> dict[str, Tensor]:
     prefix = f"dense/{name}/"
     scopes = {key[len(prefix) :] for key in keys if key.startswith(prefix)} - {"weight", "buffer"}
     return {scope: checkpoint.read(prefix + scope).to(parameter.device) for scope in sorted(scopes) if "/" not in scope}

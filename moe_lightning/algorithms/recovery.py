@@ -1,0 +1,459 @@
+"""The recovery plan: from what the survivors hold to the newest version that can be restored, and how.
+
+After a fault the ranks of the new world exchange inventories, and every rank computes the same plan from them. A
+*point* is a version at which the state of everything that is no expert ("dense", optimizer, random generators, ...)
+has a source: the live state of survivors, the snapshots of one session in memory, or the checkpoint on storage. At a
+point every expert is taken from its newest version that is not younger; one that is older than the point is *stale*.
+
+The rule, with points ordered live > (session, step):
+    whole   = the newest point without stale experts
+    newest  = the newest point
+    choose whole, unless it is older than the checkpoint on storage; then choose newest, of equals the one with fewest
+    stale experts.
+So all ranks rather repeat a few steps than lose tokens, but never more steps than storage would cost.
+Within a point the order of sources is live > arena > copy > parity > storage (ALGORITHMS 3.6, 7; REFT 4.3). Snapshots
+of one session only are combined: an older session's later steps may have been rolled back.
+
+Shapes: L MoE layers, E experts, N ranks of the new world, W writers (ranks of the session that wrote a snapshot).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lightning.algorithms.inventory import RankInventory, SnapshotInventory, StorageInventory
+from moe_lightning.algorithms.placement import IntArray
+
+__all__ = [
+    "Decode",
+    "Origin",
+    "RankInventory",
+    "Read",
+    "RecoveryPlan",
+    "SnapshotInventory",
+    "StorageInventory",
+    "plan_recovery",
+    "without_snapshots",
+]
+
+Expert = tuple[int, int]
+"""(layer, expert)"""
+
+_LIVE_SESSION = "\x7f"  # sorts behind the digits and letters of every session
+
+
+class Origin(IntEnum):
+    """Where a unit of state comes from, in the order of preference."""
+
+    LIVE = 0
+    ARENA = 1
+    COPY = 2
+    PARITY = 3
+    STORAGE = 4
+
+
+_LABELS = {
+    Origin.LIVE: "replicas",
+    Origin.ARENA: "arenas",
+    Origin.COPY: "copies",
+    Origin.PARITY: "parity",
+    Origin.STORAGE: "storage",
+}
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Read:
+    """One unit taken from memory: an expert, or everything else that a writer wrote (`expert` is None).
+
+    Attributes:
+        writer: rank that took the snapshot, in its session's world.
+        step: of the snapshot that holds the unit (an expert in it may be older).
+        origin: ARENA, COPY or PARITY.
+        node: where the snapshot lies: every rank there can read it; "" for a decoded one.
+        reader: rank of the new world that serves the others; the one that assembles it, for a decoded one.
+        expert: (layer, expert), or None.
+    """
+
+    writer: int
+    step: int
+    origin: Origin
+    node: str
+    reader: int
+    expert: Expert | None = None
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Decode:
+    """A writer's snapshot that is computed from parities (AEC).
+
+    Attributes:
+        parities: (member of the sharding group, rank that reads its parity).
+        shards: (member, rank that reads its snapshot of the step).
+        assembler: rank at which the parts come together.
+    """
+
+    writer: int
+    step: int
+    members: tuple[int, ...]
+    parities: tuple[tuple[int, int], ...]
+    shards: tuple[tuple[int, int], ...]
+    assembler: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryPlan:
+    """What every rank of the new world does.
+
+    Attributes:
+        level: "live": the ranks of `live_ranks` keep their state, the others receive it; "memory" and "storage":
+            everybody restores `version`, dense state from snapshots or from the checkpoint; "nothing": there is no
+            source, training starts anew.
+        version: updates contained in the restored state; 0 where there is no source.
+        session: of the snapshots that are read; None where none is.
+        apply_prepared: ranks that must apply the update that they have prepared, before anything else.
+        live_ranks: ranks whose live state is then of `version`, at level "live"; the first of them is the source of
+            replicated dense state.
+        shards: (name, rank) of every dense parameter whose optimizer state one rank keeps (ZeRO-1), at level "live":
+            the rank that has it, live or as a replayed copy; -1 where it is read from memory.
+        reads: units taken from memory.
+        decodes: snapshots that must be computed before they can be read.
+        origins: int64 [L, E], the `Origin` of every expert.
+        versions: int64 [L, E], the version of every expert.
+        held: bool [L, E, N], which rank holds which expert live at `version`; all false at other levels.
+        nodes: of the ranks of the new world.
+    """
+
+    level: str
+    version: int
+    session: str | None
+    apply_prepared: tuple[int, ...]
+    live_ranks: tuple[int, ...]
+    shards: tuple[tuple[str, int], ...]
+    reads: tuple[Read, ...]
+    decodes: tuple[Decode, ...]
+    origins: IntArray
+    versions: IntArray
+    held: NDArray[np.bool_]
+    nodes: tuple[str, ...]
+
+    @cached_property
+    def stale(self) -> dict[Expert, int]:
+        """(layer, expert) -> version of the experts that are older than the rest."""
+        return {(la, e): int(self.versions[la, e]) for la, e in np.argwhere(self.versions < self.version).tolist()}
+
+    @property
+    def from_storage(self) -> tuple[Expert, ...]:
+        """The experts that are read from the checkpoint."""
+        return tuple((la, e) for la, e in np.argwhere(self.origins == Origin.STORAGE).tolist())
+
+    @property
+    def reads_rest(self) -> bool:
+        """Whether state that is no expert comes from snapshots."""
+        return any(read.expert is None for read in self.reads)
+
+    def counts(self, among: Collection[Expert] | None = None) -> dict[Origin, int]:
+        """Experts by origin; `among` restricts them, for example to those that a lost node held."""
+        chosen = np.argwhere(self.origins >= 0).tolist() if among is None else among
+        return dict(sorted(Counter(Origin(int(self.origins[la, e])) for la, e in chosen).items()))
+
+    def describe(self, among: Collection[Expert] | None = None) -> str:
+        """Like "14 experts from replicas, 3 from parity, 0 stale"."""
+        if self.level == "nothing":
+            return "no source is left"
+        counts = [f"{count} from {_LABELS[origin]}" for origin, count in self.counts(among).items()]
+        stale = len(self.stale if among is None else self.stale.keys() & set(among))
+        parts = [*(counts or ["0 restored"]), f"{stale} stale"]
+        return ", ".join([parts[0].replace(" ", " experts ", 1), *parts[1:]])
+
+
+def plan_recovery(
+    inventories: Sequence[RankInventory], storage: StorageInventory | None, *, num_layers: int, num_experts: int
+) -> RecoveryPlan:
+    """Choose the version to restore and the source of every unit; pure, so that all ranks decide alike.
+
+    Args:
+        inventories: one of every rank of the new world, in rank order.
+        storage: the newest whole checkpoint; None where there is none.
+        num_layers, num_experts: L and E; 0 layers for a dense model.
+    """
+    assert [inventory.rank for inventory in inventories] == list(range(len(inventories)))
+    search = _Search(inventories, storage, (num_layers, num_experts))
+    candidates = list(search.candidates())
+    if not candidates:
+        return search.nothing()
+    newest = max(candidates, key=lambda c: (c.key, -c.num_stale, c.level != "storage"))
+    whole = max((c for c in candidates if not c.num_stale), key=lambda c: (c.key, c.level != "storage"), default=None)
+    too_old = whole is None or (storage is not None and whole.key < (storage.session, storage.step))
+    return search.plan(newest if whole is None or too_old else whole)
+
+
+def without_snapshots(
+    inventories: Iterable[RankInventory], damaged: Collection[tuple[str, str, int, int]]
+) -> list[RankInventory]:
+    """The inventories less the snapshots that turned out to be unreadable, given as (node, kind, writer, step)."""
+    return [
+        inventory.with_snapshots(s for s in inventory.snapshots if (inventory.node, *s.place) not in damaged)
+        for inventory in inventories
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """One source of a unit; the least one by `rank_key` is preferred."""
+
+    version: int
+    origin: Origin
+    step: int = -1
+    writer: int = -1
+    node: str = ""
+
+    @property
+    def preference(self) -> tuple[int, int, int, int, str]:
+        return -self.version, self.origin, -self.step, self.writer, self.node
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """A point with a source for every unit."""
+
+    level: str
+    key: tuple[str, int]
+    session: str | None
+    rests: Mapping[int, _Source]
+    experts: Mapping[Expert, _Source]
+
+    @property
+    def version(self) -> int:
+        return self.key[1]
+
+    @property
+    def num_stale(self) -> int:
+        return sum(source.version < self.version for source in self.experts.values())
+
+
+class _Search:
+    def __init__(
+        self, inventories: Sequence[RankInventory], storage: StorageInventory | None, shape: tuple[int, int]
+    ) -> None:
+        self._ranks, self._storage, self._shape = inventories, storage, shape
+        self._nodes: dict[str, list[int]] = defaultdict(list)
+        self._whole: dict[tuple[str, int, int], list[tuple[Origin, str, SnapshotInventory]]] = defaultdict(list)
+        self._parity: dict[tuple[str, int, int], dict[int, tuple[str, SnapshotInventory]]] = defaultdict(dict)
+        for inventory in inventories:
+            self._nodes[inventory.node].append(inventory.rank)
+        for inventory in inventories:
+            for snapshot in inventory.snapshots:
+                key = (snapshot.session, snapshot.step, snapshot.writer)
+                if snapshot.kind == "parity":
+                    self._parity[key].setdefault(snapshot.holder, (inventory.node, snapshot))
+                else:
+                    origin = Origin.ARENA if snapshot.kind == "arena" else Origin.COPY
+                    self._whole[key].append((origin, inventory.node, snapshot))
+        for found in self._whole.values():
+            found.sort(key=lambda item: item[:2])
+        top = max((i.live_version for i in inventories), default=-1)
+        self._live_version = top
+        behind = [i.rank for i in inventories if top >= 0 and i.live_version == top - 1 and i.prepared]
+        self._apply = tuple(behind)
+        self._live = tuple(sorted([*behind, *(i.rank for i in inventories if top >= 0 and i.live_version == top)]))
+        self._sessions: dict[str, dict[Expert, list[tuple[_Source, int]]]] = {}
+
+    # ------------------------------------------------------------------ points
+
+    def candidates(self) -> Iterator[_Candidate]:
+        """Every point at which all units have a source."""
+        worlds = {(s.session, s.step): s.world_size for i in self._ranks for s in i.snapshots}
+        newest_session = max((session for session, _ in worlds), default=None)
+        if self._live:
+            yield from self._live_point(newest_session, worlds)
+        for (session, step), world_size in sorted(worlds.items()):
+            rests = self._rests(session, step, world_size)
+            if rests is not None:
+                yield from self._point("memory", session, step, rests)
+        if self._storage is not None:
+            yield from self._point("storage", self._storage.session, self._storage.step, {})
+
+    def _live_point(self, session: str | None, worlds: Mapping[tuple[str, int], int]) -> Iterator[_Candidate]:
+        rests: dict[int, _Source] | None = {}
+        if any(rank < 0 for _, rank in self.shards()):
+            world_size = worlds.get((session or "", self._live_version))
+            rests = self._rests(session or "", self._live_version, world_size) if world_size else None
+        if rests is None:
+            return
+        live = {pair for rank in self._live for pair in self._ranks[rank].experts}
+        source = _Source(version=self._live_version, origin=Origin.LIVE)
+        fallback = self._expert_sources(session, self._live_version, but=live)
+        if fallback is not None:
+            experts = dict.fromkeys(live, source) | fallback
+            key = (_LIVE_SESSION, self._live_version)
+            yield _Candidate(level="live", key=key, session=session, rests=rests, experts=experts)
+
+    def _point(self, level: str, session: str, step: int, rests: Mapping[int, _Source]) -> Iterator[_Candidate]:
+        experts = self._expert_sources(session, step)
+        if experts is not None:
+            yield _Candidate(level=level, key=(session, step), session=session, rests=rests, experts=experts)
+
+    def shards(self) -> tuple[tuple[str, int], ...]:
+        """(name, rank) of every dense parameter whose state only one rank keeps: who has it at the live version."""
+        holders: dict[str, int] = {name: -1 for i in self._ranks for name in i.sharded_dense}
+        for inventory in reversed(self._ranks):
+            if inventory.replay_version == self._live_version:
+                holders |= dict.fromkeys(inventory.replayed_dense, inventory.rank)
+        for rank in reversed(self._live):
+            holders |= dict.fromkeys(self._ranks[rank].owned_dense, rank)
+        return tuple(sorted(holders.items()))
+
+    # ------------------------------------------------------------------ sources
+
+    def _rests(self, session: str, step: int, world_size: int) -> dict[int, _Source] | None:
+        """A source of everything but experts for every writer; None where one has none."""
+        found = {}
+        for writer in range(world_size):
+            where = self._where(session, step, writer)
+            if where is None:
+                return None
+            found[writer] = _Source(version=step, origin=where[0], step=step, writer=writer, node=where[1])
+        return found
+
+    def _where(self, session: str, step: int, writer: int) -> tuple[Origin, str] | None:
+        whole = self._whole.get((session, step, writer))
+        if whole:
+            return whole[0][:2]
+        return (Origin.PARITY, "") if self._decode(session, step, writer) is not None else None
+
+    def _decode(self, session: str, step: int, writer: int) -> Decode | None:
+        """How a lost snapshot is computed; None where another member of its sharding group is lost as well."""
+        parities = self._parity.get((session, step, writer), {})
+        if not parities:
+            return None
+        members = next(iter(parities.values()))[1].members
+        others = [member for member in members if member != writer]
+        shards = {member: self._whole.get((session, step, member)) for member in others if len(others) > 1}
+        if set(others) - parities.keys() or not all(shards.values()):
+            return None
+        readers = [(member, self._reader(parities[member][0], member)) for member in others]
+        return Decode(
+            writer=writer,
+            step=step,
+            members=members,
+            parities=tuple(readers),
+            shards=tuple((member, self._reader(found[0][1], member)) for member, found in shards.items() if found),
+            assembler=readers[0][1],
+        )
+
+    def _expert_sources(
+        self, session: str | None, version: int, but: Collection[Expert] = ()
+    ) -> dict[Expert, _Source] | None:
+        """The newest version, not younger than the point, of every expert; None where one has none."""
+        known = self._experts_of(session) if session is not None else {}
+        chosen = {}
+        for layer in range(self._shape[0]):
+            for expert in range(self._shape[1]):
+                if (layer, expert) in but:
+                    continue
+                options = [source for source, newest in known.get((layer, expert), []) if newest <= version]
+                if self._storage is not None and self._storage.step <= version:
+                    held = self._storage.versions[layer][expert]
+                    options.append(_Source(version=held, origin=Origin.STORAGE))
+                if not options:
+                    return None
+                chosen[layer, expert] = min(options, key=lambda source: source.preference)
+        return chosen
+
+    def _experts_of(self, session: str) -> dict[Expert, list[tuple[_Source, int]]]:
+        """(layer, expert) -> every copy in memory, with the version of its newest tensor."""
+        if session not in self._sessions:
+            found: dict[Expert, list[tuple[_Source, int]]] = defaultdict(list)
+            for (owner, step, writer), copies in self._whole.items():
+                for origin, node, snapshot in copies if owner == session else ():
+                    for layer, expert, version, newest in snapshot.experts:
+                        source = _Source(version=version, origin=origin, step=step, writer=writer, node=node)
+                        found[layer, expert].append((source, newest))
+            for (owner, step, writer), parities in self._parity.items():
+                if owner == session and self._decode(session, step, writer) is not None:
+                    for layer, expert, version, newest in next(iter(parities.values()))[1].experts:
+                        source = _Source(version=version, origin=Origin.PARITY, step=step, writer=writer)
+                        found[layer, expert].append((source, newest))
+            self._sessions[session] = dict(found)
+        return self._sessions[session]
+
+    # ------------------------------------------------------------------ the result
+
+    def _reader(self, node: str, number: int) -> int:
+        """The ranks of a node take turns."""
+        ranks = self._nodes[node]
+        return ranks[number % len(ranks)]
+
+    def plan(self, chosen: _Candidate) -> RecoveryPlan:
+        in_memory = (Origin.ARENA, Origin.COPY, Origin.PARITY)
+        units: list[tuple[Expert | None, _Source]] = [(None, source) for source in chosen.rests.values()]
+        units += [(pair, source) for pair, source in chosen.experts.items() if source.origin in in_memory]
+        decodes: dict[tuple[int, int], Decode] = {}
+        reads = []
+        for unit, source in units:
+            if source.origin is Origin.PARITY:
+                decode = self._decode(chosen.session or "", source.step, source.writer)
+                assert decode is not None
+                decodes[source.writer, source.step] = decode
+                reader = decode.assembler
+            else:
+                reader = self._reader(source.node, source.writer)
+            reads.append(
+                Read(
+                    writer=source.writer,
+                    step=source.step,
+                    origin=source.origin,
+                    node=source.node,
+                    reader=reader,
+                    expert=unit,
+                )
+            )
+        live = chosen.level == "live"
+        origins, versions, held = self._empty()
+        for pair, source in chosen.experts.items():
+            origins[pair], versions[pair] = source.origin, source.version
+        for rank in self._live if live else ():
+            for pair in self._ranks[rank].experts:
+                held[(*pair, rank)] = True
+        return RecoveryPlan(
+            level=chosen.level,
+            version=chosen.version,
+            session=chosen.session if reads else None,
+            apply_prepared=self._apply if live else (),
+            live_ranks=self._live if live else (),
+            shards=self.shards() if live else (),
+            reads=tuple(reads),
+            decodes=tuple(decodes.values()),
+            origins=origins,
+            versions=versions,
+            held=held,
+            nodes=tuple(inventory.node for inventory in self._ranks),
+        )
+
+    def nothing(self) -> RecoveryPlan:
+        origins, versions, held = self._empty()
+        return RecoveryPlan(
+            level="nothing",
+            version=0,
+            session=None,
+            apply_prepared=(),
+            live_ranks=(),
+            shards=(),
+            reads=(),
+            decodes=(),
+            origins=origins,
+            versions=versions,
+            held=held,
+            nodes=tuple(inventory.node for inventory in self._ranks),
+        )
+
+    def _empty(self) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
+        origins = np.full(self._shape, -1, dtype=np.int64)
+        return origins, origins.copy(), np.zeros((*self._shape, len(self._ranks)), dtype=np.bool_)

@@ -1,0 +1,96 @@
+"""The snapshots that a node holds: its ranks' arenas, and what protects the snapshots of other nodes.
+
+Protection lies in ordinary arena files beside those of the ranks, under names that agents pass over:
+    held00003-00001.copy   kept by writer 3: the snapshots of writer 1 (its own where both are the same)
+    parity00003.parity     kept by writer 3: the parities of its sharding group, with the tables of all members
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_lightning.algorithms.inventory import HeldExpert, SnapshotInventory
+from moe_lightning.checkpoint.arena import Arena
+from moe_lightning.checkpoint.records import Piece, is_partial, parse_expert_key
+from moe_lightning.checkpoint.room import ARENAS
+from moe_lightning.checkpoint.table import Table
+from moe_lightning.errors import CheckpointError
+
+COPIES = "held*.copy"
+PARITIES = "parity*.parity"
+
+
+def copy_path(arenas: Path, holder: int, writer: int) -> Path:
+    """The file in which one rank keeps another's snapshots."""
+    return arenas / f"held{holder:05d}-{writer:05d}.copy"
+
+
+def parity_path(arenas: Path, holder: int) -> Path:
+    """The file in which a rank keeps its group's parities."""
+    return arenas / f"parity{holder:05d}.parity"
+
+
+def local_inventory(arenas: Path, run: str) -> list[SnapshotInventory]:
+    """Every whole snapshot of a run on this node, newest first; torn ones are not listed."""
+    found = []
+    for kind, arena in open_arenas(arenas):
+        for table in arena.tables():
+            if table.run == run:
+                found += _parities_of(table) if kind == "parity" else [_inventory_of(table, kind)]
+        arena.close()
+    return sorted(found, key=lambda s: (s.session, s.step, -s.writer), reverse=True)
+
+
+def open_arenas(arenas: Path) -> Iterator[tuple[str, Arena]]:
+    """(kind, arena) of every file with snapshots on this node; files that are no arenas are passed over."""
+    for pattern, kind in ((ARENAS, "arena"), (COPIES, "copy"), (PARITIES, "parity")):
+        for path in sorted(arenas.glob(pattern)):
+            try:
+                arena = Arena(path)
+            except (CheckpointError, FileNotFoundError):
+                continue
+            own = kind == "copy" and len(set(path.stem.removeprefix("held").split("-"))) == 1
+            yield ("arena" if own else kind), arena
+
+
+def units_of(pieces: Iterable[Piece]) -> dict[tuple[int, int] | None, list[int]]:
+    """(layer, expert), or None for everything else -> the indices of its pieces."""
+    units: dict[tuple[int, int] | None, list[int]] = defaultdict(list)
+    for index, piece in enumerate(pieces):
+        units[parse_expert_key(piece.key)[:2] if is_partial(piece.key) else None].append(index)
+    return dict(units)
+
+
+def protected_tables(table: Table) -> list[Table]:
+    """The tables of the group's members, from the table of a parity."""
+    return [Table.parse(text.encode()) for text in table.extra["tables"]]
+
+
+def _inventory_of(table: Table, kind: str, **parity: Any) -> SnapshotInventory:
+    experts = []
+    pieces = [placed.piece for placed in table.placed]
+    for unit, indices in sorted((u, i) for u, i in units_of(pieces).items() if u is not None):
+        versions = [pieces[index].version for index in indices]
+        experts.append(HeldExpert(*unit, min(versions), max(versions)))
+    return SnapshotInventory(
+        kind=kind,
+        writer=table.rank,
+        session=table.session,
+        step=table.step,
+        world_size=table.world_size,
+        experts=tuple(experts),
+        **parity,
+    )
+
+
+def _parities_of(table: Table) -> list[SnapshotInventory]:
+    """One entry for each other member: this parity helps to compute its snapshot."""
+    members = tuple(table.extra["members"])
+    return [
+        _inventory_of(protected, "parity", holder=table.rank, members=members)
+        for protected in protected_tables(table)
+        if protected.rank != table.rank
+    ]

@@ -1,0 +1,134 @@
+"""What a restore reads from: a checkpoint on storage or snapshots in memory, by key, in pieces that may be rows of a
+tensor."""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.checkpoint.records import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
+from moe_lightning.errors import CheckpointError
+
+
+class Held(Protocol):
+    """Something that holds the bytes of a piece."""
+
+    @property
+    def piece(self) -> Piece: ...
+
+
+class CheckpointSource(ABC):
+    """The state of a run at a step, by key.
+
+    Attributes:
+        path: where it lies; its name stands in messages.
+    """
+
+    path: Path
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Updates contained in everything but stale experts."""
+
+    @property
+    @abstractmethod
+    def _pieces(self) -> Mapping[str, Sequence[Held]]:
+        """The pieces of every key, by first row."""
+
+    @abstractmethod
+    def _raw(self, item: Any) -> torch.Tensor:
+        """uint8 [nbytes]: the payload of a piece."""
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys that begin with a prefix, sorted."""
+        return sorted(key for key in self._pieces if key.startswith(prefix))
+
+    def read(self, key: str) -> torch.Tensor:
+        """The whole tensor under a key.
+
+        Raises:
+            CheckpointError: no such key, or it is an object.
+        """
+        first = self._tensor_pieces(key)[0].piece
+        out = torch.empty(first.global_shape, dtype=DTYPES[first.dtype])
+        self.read_into(key, out)
+        return out
+
+    def read_into(self, key: str, out: torch.Tensor, *, first_row: int = 0) -> None:
+        """Fill `out` with rows of the tensor under a key, beginning at `first_row`; converts dtype and device where
+        they differ.
+
+        Raises:
+            CheckpointError: no such key, or the shapes do not fit.
+        """
+        pieces = self._tensor_pieces(key)
+        shape = pieces[0].piece.global_shape
+        fits = out.shape[1:] == shape[1:] and out.dim() == len(shape)
+        last_row = first_row + out.shape[0] if shape and fits else 1
+        if not fits or (shape and not 0 <= first_row <= last_row <= shape[0]):
+            raise CheckpointError(
+                f"{key} has shape {list(shape)} in {self.path.name}: rows from {first_row} do not fit {list(out.shape)}"
+            )
+        for item in pieces:
+            piece = item.piece
+            if not shape:
+                out.copy_(self._raw(item).view(DTYPES[piece.dtype]).view(()))
+                continue
+            low, high = max(first_row, piece.first_row), min(last_row, piece.first_row + piece.shape[0])
+            if low < high:
+                rows = self._raw(item).view(DTYPES[piece.dtype]).view(piece.shape)
+                out[low - first_row : high - first_row].copy_(rows[low - piece.first_row : high - piece.first_row])
+
+    def read_object(self, key: str) -> Any:
+        """The object under a key.
+
+        Raises:
+            CheckpointError: no such key, it is a tensor, or its bytes do not match their checksum.
+        """
+        item = self._pieces_of(key)[0]
+        if item.piece.dtype != OBJECT:
+            raise CheckpointError(f"{key} is a tensor in {self.path.name}: use read")
+        data = self._raw(item).numpy().tobytes()
+        if xxhash.xxh3_64_hexdigest(data) != item.piece.xxh3:
+            raise CheckpointError(f"{self.path} is damaged: the checksum of {key} does not match")
+        return torch.load(io.BytesIO(data), weights_only=True)
+
+    def version(self, key: str) -> int:
+        """The step after which the state under a key was taken."""
+        return min(item.piece.version for item in self._pieces_of(key))
+
+    def expert_versions(self) -> IntArray:
+        """int64 [L, E]: the oldest version among the tensors of each expert (-1: no such expert)."""
+        versions: dict[tuple[int, int], int] = {}
+        for key in self._pieces:
+            if is_partial(key):
+                layer, expert, _, _ = parse_expert_key(key)
+                versions[layer, expert] = min(self.version(key), versions.get((layer, expert), self.step))
+        table = np.full(
+            (1 + max((k[0] for k in versions), default=-1), 1 + max((k[1] for k in versions), default=-1)), -1
+        )
+        for pair, version in versions.items():
+            table[pair] = version
+        return table.astype(np.int64)
+
+    def _pieces_of(self, key: str) -> Sequence[Held]:
+        if key not in self._pieces:
+            raise CheckpointError(
+                f"{self.path.name} has no {key!r}: it holds {len(self._pieces)} keys, such as {min(self._pieces)!r}"
+            )
+        return self._pieces[key]
+
+    def _tensor_pieces(self, key: str) -> Sequence[Held]:
+        items = self._pieces_of(key)
+        if items[0].piece.dtype == OBJECT:
+            raise CheckpointError(f"{key} is an object in {self.path.name}: use read_object")
+        return items
