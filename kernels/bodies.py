@@ -12,6 +12,17 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+ACTIVATIONS = ("gelu", "swiglu", "gelu_tanh", "swiglu_clamped")
+"""What an expert's hidden layer passes; see `expert_activation`."""
+
+CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0
+"""Constants of "swiglu_clamped", those of GPT-OSS."""
+
+
+def is_gated(kind: str) -> bool:
+    """Whether an activation takes gate and up side by side and halves the width."""
+    return kind.startswith("swiglu")
+
 
 class ExpertSort(NamedTuple):
     """The assignments of a batch in expert-major order.

@@ -1,6 +1,6 @@
 """The expert MLP: grouped matmul over slots, and the fused activation with gate weights.
 
-Legend: M rows sorted by slot, S slots, D input width, F output width, T tokens, K choices, H = F (gelu) or 2F (swiglu).
+Legend: M rows sorted by slot, S slots, D input width, F output width, T tokens, K choices, H = F (gelu) or 2F (gated).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_lightning.kernels import checks, functions, reference, selection
-
-ACTIVATIONS = ("gelu", "swiglu")
+from moe_lightning.kernels.bodies import ACTIVATIONS, is_gated
 
 
 def grouped_mm(
@@ -83,8 +82,9 @@ def expert_activation(
     when the gate weights need a gradient, and saves its second evaluation.
 
     Args:
-        h_MH: floats; [M, F] for "gelu" (the exact erf form), [M, 2F] = gate | up for "swiglu" (silu(gate) * up).
-        kind: "gelu" or "swiglu".
+        h_MH: floats; [M, F] for the kinds of gelu, [M, 2F] = gate | up for those of swiglu.
+        kind: "gelu" (the exact erf form), "gelu_tanh" (GPT-2's approximation of it), "swiglu" (silu(gate) * up), or
+            "swiglu_clamped" (GPT-OSS: gate * sigmoid(1.702 gate) * (up + 1), gate cut at 7, up at -7 and 7).
         gate_weights_M: floats [M], or None. Differentiable.
 
     Returns:
@@ -93,7 +93,7 @@ def expert_activation(
     checks.matrix("h", h_MH)
     checks.require(kind in ACTIVATIONS, f"activation {kind!r} does not exist: use one of {', '.join(ACTIVATIONS)}")
     checks.require(
-        kind != "swiglu" or h_MH.shape[1] % 2 == 0, f"swiglu halves its {h_MH.shape[1]} columns: use an even number"
+        not is_gated(kind) or h_MH.shape[1] % 2 == 0, f"{kind} halves its {h_MH.shape[1]} columns: use an even number"
     )
     if gate_weights_M is not None:
         checks.matrix("gate weights", gate_weights_M, 1)

@@ -6,13 +6,14 @@ L elements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_lightning.kernels.bodies import ExpertSort
+from moe_lightning.kernels.bodies import CLAMPED_ALPHA, CLAMPED_LIMIT, ExpertSort
 
 
 def top_k_routing(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -93,6 +94,12 @@ def expert_activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
     if kind == "swiglu":
         left, right = h.chunk(2, dim=1)
         value = F.silu(left) * right
+    elif kind == "swiglu_clamped":
+        left, right = h.chunk(2, dim=1)
+        left, right = left.clamp(max=CLAMPED_LIMIT), right.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        value = left * torch.sigmoid(CLAMPED_ALPHA * left) * (right + 1)
+    elif kind == "gelu_tanh":
+        value = h * 0.5 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (h + 0.044715 * h**3)))
     else:
         value = h * 0.5 * (1 + torch.erf(h / 2**0.5))
     if gate_M is not None:

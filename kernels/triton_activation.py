@@ -1,6 +1,6 @@
 """Fused activation and gate weights with Triton: one pass forward, one pass backward, in fp32.
 
-Legend: M rows, F activation width, H = F (gelu) or 2F (swiglu) columns of h.
+Legend: M rows, F activation width, H = F (gelu) or 2F (gated) columns of h. KIND is the place in `ACTIVATIONS`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -11,29 +11,69 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_lightning.kernels.bodies import ACTIVATIONS, is_gated
 from moe_lightning.kernels.triton_launch import ceil_div, launch, row_tile
 
 
 @triton.jit
-def _gelu(x):
-    return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+def _value(left, right, KIND: tl.constexpr):
+    if KIND == 0:
+        value = left * 0.5 * (1.0 + tl.erf(left * 0.7071067811865476))
+    elif KIND == 1:
+        value = left * tl.sigmoid(left) * right
+    elif KIND == 2:
+        # 0.5 * (1 + tanh(u)) is sigmoid(2u)
+        value = left * tl.sigmoid(1.5957691216057308 * (left + 0.044715 * left * left * left))
+    else:
+        left, right = _clamped(left, right)
+        value = left * tl.sigmoid(1.702 * left) * (right + 1.0)
+    return value
+
+
+@triton.jit
+def _slopes(left, right, KIND: tl.constexpr):
+    """Derivatives by left and by right; the second is meaningless for the kinds of gelu."""
+    if KIND == 0:
+        density = 0.3989422804014327 * tl.exp(-0.5 * left * left)
+        by_left = 0.5 * (1.0 + tl.erf(left * 0.7071067811865476)) + left * density
+        by_right = by_left
+    elif KIND == 1:
+        sigmoid = tl.sigmoid(left)
+        by_left = sigmoid * (1.0 + left * (1.0 - sigmoid)) * right
+        by_right = left * sigmoid
+    elif KIND == 2:
+        sigmoid = tl.sigmoid(1.5957691216057308 * (left + 0.044715 * left * left * left))
+        inner = 1.5957691216057308 * (1.0 + 0.134145 * left * left)
+        by_left = sigmoid * (1.0 + left * (1.0 - sigmoid) * inner)
+        by_right = by_left
+    else:
+        gate, up = _clamped(left, right)
+        sigmoid = tl.sigmoid(1.702 * gate)
+        by_left = tl.where(left <= 7.0, sigmoid * (1.0 + 1.702 * gate * (1.0 - sigmoid)) * (up + 1.0), 0.0)
+        by_right = tl.where(tl.abs(right) <= 7.0, gate * sigmoid, 0.0)
+    return by_left, by_right
+
+
+@triton.jit
+def _clamped(left, right):
+    return tl.minimum(left, 7.0), tl.minimum(tl.maximum(right, -7.0), 7.0)
 
 
 @triton.jit
 def _forward_kernel(
     h, gate, out, num_rows, hidden, width,
-    SWIGLU: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, TWO: tl.constexpr, WEIGHED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
     source = h + row[:, None] * hidden + column[None, :]
     left = tl.load(source, mask=mask, other=0).to(tl.float32)
-    if SWIGLU:
-        value = left * tl.sigmoid(left) * tl.load(source + width, mask=mask, other=0).to(tl.float32)
-    else:
-        value = _gelu(left)
-    if GATED:
+    right = left
+    if TWO:
+        right = tl.load(source + width, mask=mask, other=0).to(tl.float32)
+    value = _value(left, right, KIND)
+    if WEIGHED:
         value *= tl.load(gate + row, mask=row < num_rows, other=0).to(tl.float32)[:, None]
     tl.store(out + row[:, None] * width + column[None, :], value.to(out.dtype.element_ty), mask=mask)
 
@@ -41,7 +81,8 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     grad, h, gate, saved, grad_h, grad_gate, num_rows, hidden, width,
-    SWIGLU: tl.constexpr, GATED: tl.constexpr, SAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, TWO: tl.constexpr, WEIGHED: tl.constexpr, SAVED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     product = tl.zeros((ROWS,), dtype=tl.float32)
@@ -53,39 +94,33 @@ def _backward_kernel(
         above = tl.load(grad + here, mask=mask, other=0).to(tl.float32)
         left = tl.load(h + there, mask=mask, other=0).to(tl.float32)
         right = left
-        if SWIGLU:
+        if TWO:
             right = tl.load(h + there + width, mask=mask, other=0).to(tl.float32)
-        sigmoid = tl.sigmoid(left)
-        if GATED:
-            if SAVED:
+        if WEIGHED:
+            if SAVED:  # noqa: SIM108
                 value = tl.load(saved + here, mask=mask, other=0).to(tl.float32)
-            elif SWIGLU:
-                value = left * sigmoid * right
             else:
-                value = _gelu(left)
+                value = _value(left, right, KIND)
             product += tl.sum(above * value, axis=1)
             above *= tl.load(gate + row, mask=row < num_rows, other=0).to(tl.float32)[:, None]
-        if SWIGLU:
-            slope = sigmoid * (1.0 + left * (1.0 - sigmoid)) * right
-            tl.store(grad_h + there + width, (above * left * sigmoid).to(grad_h.dtype.element_ty), mask=mask)
-        else:
-            density = 0.3989422804014327 * tl.exp(-0.5 * left * left)
-            slope = 0.5 * (1.0 + tl.erf(left * 0.7071067811865476)) + left * density
-        tl.store(grad_h + there, (above * slope).to(grad_h.dtype.element_ty), mask=mask)
-    if GATED:
+        by_left, by_right = _slopes(left, right, KIND)
+        if TWO:
+            tl.store(grad_h + there + width, (above * by_right).to(grad_h.dtype.element_ty), mask=mask)
+        tl.store(grad_h + there, (above * by_left).to(grad_h.dtype.element_ty), mask=mask)
+    if WEIGHED:
         tl.store(grad_gate + row, product, mask=row < num_rows)
 
 
 def activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
-    """[M, F]: exact (erf) GELU of h, or silu(first half) * second half; times the gate weight of each row."""
+    """[M, F]: the activation of h, times the gate weight of each row."""
     num_rows, hidden = h_MH.shape
-    width = hidden // 2 if kind == "swiglu" else hidden
+    width = hidden // 2 if is_gated(kind) else hidden
     out_MF = h_MH.new_empty(num_rows, width)
     rows, columns = row_tile(width, elements=2048)
     launch(
         _forward_kernel, (ceil_div(num_rows, rows), ceil_div(width, columns)), h_MH,
         h_MH, gate_M, out_MF, num_rows, hidden, width,
-        SWIGLU=kind == "swiglu", GATED=gate_M is not None, ROWS=rows, COLUMNS=columns,
+        KIND=ACTIVATIONS.index(kind), TWO=is_gated(kind), WEIGHED=gate_M is not None, ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
     return out_MF
 
@@ -95,13 +130,14 @@ def activation_grad(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients for h and for the gate weights; a program owns whole rows, so the gate's sum has one order."""
     num_rows, hidden = h_MH.shape
-    width = hidden // 2 if kind == "swiglu" else hidden
+    width = hidden // 2 if is_gated(kind) else hidden
     grad_MH = torch.empty_like(h_MH)
     grad_gate_M = None if gate_M is None else h_MH.new_empty(num_rows, dtype=torch.float32)
     rows, columns = row_tile(width, elements=2048)
     launch(
         _backward_kernel, (ceil_div(num_rows, rows),), h_MH,
         grad_MF, h_MH, gate_M, out_MF, grad_MH, grad_gate_M, num_rows, hidden, width,
-        SWIGLU=kind == "swiglu", GATED=gate_M is not None, SAVED=out_MF is not None, ROWS=rows, COLUMNS=columns,
+        KIND=ACTIVATIONS.index(kind), TWO=is_gated(kind), WEIGHED=gate_M is not None, SAVED=out_MF is not None,
+        ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
     return grad_MH, grad_gate_M

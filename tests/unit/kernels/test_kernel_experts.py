@@ -61,11 +61,11 @@ def test_gradients_equal_finite_differences():
     x, weight = (t.double().requires_grad_() for t in (randn(5, 3), randn(3, 3, 4, seed=1)))
     torch.autograd.gradcheck(lambda x, w: ops.grouped_mm(x, w, [2, 0, 2]), (x, weight))
     h, gate = (t.double().requires_grad_() for t in (randn(5, 4), randn(5, seed=1)))
-    for kind in ("gelu", "swiglu"):
+    for kind in ("gelu", "swiglu", "gelu_tanh", "swiglu_clamped"):
         torch.autograd.gradcheck(lambda h, g, kind=kind: ops.expert_activation(h, kind, g), (h, gate))
 
 
-@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("kind", ["gelu", "swiglu", "gelu_tanh", "swiglu_clamped"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("shape", [(0, 4), (1, 2), (130, 72)])

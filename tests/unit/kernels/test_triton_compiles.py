@@ -90,7 +90,7 @@ def test_kernels_compile_and_fit(capability, monkeypatch, tmp_path):
         triton_matmul.grouped_wgrad(operand, rows[:, :64].contiguous(), counts, gather, top_k)
     triton_matmul.grouped_mm(x[:512], weight, counts, None, 1)  # few rows a slot: low tiles
     triton_matmul.grouped_mm(rows[:, :64].contiguous(), weight.transpose(1, 2), counts, None, 1)
-    for kind in ("gelu", "swiglu"):
+    for kind in ("gelu", "swiglu", "gelu_tanh", "swiglu_clamped"):
         triton_activation.activation(rows, kind, gate)
         triton_activation.activation_grad(rows, rows, kind, gate, None)
     triton_bytes.xor([torch.zeros(1024, dtype=torch.uint8)] * 4, torch.zeros(1024, dtype=torch.uint8))
