@@ -12,18 +12,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels.bodies import ACTIVATIONS, is_gated
 
-Activation = Literal["gelu", "swiglu"]
+Activation = Literal["gelu", "swiglu", "gelu_tanh", "swiglu_clamped"]
 
 VACANT = -1
 """In the place of an expert: a slot that holds none. Its rows are zero, get no tokens and stay zero."""
+
+
+class ExpertSource(Protocol):
+    """Where the first weights of experts come from, one expert at a time."""
+
+    def __call__(self, expert: int) -> Mapping[str, Tensor]:
+        """The rows of one expert by the names of the stacked parameters."""
+
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 
@@ -38,6 +47,11 @@ def deferred_experts() -> Iterator[None]:
         _deferred.reset(token)
 
 
+def experts_are_deferred() -> bool:
+    """Whether experts built here would wait for their slots."""
+    return _deferred.get()
+
+
 class Experts(nn.Module):
     """S experts of two (GELU) or three (SwiGLU) matrices each.
 
@@ -45,10 +59,13 @@ class Experts(nn.Module):
         num_experts: experts of the layer over all ranks; without a placement this process holds all of them.
         d_model: width D of the tokens.
         d_expert: hidden width F of an expert.
-        activation: "gelu" (up, down) or "swiglu" (gate, up, down).
+        activation: "gelu" or "gelu_tanh" (up, down), "swiglu" or "swiglu_clamped" (gate, up, down).
         bias: add biases, as GPT-2 does.
         init_std: standard deviation of the weights; `down_init_std` of the output matrix, which writes into the
             residual stream.
+
+    Attributes:
+        source: gives the first weights of the experts that come to live here; None: they are drawn at random.
 
     Raises:
         ConfigurationError: a size below one or an unknown activation.
@@ -69,16 +86,20 @@ class Experts(nn.Module):
         for name, value in (("num_experts", num_experts), ("d_model", d_model), ("d_expert", d_expert)):
             if value < 1:
                 raise ConfigurationError(f"{name}={value} must be at least 1")
-        if activation not in ("gelu", "swiglu"):
-            raise ConfigurationError(f"activation={activation!r} is not known: use 'gelu' or 'swiglu'")
+        if activation not in ACTIVATIONS:
+            raise ConfigurationError(
+                f"activation={activation!r} is not known: use {', '.join(map(repr, ACTIVATIONS[:-1]))} "
+                f"or {ACTIVATIONS[-1]!r}"
+            )
         self.num_experts = num_experts
         self.activation: Activation = activation
         self.slot_experts: tuple[int, ...] = tuple(range(num_experts))
+        self.source: ExpertSource | None = None
         self._init_std = init_std
         self._down_init_std = init_std if down_init_std is None else down_init_std
         # Drawn from the global generator, which the ranks seed alike; the strategy hands rank 0's value to all.
         self.init_seed = int(torch.randint(0, 1 << 62, (1,), device="cpu"))
-        d_up = 2 * d_expert if activation == "swiglu" else d_expert
+        d_up = 2 * d_expert if is_gated(activation) else d_expert
         device = "meta" if _deferred.get() else None
         self.w_up = nn.Parameter(torch.empty(num_experts, d_model, d_up, device=device))
         self.w_down = nn.Parameter(torch.empty(num_experts, d_expert, d_model, device=device))
@@ -101,7 +122,10 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise every slot from its expert's own generator."""
+        """Fill every slot from the source, or from its expert's own generator where there is none."""
+        if self.source is not None:
+            self._read(self.source)
+            return
         for index, (name, parameter) in enumerate(self.stacked_parameters().items()):
             for slot, expert in enumerate(self.slot_experts):
                 if name.startswith("b_") or expert == VACANT:
@@ -113,6 +137,12 @@ class Experts(nn.Module):
                 std = self._down_init_std if name == "w_down" else self._init_std
                 values = torch.randn(parameter.shape[1:], generator=generator) * std
                 parameter[slot].copy_(values)
+
+    def _read(self, source: ExpertSource) -> None:
+        for slot, expert in enumerate(self.slot_experts):
+            rows = source(expert) if expert != VACANT else {}
+            for name, parameter in self.stacked_parameters().items():
+                parameter.data[slot] = rows[name] if rows else 0
 
     @torch.no_grad()
     def place(self, slot_experts: Sequence[int], device: torch.device) -> None:

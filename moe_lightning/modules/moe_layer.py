@@ -60,8 +60,10 @@ class MoELayer(nn.Module):
         d_expert: hidden width of an expert.
         num_experts: E.
         router: how tokens choose; a RouterConfig, or keyword arguments of one.
-        activation: "gelu" or "swiglu".
+        activation: of the experts, see Experts.
         bias: biases in the experts.
+        router_bias: a learned bias in the router's logits.
+        selection_bias: a bias in the choice of experts although nothing updates it; for pretrained routers.
         num_shared_experts: experts that every token passes, as one dense layer of that many times `d_expert`.
         init_std: standard deviation of the weights; `down_init_std` of the output matrices (default: the same).
 
@@ -87,6 +89,8 @@ class MoELayer(nn.Module):
         activation: Activation = "gelu",
         bias: bool = False,
         num_shared_experts: int = 0,
+        router_bias: bool = False,
+        selection_bias: bool = False,
         init_std: float = 0.02,
         down_init_std: float | None = None,
     ) -> None:
@@ -103,7 +107,9 @@ class MoELayer(nn.Module):
             init_std=init_std,
             down_init_std=down_init_std,
         )
-        self.router = Router(d_model, num_experts, config, init_std=init_std)
+        self.router = Router(
+            d_model, num_experts, config, init_std=init_std, bias=router_bias, selection_bias=selection_bias
+        )
         self.shared_expert = (
             FeedForward(
                 d_model, num_shared_experts * d_expert, activation, bias, init_std=init_std, down_init_std=down_init_std

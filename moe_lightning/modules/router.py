@@ -142,20 +142,34 @@ class Router(nn.Module):
         num_experts: E.
         config: how to choose.
         init_std: standard deviation of the weights.
+        bias: add a learned bias to the logits (GPT-OSS).
+        selection_bias: keep the bias that only the choice of experts sees (DeepSeek-V3) even where nothing updates it.
     """
 
     expert_bias_E: Tensor
     unbalanced_tokens_E: Tensor
 
-    def __init__(self, d_model: int, num_experts: int, config: RouterConfig, *, init_std: float = 0.02) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        config: RouterConfig,
+        *,
+        init_std: float = 0.02,
+        bias: bool = False,
+        selection_bias: bool = False,
+    ) -> None:
         super().__init__()
         config.check(num_experts)
         self.config = config
         self.num_experts = num_experts
         self.weight = nn.Parameter(torch.randn(num_experts, d_model) * init_std)
+        self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, d_model)) if config.noisy_top_k else None
-        if config.bias_update_rate:
+        self.has_selection_bias = selection_bias or config.bias_update_rate > 0
+        if self.has_selection_bias:
             self.register_buffer("expert_bias_E", torch.zeros(num_experts))
+        if config.bias_update_rate:
             self.register_buffer("unbalanced_tokens_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.stream = SampleStream()
         self.tag = 0
@@ -168,7 +182,7 @@ class Router(nn.Module):
             if self.training and config.jitter:
                 noise_TD = self.stream.uniform(3 * self.tag, x_TD.shape[0], x_TD.shape[1], x_TD.device)
                 x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
-            logits_TE = F.linear(x_TD, self.weight.float())
+            logits_TE = F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float())
             if self.training and self.noise_weight is not None:
                 std_TE = F.softplus(F.linear(x_TD, self.noise_weight.float()))
                 logits_TE = (
@@ -201,7 +215,7 @@ class Router(nn.Module):
             uniform_T1 = self.stream.uniform(3 * self.tag + 1, scores_TE.shape[0], 1, scores_TE.device)
             return sample_experts(self._popularity.at(self.stream.step), uniform_T1[:, 0], config.top_k)
         selection_TE = scores_TE.detach()
-        if config.bias_update_rate:
+        if self.has_selection_bias:
             selection_TE = selection_TE + self.expert_bias_E
         if config.num_groups > 1:
             selection_TE = _limit_to_best_groups(selection_TE, config.num_groups, config.top_groups)

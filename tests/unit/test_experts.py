@@ -191,7 +191,10 @@ def test_double_precision() -> None:
         ({"num_experts": 0}, "num_experts=0 must be at least 1"),
         ({"d_model": 0}, "d_model=0"),
         ({"d_expert": -3}, "d_expert=-3"),
-        ({"activation": "relu"}, "activation='relu' is not known: use 'gelu' or 'swiglu'"),
+        (
+            {"activation": "relu"},
+            "activation='relu' is not known: use 'gelu', 'swiglu', 'gelu_tanh' or 'swiglu_clamped'",
+        ),
     ],
 )
 def test_wrong_experts(options: dict[str, Any], message: str) -> None:
