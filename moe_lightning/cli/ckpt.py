@@ -1,8 +1,9 @@
-"""moe-ckpt: look at checkpoints, verify them, export one as a single file, delete old ones.
+"""moe-ckpt: look at checkpoints, verify them, export one as a single file or for transformers, delete old ones.
 
     moe-ckpt inspect DIR          sizes, versions of every expert, lost tokens
     moe-ckpt verify DIR           checksums and coverage of one checkpoint, or of all in a directory
     moe-ckpt export DIR FILE      one safetensors file
+    moe-ckpt export-hf CKPT DIR   a Hugging Face folder that plain transformers loads
     moe-ckpt prune DIR --keep N   keep the newest N
 
 Exit codes: 0 done, 1 a damaged checkpoint, 2 a mistake in the command.
@@ -52,12 +53,17 @@ def _parser() -> argparse.ArgumentParser:
     verify.set_defaults(command=_verify)
     export = commands.add_parser("export", help="write one safetensors file")
     export.set_defaults(command=_export)
+    export_hf = commands.add_parser("export-hf", help="write a folder that plain transformers loads")
+    export_hf.set_defaults(command=_export_hf)
     prune = commands.add_parser("prune", help="delete all but the newest checkpoints")
     prune.set_defaults(command=_prune)
     for command in (inspect_, verify, export, prune):
         command.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or the directory that holds them")
     export.add_argument("target", type=Path, metavar="FILE", help="the safetensors file to write")
     export.add_argument("--prefix", default="", help="only keys that begin with this, such as expert/0/")
+    export_hf.add_argument("path", type=Path, metavar="CKPT", help="a .ckpt file, or a directory as above")
+    export_hf.add_argument("target", type=Path, metavar="DIR", help="the folder to write; it must not exist")
+    export_hf.add_argument("--dtype", help="of its tensors, such as bfloat16; default: that of the original")
     prune.add_argument("--keep", type=int, required=True, metavar="N", help="whole checkpoints to keep")
     return parser
 
@@ -110,6 +116,14 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
     checkpoint = inspect.resolve(arguments.path)
     written = inspect.export(checkpoint, arguments.target, prefix=arguments.prefix)
     console.print(f"{arguments.target}: {_size(written)} of {checkpoint.path.name}", soft_wrap=True)
+    return 0
+
+
+def _export_hf(arguments: argparse.Namespace, console: Console) -> int:
+    from moe_lightning.cli.huggingface import export_checkpoint
+
+    written = export_checkpoint(arguments.path, arguments.target, dtype=arguments.dtype)
+    console.print(f"{arguments.target}: {_size(written)} for transformers", soft_wrap=True)
     return 0
 
 

@@ -132,13 +132,17 @@ class GPTModule(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        config = self.optimizer_config
-        optimizer = torch.optim.AdamW(
-            parameter_groups(self, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps
-        )
-        total_steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return adamw_with_schedule(self, self.optimizer_config)
+
+
+def adamw_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> OptimizerLRScheduler:
+    """What `configure_optimizers` of a module answers for this configuration; the module must have a trainer."""
+    optimizer = torch.optim.AdamW(
+        parameter_groups(module, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps
+    )
+    total_steps = int(module.trainer.estimated_stepping_batches)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,0 +1,96 @@
+"""Exports a trained Hugging Face model for plain transformers, layer by layer: no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning.pytorch as pl
+from torch import Tensor
+from typing_extensions import override
+
+from moe_lightning.checkpoint.full_state import full_model_state
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.huggingface.export import Export, copy_companions, plan_export, refuse_existing
+from moe_lightning.models.huggingface.module import HuggingFaceModule
+from moe_lightning.strategies.checkpointing import CheckpointingStrategy
+
+
+class HuggingFaceExport(pl.Callback):
+    """Writes the model at the end of training into a folder that transformers' from_pretrained loads.
+
+    Args:
+        dirpath: of the folder; it must not exist.
+        dtype: of its tensors; None: that of the checkpoint the model came from.
+
+    Raises:
+        ConfigurationError: at the start of training: the folder exists, or transformers has no class for the model.
+    """
+
+    def __init__(self, dirpath: str | Path, dtype: str | None = None) -> None:
+        self._path = Path(dirpath)
+        self._dtype = dtype
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = _checked(pl_module)
+        plan_export(module.architecture, module.model, self._dtype)
+        if trainer.is_global_zero:
+            refuse_existing(self._path)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        export_to_huggingface(trainer, self._path, dtype=self._dtype)
+
+
+def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str | None = None) -> None:
+    """Write the trainer's HuggingFaceModule as a checkpoint that plain transformers loads; collective.
+
+    Rank 0 writes: the dense weights, which it has, then the experts of one layer after the other, which it collects
+    from their lowest holders. The tokenizer and other small files of the checkpoint it came from are taken over.
+
+    Args:
+        trainer: with a model, under ExpertParallelStrategy or any strategy of one rank.
+        path: of a folder that does not exist.
+        dtype: of the tensors; None: that of the checkpoint the model came from.
+
+    Raises:
+        ConfigurationError: another module or strategy, a folder that exists, or a model that transformers has no
+            class for.
+    """
+    module, path = _checked(trainer.lightning_module), Path(path)
+    if not isinstance(trainer.strategy, CheckpointingStrategy) and trainer.world_size > 1:
+        raise ConfigurationError(
+            f"{type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot be exported: "
+            "use ExpertParallelStrategy"
+        )
+    export = plan_export(module.architecture, module.model, dtype)
+    stacks = _stacks(trainer, module, export)
+    if trainer.is_global_zero:
+        export.write(path, module.model.state_dict(), stacks)
+        copy_companions(Path(module.config.pretrained), path)
+    else:
+        for _ in stacks:  # gives rank 0 what it asks for
+            continue
+    trainer.strategy.barrier("export_to_huggingface")
+
+
+def _stacks(trainer: pl.Trainer, module: HuggingFaceModule, export: Export) -> Iterator[dict[str, Tensor]]:
+    """The full stacks of one block after the other, on rank 0; empty on the others."""
+    strategy = trainer.strategy
+    for block in export.blocks:
+        parameters = module.architecture.layers[block].experts.stacked_parameters()
+        local = {name: parameter.detach() for name, parameter in parameters.items()}
+        if not isinstance(strategy, CheckpointingStrategy):
+            yield local
+            continue
+        rows = {name: strategy.experts.rows[parameter] for name, parameter in parameters.items()}
+        yield full_model_state(local, rows, strategy.world)
+
+
+def _checked(module: pl.LightningModule) -> HuggingFaceModule:
+    if not isinstance(module, HuggingFaceModule):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no counterpart in transformers: only a HuggingFaceModule can be exported"
+        )
+    return module

@@ -1,0 +1,112 @@
+"""`moe-ckpt export-hf`: from a checkpoint of a HuggingFaceModule, in one file or a directory, to a folder that plain
+transformers loads. One process, one layer's experts at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_lightning.checkpoint.full_state import read_checkpoint
+from moe_lightning.checkpoint.inspect import resolve
+from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.config import build_config
+from moe_lightning.errors import CheckpointError, ConfigurationError
+
+_MODEL = "model."
+"""Where a HuggingFaceModule keeps the model."""
+
+
+class _Source(Protocol):
+    """A checkpoint of a HuggingFaceModule."""
+
+    hyper_parameters: Mapping[str, Any]
+
+    def dense(self, name: str) -> Tensor:
+        """A parameter or buffer by its name in the model."""
+        ...
+
+    def experts(self, layer: int, block: str, name: str, num_experts: int) -> Tensor:
+        """The stack [E, ...] of one parameter of an MoE layer."""
+        ...
+
+
+def export_checkpoint(path: Path, target: Path, *, dtype: str | None = None) -> int:
+    """Write the model of a checkpoint for plain transformers; returns the bytes of its tensors.
+
+    Args:
+        path: a Lightning checkpoint file, a checkpoint directory, or a directory of these: its newest.
+        target: a folder that does not exist.
+        dtype: of the tensors; None: that of the checkpoint that training began with.
+
+    Raises:
+        ConfigurationError: it is of another module, transformers has no class for the model, or the folder exists.
+        CheckpointError: it is missing or damaged.
+    """
+    from moe_lightning.models.huggingface.export import copy_companions, plan_export, refuse_existing
+    from moe_lightning.models.huggingface.loading import build_skeleton
+    from moe_lightning.models.huggingface.module import HuggingFaceConfig
+
+    refuse_existing(target)
+    source: _Source = _Directory(path) if path.is_dir() else _File(path)
+    if "huggingface" not in source.hyper_parameters:
+        raise ConfigurationError(f"{path} is no checkpoint of a HuggingFaceModule: transformers has no class for it")
+    config = build_config(HuggingFaceConfig, source.hyper_parameters["config"])
+    architecture = config.architecture(source.hyper_parameters["huggingface"])
+    export = plan_export(architecture, build_skeleton(architecture), dtype)
+
+    def stacks() -> Iterator[dict[str, Tensor]]:
+        for index, (block, layer) in enumerate(architecture.layers.items()):
+            names = layer.experts.stacked_parameters()
+            yield {name: source.experts(index, block, name, layer.num_experts) for name in names}
+
+    written = export.write(target, {name: source.dense(name) for name in export.dense}, stacks())
+    copy_companions(Path(config.pretrained), target)
+    return written
+
+
+class _File:
+    """A single file, as stock Lightning writes it; tensors are mapped."""
+
+    def __init__(self, path: Path) -> None:
+        checkpoint = read_checkpoint(path)
+        self._path, self._state = path, checkpoint["state_dict"]
+        self.hyper_parameters = checkpoint.get("hyper_parameters", {})
+
+    def dense(self, name: str) -> Tensor:
+        return self._tensor(name)
+
+    def experts(self, layer: int, block: str, name: str, num_experts: int) -> Tensor:
+        return self._tensor(f"{block}.moe.experts.{name}")
+
+    def _tensor(self, name: str) -> Tensor:
+        if f"{_MODEL}{name}" not in self._state:
+            raise CheckpointError(
+                f"{self._path} has no tensor {_MODEL + name!r}: it does not belong to its configuration"
+            )
+        tensor: Tensor = self._state[f"{_MODEL}{name}"]
+        return tensor
+
+
+class _Directory:
+    """A checkpoint directory, verified."""
+
+    def __init__(self, path: Path) -> None:
+        self._checkpoint: Checkpoint = resolve(path)
+        self._checkpoint.verify()
+        self.hyper_parameters = self._checkpoint.read_object("trainer").get("hyper_parameters", {})
+
+    def dense(self, name: str) -> Tensor:
+        prefix = f"dense/{_MODEL}{name}/"
+        keys = set(self._checkpoint.keys(prefix))
+        scope = next((s for s in ("master", "weight", "buffer") if f"{prefix}{s}" in keys), "weight")
+        return self._checkpoint.read(f"{prefix}{scope}")
+
+    def experts(self, layer: int, block: str, name: str, num_experts: int) -> Tensor:
+        scope = "master" if self._checkpoint.keys(f"expert/{layer}/0/master/") else "weight"
+        keys = (f"expert/{layer}/{expert}/{scope}/{name}" for expert in range(num_experts))
+        return torch.stack([self._checkpoint.read(key) for key in keys])

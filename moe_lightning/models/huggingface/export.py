@@ -1,0 +1,114 @@
+"""Writes a trained model as a checkpoint that plain transformers loads."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.huggingface.architecture import Architecture
+from moe_lightning.models.huggingface.families import SELECTION_BIAS, Family
+from moe_lightning.models.huggingface.loading import dense_tensors, transformers
+from moe_lightning.models.huggingface.weights import INDEX, SINGLE, dtype_named, write_weights
+
+_KEPT_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
+"""Of the files beside the weights that an export takes over: tokenizers, templates, generation defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What a model's checkpoint for plain transformers consists of.
+
+    Attributes:
+        config: its configuration.
+        family: the names of its tensors.
+        dense: the names in our model of what it holds beside experts, one for each tensor.
+        blocks: the MoE blocks of our model in order; `layer` of other methods is the place in this list.
+        dtype: of its tensors; selection biases stay in float32.
+    """
+
+    config: Any
+    family: Family
+    dense: tuple[str, ...]
+    blocks: tuple[str, ...]
+    dtype: torch.dtype
+
+    def write(self, path: Path, dense: Mapping[str, Tensor], experts: Iterable[Mapping[str, Tensor]]) -> int:
+        """Write the checkpoint into a new folder, which gets its name when it is whole; returns the bytes of tensors.
+
+        Args:
+            path: of the folder.
+            dense: the tensors by the names in our model.
+            experts: for each block the full stacks [E, ...] by parameter; only one block's are held at a time.
+
+        Raises:
+            ConfigurationError: the folder exists already.
+        """
+        refuse_existing(path)
+        staged = path.with_name(f".{path.name}.{os.getpid()}.new")
+        staged.mkdir(parents=True)
+        try:
+            self.config.save_pretrained(staged)
+            written = write_weights(staged, self._files(dense, experts))
+            os.rename(staged, path)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+        return written
+
+    def _files(
+        self, dense: Mapping[str, Tensor], experts: Iterable[Mapping[str, Tensor]]
+    ) -> Iterator[dict[str, Tensor]]:
+        yield {self.family.disk_name(name): self._cast(name, dense[name]) for name in self.dense}
+        for block, stacks in zip(self.blocks, experts, strict=True):
+            cast = {name: self._cast(name, stack) for name, stack in stacks.items()}
+            yield self.family.layout.write(self.family.disk_prefix(block), cast)
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        keeps = not tensor.is_floating_point() or self.family.disk_name(name).endswith(SELECTION_BIAS)
+        return tensor if keeps else tensor.to(self.dtype)
+
+
+def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None = None) -> Export:
+    """What a model with installed MoE layers is written as.
+
+    Args:
+        model: with memory or on the meta device.
+        dtype: of the tensors; None: that of the checkpoint it came from.
+
+    Raises:
+        ConfigurationError: transformers has no class for such a model, or an unknown dtype.
+    """
+    config, family = architecture.exported()
+    config = copy.deepcopy(config)
+    chosen = dtype_named(dtype or str(getattr(config, "dtype", None) or "float32"))
+    config.dtype = chosen
+    config.architectures = [_class_name(config, architecture.auto_class)]
+    names = tuple(names[0] for _, names in dense_tensors(model, architecture))
+    return Export(config=config, family=family, dense=names, blocks=tuple(architecture.layers), dtype=chosen)
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise ConfigurationError where an export would overwrite something."""
+    if path.exists():
+        raise ConfigurationError(f"{path} exists already: name another folder")
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Take the tokenizer and the other small files beside the weights over into an exported folder."""
+    for file in sorted(source.iterdir()) if source.is_dir() else ():
+        is_weights = file.name in (INDEX, f"{SINGLE}.json") or file.name.endswith(".index.json")
+        if file.suffix in _KEPT_SUFFIXES and not is_weights and not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)
+
+
+def _class_name(config: Any, auto_class: str) -> str:
+    mapping = getattr(transformers(), auto_class)._model_mapping
+    return str(mapping[type(config)].__name__)

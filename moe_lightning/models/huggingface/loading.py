@@ -1,0 +1,184 @@
+"""Builds a Hugging Face model with our MoE layers in it and fills it from safetensors.
+
+A rank reads the dense weights and the experts of its own slots; the whole model is never in one place.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.models.huggingface.architecture import Architecture
+from moe_lightning.models.huggingface.weights import WeightsFolder
+from moe_lightning.modules.experts import Experts, experts_are_deferred
+from moe_lightning.modules.stream import SampleStream, attach_stream
+
+_DERIVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
+"""Tensors of older checkpoints that models compute themselves today."""
+
+_LOADED = "_is_hf_initialized"
+"""Marks a tensor that transformers must not initialise."""
+
+
+def transformers() -> Any:
+    """The optional package.
+
+    Raises:
+        ConfigurationError: it is missing.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigurationError(
+            "Hugging Face models need the package transformers: pip install 'moe-lightning[hf]'"
+        ) from error
+
+
+def read_config(path: Path, known: tuple[str, ...], overrides: Mapping[str, Any] | None = None) -> Any:
+    """The transformers configuration of a checkpoint folder; no code of the checkpoint is ever run.
+
+    Args:
+        path: the folder.
+        known: the model types that are accepted.
+        overrides: values to set in it, such as dropout probabilities.
+
+    Raises:
+        ConfigurationError: no config.json, one that transformers refuses, an unknown or quantised model, or a key
+            that the configuration lacks.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ConfigurationError(f"{file} does not exist: give the folder of a Hugging Face checkpoint on this machine")
+    try:
+        values = json.loads(file.read_text())
+        model_type = values.get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ConfigurationError(f"{file} is not a model's configuration: {error}") from error
+    if model_type not in known:
+        raise ConfigurationError(f"model_type={model_type!r} of {path} is not known: use one of {', '.join(known)}")
+    if values.get("quantization_config"):
+        raise ConfigurationError(
+            f"{path} is quantised ({values['quantization_config'].get('quant_method')}): "
+            "load it with transformers in bfloat16 and save it with save_pretrained"
+        )
+    config = config_from(values)
+    for name, value in (overrides or {}).items():
+        if not hasattr(config, name):
+            raise ConfigurationError(f"the configuration of {path} has no {name!r}: see its config.json")
+        setattr(config, name, value)
+    return config
+
+
+def config_from(values: Mapping[str, Any]) -> Any:
+    """A transformers configuration from the content of a config.json.
+
+    Raises:
+        ConfigurationError: transformers refuses it.
+    """
+    rest = {name: value for name, value in values.items() if name not in ("model_type", "transformers_version")}
+    try:
+        return transformers().AutoConfig.for_model(values["model_type"], **rest)
+    except Exception as error:  # each configuration class has its own
+        reason = str(error).strip().splitlines()
+        raise ConfigurationError(
+            f"transformers refuses this configuration: {reason[-1] if reason else error!r}"
+        ) from error
+
+
+def build_skeleton(architecture: Architecture) -> Any:
+    """The model on the meta device with deferred MoE layers installed: names and shapes, no memory."""
+    config = copy.deepcopy(architecture.config)  # transformers notes the dtype in it; exports need the original's
+    auto_class = getattr(transformers(), architecture.auto_class)
+    with torch.device("meta"):
+        model = auto_class.from_config(config, dtype=torch.get_default_dtype())
+    architecture.install(model)
+    attach_stream(model, SampleStream())
+    return model
+
+
+def load_model(architecture: Architecture, weights: WeightsFolder) -> Any:
+    """The model with its weights: dense ones here, experts when they are placed, or at once where nobody will.
+
+    Raises:
+        CheckpointError: the folder lacks tensors of the model, or has them in other shapes.
+    """
+    model = build_skeleton(architecture)
+    weights.optional_prefix = f"{model.base_model_prefix}."
+    _materialise(model)
+    used = _load_dense(model, architecture, weights)
+    for block, layer in architecture.layers.items():
+        prefix = architecture.disk_prefix(block)
+        used |= {weights.find(name) for name in architecture.reader.names(prefix, layer.num_experts)}
+        layer.experts.source = partial(architecture.reader.read, weights, prefix)
+        if not experts_are_deferred():
+            layer.experts.place(range(layer.num_experts), torch.device("cpu"))
+    _report_unused(model, weights, used)
+    model.initialize_weights()  # what no file holds: rotary tables, new routers
+    return model
+
+
+def _materialise(model: nn.Module) -> None:
+    """Memory for everything but the experts; shared parameters stay shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, Experts):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in made:
+                made[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+            module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
+def dense_tensors(model: nn.Module, architecture: Architecture) -> Iterator[tuple[Tensor, list[str]]]:
+    """Every parameter and persistent buffer outside the experts, with all its names."""
+    experts = tuple(f"{block}.moe.experts." for block in architecture.layers)
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not name.startswith(experts or ("\0",)):
+            names.setdefault(tensor, []).append(name)
+    yield from names.items()
+
+
+@torch.no_grad()
+def _load_dense(model: nn.Module, architecture: Architecture, weights: WeightsFolder) -> set[str | None]:
+    used: set[str | None] = set()
+    for tensor, names in dense_tensors(model, architecture):
+        wanted = [name for name in map(architecture.disk_name, names) if name is not None]
+        if not wanted:
+            continue
+        found = [there for there in map(weights.find, wanted) if there is not None]
+        used.update(found)
+        values = weights.read(found[0] if found else wanted[0])
+        if values.shape != tensor.shape:
+            raise CheckpointError(
+                f"{found[0]!r} of {weights.path} has shape {list(values.shape)}, the model's {list(tensor.shape)}: "
+                "its config.json belongs to other weights"
+            )
+        tensor.copy_(values)
+        setattr(tensor, _LOADED, True)
+    return used
+
+
+def _report_unused(model: Any, weights: WeightsFolder, used: set[str | None]) -> None:
+    ignored = re.compile("|".join((*_DERIVED, *(model._keys_to_ignore_on_load_unexpected or ()))))
+    unused = sorted(name for name in set(weights.files) - used if not ignored.search(name))
+    if unused:
+        rank_zero_warn(
+            f"{weights.path} holds {len(unused)} tensors that the model has no use for, such as {unused[0]!r}"
+        )

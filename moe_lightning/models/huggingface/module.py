@@ -1,0 +1,195 @@
+"""A Hugging Face model with our MoE layers as a LightningModule: load, train, validate, generate predictions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from typing_extensions import override
+
+from moe_lightning.config import build_config
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.gpt_module import OptimizerConfig, adamw_with_schedule
+from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
+from moe_lightning.models.huggingface.families import FAMILIES
+from moe_lightning.models.huggingface.loading import load_model, read_config
+from moe_lightning.models.huggingface.weights import WeightsFolder
+from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
+from moe_lightning.modules.losses import auxiliary_loss
+
+IGNORED = -100
+"""A target that is not to be predicted, such as a prompt's or padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceConfig:
+    """Which checkpoint is trained, and how.
+
+    Attributes:
+        pretrained: folder of the checkpoint: config.json and safetensors files.
+        context_length: most tokens in a sequence; the data are cut to it.
+        router: training options of the routers of a pretrained MoE: aux_loss_coef (by default what the checkpoint
+            says, brought to the scale of our loss), aux_loss_scope, z_loss_coef, bias_update_rate, jitter,
+            capacity_factor, drop_policy, forced.
+        overrides: values to set in the checkpoint's configuration, such as dropout probabilities. nn.Dropout gives up
+            the same loss on any number of ranks, so set them to 0 where that matters.
+        gradient_checkpointing: recompute layers in the backward pass instead of keeping their activations.
+        upcycling: turn the feed-forward layers of a dense checkpoint into experts; None: it has experts.
+
+    Raises:
+        ConfigurationError: a length below one, or router options beside upcycling, which has its own.
+    """
+
+    pretrained: str
+    context_length: int = 1024
+    router: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    gradient_checkpointing: bool = False
+    upcycling: UpcyclingConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.upcycling is not None:
+            object.__setattr__(self, "upcycling", build_config(UpcyclingConfig, self.upcycling))
+            if self.router:
+                raise ConfigurationError("router belongs to pretrained experts: set upcycling.router instead")
+        if self.context_length < 1:
+            raise ConfigurationError(f"context_length={self.context_length} must be at least 1")
+
+    def architecture(self, values: Mapping[str, Any] | None = None) -> Architecture:
+        """What the checkpoint's configuration becomes.
+
+        Args:
+            values: the configuration itself, where the checkpoint's folder is not to be read.
+
+        Raises:
+            ConfigurationError: a checkpoint that is not known, or options that it does not fit.
+        """
+        from moe_lightning.models.huggingface.loading import config_from
+
+        known = tuple(FAMILIES if self.upcycling is None else DENSE_FAMILIES)
+        config = read_config(Path(self.pretrained), known, self.overrides) if values is None else config_from(values)
+        longest = getattr(config, "max_position_embeddings", self.context_length)
+        if self.context_length > longest:
+            raise ConfigurationError(
+                f"context_length={self.context_length} exceeds the {longest} positions of {self.pretrained}: lower it"
+            )
+        if self.upcycling is not None:
+            return UpcycledArchitecture(config, self.upcycling)
+        return SparseArchitecture(config, self.router)
+
+
+class HuggingFaceModule(pl.LightningModule):
+    """Trains a Hugging Face model on batches (inputs, targets): token ids [B, L] and next tokens [B, L], where -100 is
+    not predicted; or images [B, C, H, W] and classes [B].
+
+    Logs `train/loss`, `val/loss` and `test/loss`: the mean over the samples of the global batch of each one's mean
+    cross-entropy in nats, auxiliary losses not included. A mean over samples does not depend on how the batch is cut.
+
+    Args:
+        config: the checkpoint, as a HuggingFaceConfig or its keyword arguments.
+        optimizer: the optimizer, as an OptimizerConfig or its keyword arguments.
+
+    Attributes:
+        architecture: the model's configuration and its MoE layers by block.
+
+    Raises:
+        ConfigurationError: a checkpoint that is not known, or options that it does not fit.
+    """
+
+    model: Any
+
+    def __init__(
+        self,
+        config: HuggingFaceConfig | Mapping[str, Any],
+        optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = build_config(HuggingFaceConfig, config)
+        self.optimizer_config = build_config(OptimizerConfig, optimizer)
+        self.architecture = self.config.architecture()
+        # Plain values only: a checkpoint must load without unpickling classes.
+        self.save_hyperparameters(
+            {
+                "config": asdict(self.config),
+                "optimizer": asdict(self.optimizer_config),
+                "huggingface": json.loads(self.architecture.config.to_json_string(use_diff=False)),
+            }
+        )
+
+    @override
+    def configure_model(self) -> None:
+        if hasattr(self, "model"):
+            return
+        self.model = load_model(self.architecture, WeightsFolder(Path(self.config.pretrained)))
+        self.model.train()
+        if self.config.gradient_checkpointing:
+            model = self.model  # transformers 5 has renamed the method
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Refuse data with tokens that the model does not know."""
+        needed = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", 0)
+        known = getattr(self.architecture.config, "vocab_size", needed)
+        if needed > known:
+            raise ConfigurationError(
+                f"the data have {needed} tokens, the model knows {known}: use the tokenizer.json of the checkpoint"
+            )
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits: [B, L, V] of tokens, [B, classes] of images."""
+        options = {"use_cache": False} if self.model.main_input_name == "input_ids" else {}
+        logits: Tensor = self.model(**{self.model.main_input_name: inputs}, **options).logits
+        return logits
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self._cross_entropy(batch, "train/loss") + auxiliary_loss(self.model)
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._cross_entropy(batch, "val/loss")
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._cross_entropy(batch, "test/loss")
+
+    @override
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The most likely next token at each position, or the most likely class; int64."""
+        return self(batch[0]).argmax(dim=-1)  # type: ignore[no-any-return]
+
+    def _cross_entropy(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
+        inputs, targets = batch
+        loss = mean_over_samples(self(inputs), targets)
+        self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(inputs))
+        return loss
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return adamw_with_schedule(self, self.optimizer_config)
+
+
+def mean_over_samples(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over samples of each one's mean cross-entropy over the targets that are not -100; a sample without any
+    counts as zero.
+
+    Args:
+        logits: [B, V] or [B, L, V].
+        targets: [B] or [B, L].
+    """
+    losses = F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), reduction="none", ignore_index=IGNORED
+    ).view(len(targets), -1)
+    predicted = torch.ne(targets, IGNORED).view(len(targets), -1).sum(dim=1).clamp_min(1)
+    return (losses.sum(dim=1) / predicted).mean()

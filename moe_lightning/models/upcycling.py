@@ -1,0 +1,272 @@
+"""Upcycling: the feed-forward layers of a trained dense model become MoE layers (Komatsuzaki et al. 2023).
+
+Every expert starts as a copy of the dense layer and the weights of the chosen experts sum to one, so at step 0 the
+model computes the function of the dense one, up to rounding: in fp32 logits agree to 1e-5. Routers start at random and
+experts drift apart with the tokens they get. Unlike the paper, combine weights are normalised for text as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from moe_lightning.config import build_config
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.huggingface.architecture import Architecture, ExpertReader
+from moe_lightning.models.huggingface.blocks import SparseBlock
+from moe_lightning.models.huggingface.families import FAMILIES, OUR_ROUTER, Family
+from moe_lightning.models.huggingface.layouts import GatedFeedForward, PlainFeedForward
+from moe_lightning.modules.experts import Activation, deferred_experts
+from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.modules.router import RouterConfig
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "swiglu",
+}
+"""Ours by the names of transformers; silu is the one of gated layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcyclingConfig:
+    """What becomes of the feed-forward layers of a dense model.
+
+    Attributes:
+        num_experts: copies of the layer in each MoE layer.
+        moe_every: layers moe_every - 1, 2 * moe_every - 1, ... become MoE layers: 1 is every layer.
+        router: how tokens choose; the weights of a token's experts must sum to one, or the function would change.
+
+    Raises:
+        ConfigurationError: sizes below one, or a router whose weights do not sum to one or do not train it.
+    """
+
+    num_experts: int = 8
+    moe_every: int = 1
+    router: RouterConfig = field(default_factory=lambda: RouterConfig(softmax_after_top_k=True))
+
+    def __post_init__(self) -> None:
+        router = build_config(RouterConfig, self.router)
+        object.__setattr__(self, "router", router)
+        for name in ("num_experts", "moe_every"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be at least 1")
+        router.check(self.num_experts)
+        if router.top_k == 1:
+            raise ConfigurationError(
+                "router.top_k=1 cannot keep the function of the dense model and train the router: use at least 2"
+            )
+        if not (router.softmax_after_top_k or router.normalize_top_k) or router.scale != 1.0:
+            raise ConfigurationError(
+                f"normalize_top_k={str(router.normalize_top_k).lower()} and scale={router.scale} would change the "
+                "function of the dense model: its experts' weights must sum to one"
+            )
+        if router.capacity_factor is not None:
+            raise ConfigurationError(
+                f"capacity_factor={router.capacity_factor} would drop tokens of the dense model: use null"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseLayer:
+    """A feed-forward layer of a dense model.
+
+    Attributes:
+        block: name of the module that the MoE layer takes the place of.
+        prefix: where its matrices lie on disk, with a dot at its end.
+        d_model, d_hidden: its widths.
+        replace: puts a module into its place.
+    """
+
+    block: str
+    prefix: str
+    d_model: int
+    d_hidden: int
+    replace: Callable[[MoELayer], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseFamily:
+    """A dense architecture.
+
+    Attributes:
+        reader: of its feed-forward layers.
+        layers: finds these in a model.
+        activation: the name of the activation, from the configuration.
+        auto_class: the transformers class that makes the model of the configuration.
+        exported: the MoE configuration of the same function and its family; None: transformers has no such class.
+    """
+
+    reader: ExpertReader
+    layers: Callable[[nn.Module], Iterator[DenseLayer]]
+    activation: Callable[[Any], str]
+    auto_class: str = "AutoModelForCausalLM"
+    exported: Callable[[Any, UpcyclingConfig], tuple[Any, Family]] | None = None
+
+
+class UpcycledArchitecture(Architecture):
+    """A dense model whose feed-forward layers become MoE layers.
+
+    Args:
+        config: a transformers configuration of one of the `DENSE_FAMILIES`.
+        upcycling: what becomes of its layers.
+
+    Raises:
+        ConfigurationError: an activation that no expert has.
+    """
+
+    def __init__(self, config: Any, upcycling: UpcyclingConfig) -> None:
+        super().__init__(config)
+        self._family = DENSE_FAMILIES[config.model_type]
+        self._upcycling = upcycling
+        self._prefixes: dict[str, str] = {}
+        self.auto_class = self._family.auto_class
+        self.reader = self._family.reader
+        name = self._family.activation(config)
+        is_gated = isinstance(self.reader, GatedFeedForward)
+        if name not in _ACTIVATIONS or (_ACTIVATIONS[name] == "swiglu") != is_gated:
+            raise ConfigurationError(
+                f"the activation {name!r} of this {config.model_type} is not one that experts have"
+            )
+        self._activation = _ACTIVATIONS[name]
+
+    def install(self, model: nn.Module) -> None:
+        upcycling = self._upcycling
+        found = list(self._family.layers(model))
+        if len(found) < upcycling.moe_every:
+            raise ConfigurationError(
+                f"moe_every={upcycling.moe_every} leaves no MoE layer among {len(found)}: lower it"
+            )
+        for layer in found[upcycling.moe_every - 1 :: upcycling.moe_every]:
+            with deferred_experts():
+                moe = MoELayer(
+                    layer.d_model,
+                    layer.d_hidden,
+                    upcycling.num_experts,
+                    upcycling.router,
+                    activation=self._activation,
+                    bias=isinstance(self.reader, PlainFeedForward),
+                )
+            layer.replace(moe)
+            self.layers[layer.block] = moe
+            self._prefixes[layer.block] = layer.prefix
+
+    def disk_name(self, name: str) -> str | None:
+        return None if f".{OUR_ROUTER}." in name else name
+
+    def disk_prefix(self, block: str) -> str:
+        return self._prefixes[block]
+
+    def exported(self) -> tuple[Any, Family]:
+        if self._family.exported is None:
+            raise ConfigurationError(
+                f"transformers has no {self.config.model_type} with experts, so this model cannot be exported: "
+                "keep its Lightning checkpoint"
+            )
+        return self._family.exported(self.config, self._upcycling)
+
+
+def _blocks(model: nn.Module, *parts: str) -> Iterator[tuple[str, Any]]:
+    """Modules that have all these parts, by name."""
+    for name, module in list(model.named_modules()):
+        if all(hasattr(module, part) for part in parts):
+            yield name, module
+
+
+def _gpt2_layers(model: nn.Module) -> Iterator[DenseLayer]:
+    for name, block in _blocks(model, "c_fc", "c_proj"):
+        width, hidden = block.c_fc.weight.shape
+
+        def replace(moe: MoELayer, name: str = name, after: nn.Module = block.dropout) -> None:
+            model.set_submodule(name, SparseBlock(moe, after=after))
+
+        yield DenseLayer(block=name, prefix=f"{name}.", d_model=width, d_hidden=hidden, replace=replace)
+
+
+def _llama_layers(model: nn.Module) -> Iterator[DenseLayer]:
+    for name, block in _blocks(model, "gate_proj", "up_proj", "down_proj"):
+        hidden, width = block.up_proj.weight.shape
+
+        def replace(moe: MoELayer, name: str = name) -> None:
+            model.set_submodule(name, SparseBlock(moe))
+
+        yield DenseLayer(block=name, prefix=f"{name}.", d_model=width, d_hidden=hidden, replace=replace)
+
+
+def _swin_layers(model: nn.Module) -> Iterator[DenseLayer]:
+    for name, block in _blocks(model, "intermediate", "output", "attention", "layernorm_after"):
+        hidden, width = block.intermediate.dense.weight.shape
+
+        def replace(moe: MoELayer, block: Any = block) -> None:
+            block.intermediate, block.output = SparseBlock(moe), block.output.dropout
+
+        yield DenseLayer(
+            block=f"{name}.intermediate", prefix=f"{name}.", d_model=width, d_hidden=hidden, replace=replace
+        )
+
+
+def _as_mixtral(config: Any, upcycling: UpcyclingConfig) -> tuple[Any, Family]:
+    """Mixtral is LLaMA with experts in every layer and a softmax over the chosen logits."""
+    from moe_lightning.models.huggingface.loading import config_from
+
+    router = upcycling.router
+    same_weights = router.score == "softmax" and (router.softmax_after_top_k or router.normalize_top_k)
+    same_choice = router.num_groups == 1 and not router.bias_update_rate and not router.noisy_top_k
+    if upcycling.moe_every != 1 or not same_weights or not same_choice or config.attention_bias:
+        raise ConfigurationError(
+            "only a LLaMA with experts in every layer (moe_every=1), a plain softmax router and no attention biases "
+            "is a Mixtral: keep the Lightning checkpoint of this one"
+        )
+    values: Mapping[str, Any] = config.to_dict()
+    shared = {name: values[name] for name in _LLAMA_KEYS if name in values}
+    experts = {"num_local_experts": upcycling.num_experts, "num_experts_per_tok": router.top_k}
+    return config_from({"model_type": "mixtral", "sliding_window": None, **shared, **experts}), FAMILIES["mixtral"]
+
+
+_LLAMA_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "attention_dropout",
+    "dtype",
+)
+"""What a Mixtral takes over from a LLaMA."""
+
+DENSE_FAMILIES: dict[str, DenseFamily] = {
+    "gpt2": DenseFamily(
+        reader=PlainFeedForward(up="c_fc", down="c_proj", is_transposed=False),
+        layers=_gpt2_layers,
+        activation=lambda config: str(config.activation_function),
+    ),
+    "llama": DenseFamily(
+        reader=GatedFeedForward(),
+        layers=_llama_layers,
+        activation=lambda config: "biased" if config.mlp_bias else str(config.hidden_act),
+        exported=_as_mixtral,
+    ),
+    "swinv2": DenseFamily(
+        reader=PlainFeedForward(up="intermediate.dense", down="output.dense", is_transposed=True),
+        layers=_swin_layers,
+        activation=lambda config: str(config.hidden_act),
+        auto_class="AutoModelForImageClassification",
+    ),
+}
+"""By the `model_type` of config.json."""

@@ -1,0 +1,283 @@
+"""Checkpoints of transformers in our layers: the same logits, and a round trip that changes no bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_lightning import CheckpointError, ConfigurationError
+from tests.huggingface_models import SPARSE, files_equal, inputs_for, logits_of, make_checkpoint, reloaded
+
+TOLERANCE = 1e-5
+"""Of logits, relative to the largest: these models' reach about ten."""
+
+
+def load(folder: Path, **options: Any) -> Any:
+    """A HuggingFaceModule with its model, as a process without a strategy has it."""
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    module = HuggingFaceModule({"pretrained": str(folder), "context_length": 16, **options})
+    module.configure_model()
+    return module.eval()
+
+
+def save(module: Any, folder: Path, dtype: str | None = None) -> None:
+    """Export a module whose experts are all here."""
+    from moe_lightning.models.huggingface.export import plan_export
+
+    stacks = (layer.experts.stacked_parameters() for layer in module.architecture.layers.values())
+    plan_export(module.architecture, module.model, dtype).write(folder, module.model.state_dict(), stacks)
+
+
+@torch.no_grad()
+def assert_same_logits(module: Any, expected: torch.Tensor, inputs: torch.Tensor) -> None:
+    error = (module(inputs) - expected).abs().max()
+    assert error <= TOLERANCE * max(1.0, float(expected.abs().max())), float(error)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_logits_and_round_trip(name: str, tmp_path: Path) -> None:
+    theirs, inputs = make_checkpoint(name, tmp_path / "theirs"), inputs_for(name)
+    expected = logits_of(theirs, inputs)
+    module = load(tmp_path / "theirs")
+    assert_same_logits(module, expected, inputs)
+    save(module, tmp_path / "ours")
+    files_equal(tmp_path / "theirs", tmp_path / "ours")
+    assert torch.equal(logits_of(reloaded(tmp_path / "ours"), inputs), expected)
+
+
+def test_every_tensor_has_its_own_values_when_all_are_different(tmp_path: Path) -> None:
+    """A round trip that swapped two experts on the way in and out would go unnoticed in a checkpoint of equals."""
+    make_checkpoint("gpt_oss", tmp_path / "theirs")
+    module = load(tmp_path / "theirs")
+    disk = load_file(tmp_path / "theirs" / "model.safetensors")
+    experts = module.architecture.layers["model.layers.1.mlp"].experts
+    gate_up_DH = disk["model.layers.1.mlp.experts.gate_up_proj"][4]
+    assert torch.equal(experts.w_up[4, :, :48], gate_up_DH[:, 0::2])
+    assert torch.equal(experts.w_up[4, :, 48:], gate_up_DH[:, 1::2])
+    assert torch.equal(experts.b_down[4], disk["model.layers.1.mlp.experts.down_proj_bias"][4])
+
+
+def test_bfloat16_survives_training_in_float32(tmp_path: Path) -> None:
+    model = make_checkpoint("deepseek", tmp_path / "float32")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    module = load(tmp_path / "theirs")
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    save(module, tmp_path / "ours")
+    ours = load_file(next((tmp_path / "ours").glob("*-00002-*")))
+    assert {t.dtype for t in ours.values()} == {torch.bfloat16}
+    for name, tensor in load_file(tmp_path / "theirs" / "model.safetensors").items():
+        if "experts." in name and "shared" not in name:
+            assert torch.equal(tensor, ours[name]), name
+    save(module, tmp_path / "wide", dtype="float32")
+    reloaded(tmp_path / "wide")
+
+
+def test_a_checkpoint_in_several_files(tmp_path: Path) -> None:
+    theirs, inputs = make_checkpoint("mixtral", tmp_path / "one"), inputs_for("mixtral")
+    theirs.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert_same_logits(load(tmp_path / "many"), logits_of(theirs, inputs), inputs)
+
+
+def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building the model reads no expert; placing one reads its rows and no other's."""
+    from moe_lightning.models.huggingface.weights import WeightsFolder
+    from moe_lightning.modules.experts import VACANT, deferred_experts
+
+    make_checkpoint("olmoe", tmp_path)
+    seen: list[str] = []
+    read = WeightsFolder.read
+
+    def recorded(self: WeightsFolder, name: str, row: int | None = None) -> torch.Tensor:
+        seen.append(name)
+        return read(self, name, row)
+
+    monkeypatch.setattr(WeightsFolder, "read", recorded)
+    with deferred_experts():
+        module = load(tmp_path)
+    assert seen
+    assert not any("experts" in name for name in seen)
+    layers = module.architecture.layers
+    assert all(layer.experts.is_deferred for layer in layers.values())
+    seen.clear()
+    layers["model.layers.0.mlp"].experts.place((5, VACANT, 2), torch.device("cpu"))
+    assert {name.split("experts.")[1].split(".")[0] for name in seen} == {"5", "2"}
+    assert all(name.startswith("model.layers.0.") for name in seen)
+    assert not layers["model.layers.0.mlp"].experts.w_up[1].any()
+
+
+def test_loaded_models_can_be_copied(tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path)
+    module = load(tmp_path)
+    copied = copy.deepcopy(module.model)
+    inputs = inputs_for("mixtral")
+    with torch.no_grad():
+        assert torch.equal(copied(inputs).logits, module(inputs))
+
+
+def fit(module: Any, steps: int = 3, **options: Any) -> pl.Trainer:
+    """A few steps of stock Lightning in this process."""
+    from tests.distributed.training import RandomTokens, quiet
+
+    quiet()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(RandomTokens(24), batch_size=8))
+    return trainer
+
+
+@pytest.mark.parametrize("name", ["deepseek", "gpt_oss"])
+def test_training_moves_every_weight_and_export_takes_them(name: str, tmp_path: Path) -> None:
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+
+    make_checkpoint(name, tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    router = {"bias_update_rate": 0.01} if name == "deepseek" else {"aux_loss_coef": 0.1}
+    options = {"gradient_checkpointing": name == "gpt_oss", "router": router}
+    module = load(tmp_path / "theirs", **options)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    fit(module, callbacks=[HuggingFaceExport(tmp_path / "ours")])
+    after = module.state_dict()
+    # Stock Lightning calls no update_bias: the strategy does.
+    unmoved = [key for key in before if torch.equal(before[key], after[key]) and "expert_bias" not in key]
+    assert not unmoved
+    inputs = inputs_for(name)
+    assert_same_logits(module.eval(), logits_of(reloaded(tmp_path / "ours"), inputs), inputs)
+    assert (tmp_path / "ours" / "tokenizer.json").is_file()
+
+
+def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from moe_lightning.cli.ckpt import main
+
+    make_checkpoint("qwen3", tmp_path / "theirs")
+    module = load(tmp_path / "theirs")
+    fit(module).save_checkpoint(tmp_path / "last.ckpt")
+    target = tmp_path / "ours"
+    assert main(["export-hf", str(tmp_path / "last.ckpt"), str(target)]) == 0
+    inputs = inputs_for("qwen3")
+    assert_same_logits(module.eval(), logits_of(reloaded(target), inputs), inputs)
+    assert main(["export-hf", str(tmp_path / "last.ckpt"), str(target)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_the_loss_is_a_mean_over_samples() -> None:
+    from moe_lightning.models.huggingface.module import mean_over_samples
+
+    torch.manual_seed(0)
+    logits, targets = torch.randn(4, 7, 11), torch.randint(11, (4, 7))
+    targets[0, :5] = targets[2] = -100
+    kept = [[i for i in range(7) if targets[b, i] >= 0] for b in range(4)]
+    by_hand = [
+        sum(-float(logits[b, i].log_softmax(-1)[targets[b, i]]) for i in rows) / max(1, len(rows))
+        for b, rows in enumerate(kept)
+    ]
+    assert float(mean_over_samples(logits, targets)) == pytest.approx(sum(by_hand) / 4, rel=1e-5)
+    halves = [mean_over_samples(logits[part], targets[part]) for part in (slice(0, 1), slice(1, 4))]
+    assert float(halves[0] + 3 * halves[1]) / 4 == pytest.approx(sum(by_hand) / 4, rel=1e-5)
+    classes = mean_over_samples(logits[:, 0], torch.tensor([3, 1, 0, 10]))
+    torch.testing.assert_close(classes, torch.nn.functional.cross_entropy(logits[:, 0], torch.tensor([3, 1, 0, 10])))
+
+
+def edited(folder: Path, **values: Any) -> None:
+    """Change config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"model_type": "bert"}, {}, "model_type='bert' .* is not known: use one of mixtral, olmoe"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, {}, r"quantised \(mxfp4\)"),
+        ({"hidden_act": "relu"}, {}, "hidden_act='relu' .* is not known"),
+        ({"hidden_size": "wide"}, {}, "transformers refuses this configuration"),
+        ({}, {"context_length": 65}, "context_length=65 exceeds the 64 positions"),
+        ({}, {"context_length": 0}, "context_length=0 must be at least 1"),
+        ({}, {"router": {"top_k": 1}}, "router.top_k is fixed by the pretrained model"),
+        ({}, {"router": {"aux_loss_coef": -1.0}}, "aux_loss_coef=-1.0 must be 0"),
+        ({}, {"router": {"bias_update_rate": 0.1}}, "needs a selection bias, which mixtral has no room for"),
+        ({}, {"overrides": {"dropout": 0.0}}, "has no 'dropout'"),
+        ({}, {"upcycling": {"num_experts": 4}}, "model_type='mixtral' .* use one of gpt2, llama, swinv2"),
+        ({}, {"pretrained": "nowhere"}, "nowhere/config.json does not exist"),
+    ],
+)
+def test_wrong_configurations_are_one_sentence(
+    config: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    make_checkpoint("mixtral", tmp_path)
+    edited(tmp_path, **config)
+    with pytest.raises(ConfigurationError, match=message):
+        load(tmp_path, **options)
+
+
+def test_other_swiglu_constants_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("gpt_oss", tmp_path)
+    edited(tmp_path, swiglu_limit=5.0)
+    with pytest.raises(ConfigurationError, match=r"swiglu_limit=5.0 .* 7.0 is"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("lacks", "has no tensor 'model.layers.1.block_sparse_moe.experts.3.w2.weight'"),
+        ("shape", "'model.norm.weight' .* has shape"),
+        ("cut", "is damaged or unreadable"),
+        ("index", "lists 'x/../y.safetensors', which is not in the folder"),
+    ],
+)
+def test_damaged_weights_are_one_sentence(damage: str, message: str, tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    if damage == "lacks":
+        del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    if damage == "shape":
+        tensors["model.norm.weight"] = torch.ones(31)
+    save_file(tensors, file)
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:100])
+    if damage == "index":
+        index = {"weight_map": {"model.norm.weight": "x/../y.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_a_folder_without_safetensors(tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigurationError, match=r"holds neither model\.safetensors nor"):
+        load(tmp_path)
+
+
+def test_tensors_without_use_are_named(tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "model.extra": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"1 tensors that the model has no use for, such as 'model.extra'"):
+        load(tmp_path)
+
+
+def test_other_modules_cannot_be_exported(tmp_path: Path) -> None:
+    from moe_lightning.cli.ckpt import main
+    from tests.distributed.training import OwnModule
+
+    trainer = fit(OwnModule(), steps=1)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    assert main(["export-hf", str(tmp_path / "own.ckpt"), str(tmp_path / "ours")]) == 2
