@@ -1,0 +1,117 @@
+"""What an elastic run is told: where its engine is, who it is, and how long it waits for whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+from moe_lightning.errors import ConfigurationError
+
+ELASTIC_VARIABLE = "MOE_LIGHTNING_ELASTIC"
+"""Set by the launcher: the JSON of an `ElasticTask`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticSettings:
+    """How long an elastic run waits for whom; seconds throughout.
+
+    Attributes:
+        heartbeat_timeout_s: a member without a heartbeat for this long is dead to the others' next join. The heart
+            beats outside Python, so a busy interpreter does not stop it.
+        silence_timeout_s: a rank whose monitor thread has said nothing for this long is expelled from a standing
+            world (stopped, frozen, cut off). This one does run in Python: keep it above the longest call that holds
+            Python's lock.
+        hang_timeout_s: a member whose main thread does not come to the next join within this time after its world
+            broke ends its process, so that the others need not wait for it.
+        build_timeout_s: for building groups; a member that dies in between is noticed then at the latest.
+        join_timeout_s: how long a member waits for a world of at least `min_ranks`.
+        join_window_s: newcomers wait at least this long, so that those of one moment join together.
+        start_timeout_s: how long the first world waits for all that were started.
+        min_ranks: the smallest world that trains.
+        notice_on_sigterm: take SIGTERM as a notice of preemption instead of an end at once.
+        notice_file: a file whose appearance is a notice; its first line says why.
+        notice_url: an http(s) address that answers 200 when this machine will be taken away.
+        notice_poll_s: how often file and address are looked at.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    heartbeat_timeout_s: float = 0.5
+    silence_timeout_s: float = 5.0
+    hang_timeout_s: float = 10.0
+    build_timeout_s: float = 10.0
+    join_timeout_s: float = 600.0
+    join_window_s: float = 1.0
+    start_timeout_s: float = 120.0
+    min_ranks: int = 1
+    notice_on_sigterm: bool = False
+    notice_file: str | None = None
+    notice_url: str | None = None
+    notice_poll_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self) if f.name.endswith("_s")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigurationError(f"{name}={value!r} must be a number of seconds above 0")
+        if self.heartbeat_timeout_s < 0.1:
+            raise ConfigurationError(f"heartbeat_timeout_s={self.heartbeat_timeout_s} is below 0.1: raise it")
+        if isinstance(self.min_ranks, bool) or not isinstance(self.min_ranks, int) or self.min_ranks < 1:
+            raise ConfigurationError(f"min_ranks={self.min_ranks!r} must be an integer of at least 1")
+        if self.notice_url is not None and not self.notice_url.startswith(("http://", "https://")):
+            raise ConfigurationError(f"notice_url={self.notice_url!r} must begin with http:// or https://")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticTask:
+    """What the launcher tells one worker.
+
+    Attributes:
+        lighthouse: "http://host:port", or None for membership by torch's rendezvous over the store.
+        store_host, store_port: the store that outlives the workers.
+        node: name of the failure domain.
+        token: names this process; a process started in its place has another.
+        slot: the worker's place on its node.
+        expected: workers that the first world waits for.
+        starts: how often a worker was started in this place, this one included.
+        settings: see there.
+    """
+
+    lighthouse: str | None
+    store_host: str
+    store_port: int
+    node: str
+    slot: int = 0
+    expected: int = 1
+    starts: int = 1
+    token: str = field(default_factory=lambda: secrets.token_hex(6))
+    settings: ElasticSettings = field(default_factory=ElasticSettings)
+
+    def __post_init__(self) -> None:
+        if not self.node or "." in self.token:
+            raise ConfigurationError(f"node={self.node!r} must not be empty, token={self.token!r} not hold a dot")
+
+    def to_environment(self) -> dict[str, str]:
+        """The variable that hands it on."""
+        return {ELASTIC_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self | None:
+        """What the launcher said, or None where there is none.
+
+        Raises:
+            ConfigurationError: the variable is malformed.
+        """
+        text = (os.environ if environment is None else environment).get(ELASTIC_VARIABLE)
+        if text is None:
+            return None
+        try:
+            said: dict[str, Any] = json.loads(text)
+            return cls(**{**said, "settings": ElasticSettings(**said.get("settings", {}))})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigurationError(f"{ELASTIC_VARIABLE} is malformed ({error}): leave it to the launcher") from None

@@ -1,0 +1,240 @@
+"""Toy workers that sum a vector in an endless loop, and go on in the next world when theirs breaks.
+
+Each worker is a process that a test may kill or stop at any instant. It tells its pipe of every world that has done a
+step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_lightning.comm.cut import ConnectionCut
+from moe_lightning.elastic.engine import ElasticEngine
+from moe_lightning.elastic.membership import Members
+from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    ["lightning.pytorch", "moe_lightning.strategies", "torch.distributed", "moe_lightning.elastic.engine"]
+)
+
+FAST = ElasticSettings(
+    heartbeat_timeout_s=0.4, silence_timeout_s=1.0, hang_timeout_s=5.0, join_window_s=0.3, start_timeout_s=30.0
+)
+Event = dict[str, Any]
+
+
+def resources() -> dict[str, int]:
+    """Threads, descriptors and sockets of this process."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(links),
+        "sockets": sum(link.startswith("socket:") for link in links),
+    }
+
+
+def work(environment: dict[str, str], pipe: Connection, behaviour: str) -> None:
+    """The life of one worker."""
+    os.setsid()
+    os.environ.update(environment, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
+    torch.set_num_threads(1)
+    engine = ElasticEngine.from_environment()
+    assert engine is not None
+    try:
+        _train(engine, pipe, behaviour)
+    except BaseException as error:
+        pipe.send({"event": "failed", "error": f"{type(error).__name__}: {error}"})
+    else:
+        pipe.send({"event": "end", "reason": engine.reason})
+    os._exit(0)
+
+
+def _train(engine: ElasticEngine, pipe: Connection, behaviour: str) -> None:
+    worlds, stop = 0, False
+    while not stop:
+        members = engine.join()
+        joined = time.time()
+        if behaviour == f"die after join {worlds}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        reason = engine.reason
+        try:
+            _build(engine, members)
+            dist.all_reduce(torch.ones(1))
+            worlds += 1
+            pipe.send({
+                "event": "world", "ids": members.ids, "rank": members.rank, "id": engine.member_id, "reason": reason,
+                "joined": joined, "time": time.time(), **resources(),
+            })  # fmt: skip
+            stop = _steps(engine, members, pipe, behaviour)
+        except RuntimeError as error:
+            felt = time.time()
+            engine.break_up(f"rank {members.rank}: {error}")
+            pipe.send({"event": "broken", "time": felt, "error": str(error)})
+            if behaviour == "hang":
+                time.sleep(3600)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    engine.close()
+
+
+def _build(engine: ElasticEngine, members: Members) -> None:
+    with ConnectionCut() as cut:
+        engine.guard(members, cut.cut)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(members.name, engine.store),
+            rank=members.rank,
+            world_size=members.size,
+            timeout=timedelta(seconds=engine.settings.build_timeout_s),
+        )
+        dist.new_group()
+    cut.confirm(gather_json)
+    assert len(cut.connections) >= 2 * (members.size - 1)
+
+
+def gather_json(mine: object) -> list[object]:
+    """What every rank says, as JSON in byte tensors."""
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(text)]))
+    longest = max(int(size) for size in sizes)
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, torch.nn.functional.pad(text, (0, longest - len(text))))
+    return [json.loads(bytes(part[: int(size)].tolist()).decode()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _steps(engine: ElasticEngine, members: Members, pipe: Connection, behaviour: str) -> bool:
+    """Step until somebody wants to let newcomers in (False) or the test wants an end (True)."""
+    while True:
+        state = torch.tensor([1.0, float(engine.newcomers()), float(pipe.poll())])
+        dist.all_reduce(state)
+        assert state[0] == members.size
+        if state[2]:
+            return True
+        if state[1] and behaviour != "closed door":
+            return False
+        time.sleep(0.002)  # a step's computation
+
+
+@dataclass
+class Worker:
+    """One worker as its test sees it."""
+
+    process: BaseProcess
+    pipe: Connection
+    task: ElasticTask
+    events: list[Event] = field(default_factory=list)
+
+    def signal(self, number: signal.Signals) -> float:
+        """Send a signal; the time."""
+        assert self.process.pid is not None
+        now = time.time()
+        os.kill(self.process.pid, number)
+        return now
+
+    def worlds(self) -> list[Event]:
+        return [event for event in self.events if event["event"] == "world"]
+
+
+class Toy:
+    """Workers around a host of their own; all end with the block."""
+
+    def __init__(self, settings: ElasticSettings = FAST, *, lighthouse: bool = True) -> None:
+        self.host = RendezvousHost(heartbeat_timeout_s=settings.heartbeat_timeout_s)
+        self.settings = settings
+        self.lighthouse = self.host.lighthouse if lighthouse else None
+        self.workers: list[Worker] = []
+
+    def start(
+        self, count: int, *, expected: int | None = None, behaviours: dict[int, str] | None = None
+    ) -> list[Worker]:
+        """Start workers; those of one call are expected together."""
+        made = []
+        for index in range(count):
+            task = ElasticTask(
+                lighthouse=self.lighthouse,
+                store_host=self.host.store_host,
+                store_port=self.host.store_port,
+                node=f"node{len(self.workers)}",
+                expected=count if expected is None else expected,
+                settings=self.settings,
+            )
+            mine, theirs = _FORKS.Pipe()
+            process = _FORKS.Process(
+                target=work, args=(task.to_environment(), theirs, (behaviours or {}).get(index, "")), daemon=True
+            )
+            process.start()
+            theirs.close()
+            made.append(Worker(process, mine, task))
+            self.workers.append(made[-1])
+        return made
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        """Take the workers' events in until a condition holds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            remaining = deadline - time.monotonic()
+            pipes = {w.pipe: w for w in self.workers if not w.pipe.closed}
+            ready = wait(list(pipes), timeout=max(0.0, remaining)) if pipes else []
+            if not ready:
+                seen = [list(w.events)[-3:] for w in self.workers]
+                raise AssertionError(f"nothing happened within {timeout_s:g} s; last events: {seen}")
+            for pipe in ready:
+                worker = pipes[pipe]  # type: ignore[index]
+                try:
+                    worker.events.append(worker.pipe.recv())
+                except (EOFError, OSError):
+                    worker.pipe.close()
+
+    def wait_for_world(self, workers: list[Worker], size: int | None = None, after: float = 0.0) -> list[Event]:
+        """Wait until these workers, and nobody else, step in one world that began after a moment; their events."""
+        wanted = len(workers) if size is None else size
+
+        def together() -> bool:
+            for worker in workers:
+                for event in worker.events:
+                    assert event["event"] != "failed", event
+            last = [worker.worlds()[-1] if worker.worlds() else None for worker in workers]
+            if any(event is None or event["time"] < after for event in last):
+                return False
+            ids = {event["ids"] for event in last if event}
+            return len(ids) == 1 and len(ids.pop()) == wanted
+
+        self.wait(together)
+        return [worker.worlds()[-1] for worker in workers]
+
+    def stop(self, workers: list[Worker]) -> None:
+        """Let these workers end well."""
+        for worker in workers:
+            worker.pipe.send("stop")
+        self.wait(lambda: all(w.events and w.events[-1]["event"] == "end" for w in workers))
+
+    def __enter__(self) -> Toy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+            worker.process.join()
+            worker.process.close()
+            worker.pipe.close()
+        self.host.close()

@@ -1,0 +1,108 @@
+"""Worlds that break and form again: real processes, kill -9, SIGSTOP, growth, and nothing leaks."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import sys
+
+import pytest
+
+from tests.distributed.elastic_toy import FAST, Toy
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes and looks into /proc")
+
+
+@pytest.fixture(params=["lighthouse"])
+def engine(request: pytest.FixtureRequest) -> bool:
+    """Whether membership is the lighthouse's."""
+    return bool(request.param == "lighthouse")
+
+
+@pytest.mark.parametrize("victims", [[3], [0], [1, 2], [0, 3]])
+def test_survivors_go_on_in_a_new_world(engine: bool, victims: list[int]) -> None:
+    with Toy(lighthouse=engine) as toy:
+        workers = toy.start(4)
+        first = toy.wait_for_world(workers)
+        assert sorted(e["rank"] for e in first) == [0, 1, 2, 3]
+        by_rank = {e["rank"]: w for e, w in zip(first, workers, strict=True)}
+        killed = [by_rank[rank].signal(signal.SIGKILL) for rank in victims][-1]
+        survivors = [by_rank[rank] for rank in range(4) if rank not in victims]
+        after = toy.wait_for_world(survivors, after=killed)
+        assert [e["rank"] for e in after] == list(range(4 - len(victims))), "the order of births stays"
+        print("kill -9 to the first all-reduce", max(e["time"] for e in after) - killed)
+        toy.stop(survivors)
+
+
+def test_newcomers_are_let_in(engine: bool) -> None:
+    with Toy(lighthouse=engine) as toy:
+        old = toy.start(1)
+        toy.wait_for_world(old)
+        new = toy.start(2)
+        events = toy.wait_for_world(old + new)
+        assert [e["rank"] for e in events] == [0, 1, 2], "who was there first comes first"
+        assert events[0]["reason"] is None, "nothing broke"
+        toy.stop(old + new)
+
+
+def test_a_stopped_rank_is_expelled_and_comes_back_as_another_member(engine: bool) -> None:
+    with Toy(lighthouse=engine) as toy:
+        workers = toy.start(3)
+        first = toy.wait_for_world(workers)
+        stopped = workers[1].signal(signal.SIGSTOP)
+        others = [workers[0], workers[2]]
+        after = toy.wait_for_world(others, after=stopped)
+        assert max(e["time"] for e in after) - stopped < FAST.silence_timeout_s + 2.0
+        rank = first[1]["rank"]
+        for event in after:
+            assert event["reason"] == f"rank {rank} on node node1 stopped answering for 1.0 s"
+        back = workers[1].signal(signal.SIGCONT)
+        events = toy.wait_for_world(workers, after=back)
+        assert events[1]["id"] != first[1]["id"]
+        assert events[1]["rank"] == 2, "as the youngest"
+        toy.stop(workers)
+
+
+@pytest.mark.parametrize("world", [0, 1])
+def test_a_member_that_dies_while_the_others_build_groups(engine: bool, world: int) -> None:
+    with Toy(lighthouse=engine) as toy:
+        workers = toy.start(3, behaviours={2: f"die after join {world}"})
+        if world:
+            first = toy.wait_for_world(workers)
+            by_rank = {e["rank"]: w for e, w in zip(first, workers, strict=True)}
+            victim = next(w for w in workers[:2])
+            assert victim in by_rank.values()
+            victim.signal(signal.SIGKILL)
+            workers.remove(victim)
+        survivors = [w for w in workers if w is not workers[-1]]
+        toy.wait_for_world(survivors)
+        toy.stop(survivors)
+
+
+def test_a_member_that_hangs_ends_itself(engine: bool) -> None:
+    with Toy(lighthouse=engine) as toy:
+        workers = toy.start(3, behaviours={1: "hang"})
+        toy.wait_for_world(workers)
+        killed = workers[2].signal(signal.SIGKILL)
+        after = toy.wait_for_world([workers[0]], after=killed)
+        assert after[0]["time"] - killed < FAST.hang_timeout_s + 3.0
+        workers[1].process.join(timeout=5)
+        assert workers[1].process.exitcode == 75
+        toy.stop([workers[0]])
+
+
+def test_nothing_leaks_over_20_rounds(engine: bool) -> None:
+    with Toy(lighthouse=engine) as toy:
+        stayer = toy.start(1)[0]
+        toy.wait_for_world([stayer])
+        counts, seconds = [], []
+        for _ in range(20):
+            (victim,) = toy.start(1)
+            toy.wait_for_world([stayer, victim])
+            killed = victim.signal(signal.SIGKILL)
+            (event,) = toy.wait_for_world([stayer], after=killed)
+            counts.append({name: event[name] for name in ("threads", "descriptors", "sockets")})
+            seconds.append(event["time"] - killed)
+        assert counts[4] == counts[-1], counts
+        print(f"kill -9 to the first all-reduce: median {statistics.median(seconds):.3f} s, most {max(seconds):.3f} s")
+        toy.stop([stayer])
