@@ -1,0 +1,209 @@
+"""Where snapshots are kept a second time, so that they outlive their node: copies (ARC) or parities (AEC).
+
+ARC with shifts 1..p: the snapshot of node i is copied to nodes i-1, ..., i-p of a ring; any p failures are survived.
+AEC: the snapshot of a member of a sharding group is cut into m-1 sub-shards; member i keeps the XOR of sub-shard
+phi(i, j) of every other member j. One failure in each group is survived, for 1/(m-1) of the memory of a copy. Both
+together survive no more than ARC alone, so two failures need ARC with two shifts. Members of a group and the holders of
+copies are ranks on different nodes: a node with several ranks belongs to as many groups.
+Sources: REFT 4.1-4.3; ALGORITHMS 7.2, 7.3, 7.5. Ours: uneven nodes, groups of bounded size, memory of all buffers.
+
+Shapes: N ranks; node_of[N]; W bytes of each rank's snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from moe_lightning.algorithms.placement import cut
+from moe_lightning.errors import ConfigurationError
+
+METHODS = ("none", "arc", "aec")
+BUFFERS = 3
+"""Versions that a protecting file has room for: one whole everywhere, one perhaps not, one being written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtectionLayout:
+    """Who keeps what for whom.
+
+    Attributes:
+        method: "none", "arc" or "aec".
+        node_of: failure domain of each rank, [N].
+        holders: the ranks that keep a copy of each rank's snapshot, [N][p]; with AEC only where a rank has no group.
+        groups: sharding groups of AEC, ranks on distinct nodes.
+    """
+
+    method: str
+    node_of: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The sharding group of a rank; empty where it has none."""
+        return next((group for group in self.groups if rank in group), ())
+
+    def writers_kept_by(self, rank: int) -> tuple[int, ...]:
+        """The other ranks whose snapshots this rank copies."""
+        return tuple(writer for writer, holders in enumerate(self.holders) if rank in holders)
+
+    def survives(self, failed_nodes: Collection[int]) -> bool:
+        """Whether every rank's snapshot is there, or can be computed, without these nodes."""
+        failed = set(failed_nodes)
+        lost = {rank for rank, node in enumerate(self.node_of) if node in failed}
+        return all(self._recoverable(rank, lost) for rank in lost)
+
+    def _recoverable(self, rank: int, lost: Collection[int]) -> bool:
+        group = self.group_of(rank)
+        return any(holder not in lost for holder in self.holders[rank]) or (
+            len(group) > 1 and sum(member in lost for member in group) == 1
+        )
+
+    def survival(self, failures: int) -> float:
+        """The share of all sets of so many failed nodes that is survived."""
+        nodes = sorted(set(self.node_of))
+        sets = list(combinations(nodes, failures))
+        return sum(self.survives(failed) for failed in sets) / len(sets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtectionCost:
+    """Predicted cost of a layout for the busiest rank.
+
+    Attributes:
+        memory_bytes: host memory of protecting files.
+        sent_bytes: sent for each protected snapshot.
+        received_bytes: received for each protected snapshot.
+    """
+
+    memory_bytes: int
+    sent_bytes: int
+    received_bytes: int
+
+
+def sub_shard(holder: int, member: int) -> int:
+    """phi: the sub-shard of a member that goes into a holder's parity, by their positions in the group; for a fixed
+    member it takes every value of 0..m-2 once."""
+    assert holder != member
+    return holder if holder < member else holder - 1
+
+
+def sub_shard_bytes(shard_bytes: Sequence[int]) -> int:
+    """Bytes of a sub-shard, and of a parity, of a group whose shards have these sizes: the largest cut into m-1 parts
+    of whole 64 bytes."""
+    parts = max(1, len(shard_bytes) - 1)
+    return -(-max(shard_bytes) // (64 * parts)) * 64
+
+
+def arc_layout(node_of: Sequence[int], *, shifts: int = 1) -> ProtectionLayout:
+    """Copies on the `shifts` nodes before each node.
+
+    Raises:
+        ConfigurationError: fewer than shifts + 1 nodes.
+    """
+    nodes = sorted(set(node_of))
+    if not 1 <= shifts < len(nodes):
+        raise ConfigurationError(
+            f"{shifts} copies of every snapshot need {shifts + 1} nodes, not {len(nodes)}: "
+            "survive fewer failures or use more nodes"
+        )
+    holders = tuple(_ring_holders(node_of, rank, shifts) for rank in range(len(node_of)))
+    return ProtectionLayout(method="arc", node_of=tuple(node_of), holders=holders)
+
+
+def aec_layout(node_of: Sequence[int], *, group_nodes: int = 8) -> ProtectionLayout:
+    """Sharding groups over blocks of about `group_nodes` nodes; the i-th ranks of a block's nodes are a group. A rank
+    that is alone (uneven nodes) is copied.
+
+    Raises:
+        ConfigurationError: fewer than two nodes, or groups of fewer.
+    """
+    nodes = sorted(set(node_of))
+    if len(nodes) < 2 or group_nodes < 2:
+        raise ConfigurationError(
+            f"parities need at least 2 nodes in a group, not {min(len(nodes), group_nodes)}: "
+            "use more nodes, or no protection"
+        )
+    ranks = _ranks_by_node(node_of)
+    bounds = cut(len(nodes), max(1, len(nodes) // group_nodes))
+    groups, alone = [], set()
+    for first, last in pairwise(bounds):
+        block = [ranks[node] for node in nodes[first:last]]
+        for index in range(max(map(len, block))):
+            group = tuple(members[index] for members in block if index < len(members))
+            if len(group) > 1:
+                groups.append(group)
+            else:
+                alone |= set(group)
+    holders = tuple(_ring_holders(node_of, rank, 1) if rank in alone else () for rank in range(len(node_of)))
+    return ProtectionLayout(method="aec", node_of=tuple(node_of), holders=holders, groups=tuple(groups))
+
+
+def no_protection(node_of: Sequence[int]) -> ProtectionLayout:
+    """Nothing is kept twice."""
+    return ProtectionLayout(method="none", node_of=tuple(node_of), holders=((),) * len(node_of))
+
+
+def choose_protection(
+    node_of: Sequence[int], *, replicated: bool, failures: int = 1, group_nodes: int = 8
+) -> ProtectionLayout:
+    """The cheapest layout that survives so many simultaneous node failures.
+
+    None where all state lives on enough nodes already, or where there is one node only; parities for one failure in
+    groups of at least three; else copies.
+
+    Args:
+        replicated: every unit of live state is on more than `failures` distinct nodes.
+        failures: nodes that may fail at once, 0 for no protection.
+
+    Raises:
+        ConfigurationError: negative, or more failures than copies could survive.
+    """
+    num_nodes = len(set(node_of))
+    if failures < 0:
+        raise ConfigurationError(f"failures={failures} must be 0 or more")
+    if replicated or failures == 0 or num_nodes == 1:
+        return no_protection(node_of)
+    if failures == 1 and num_nodes >= 3:
+        return aec_layout(node_of, group_nodes=max(3, group_nodes))
+    return arc_layout(node_of, shifts=failures)
+
+
+def protection_cost(layout: ProtectionLayout, snapshot_bytes: Sequence[int]) -> ProtectionCost:
+    """What a layout costs when rank r's snapshot has snapshot_bytes[r].
+
+    Every protected rank also keeps its own snapshot of the protected version, because its arena goes on: recovery
+    needs the same version of everybody.
+    """
+    memory, sent, received = ([0] * len(layout.node_of) for _ in range(3))
+    for rank, holders in enumerate(layout.holders):
+        group = layout.group_of(rank)
+        if holders or group:
+            memory[rank] += snapshot_bytes[rank]
+        sent[rank] += len(holders) * snapshot_bytes[rank]
+        for holder in holders:
+            memory[holder] += snapshot_bytes[rank]
+            received[holder] += snapshot_bytes[rank]
+        if group:
+            parity = sub_shard_bytes([snapshot_bytes[member] for member in group])
+            memory[rank] += parity
+            sent[rank] += (len(group) - 1) * parity
+            received[rank] += (len(group) - 1) * parity
+    return ProtectionCost(memory_bytes=BUFFERS * max(memory), sent_bytes=max(sent), received_bytes=max(received))
+
+
+def _ranks_by_node(node_of: Sequence[int]) -> dict[int, list[int]]:
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for rank, node in enumerate(node_of):
+        ranks[node].append(rank)
+    return ranks
+
+
+def _ring_holders(node_of: Sequence[int], rank: int, shifts: int) -> tuple[int, ...]:
+    """A rank on each of the nodes before this rank's node; the ranks of a node share its neighbour's load."""
+    ranks, nodes = _ranks_by_node(node_of), sorted(set(node_of))
+    position, index = nodes.index(node_of[rank]), ranks[node_of[rank]].index(rank)
+    before = [ranks[nodes[(position - shift) % len(nodes)]] for shift in range(1, shifts + 1)]
+    return tuple(holders[index % len(holders)] for holders in before)

@@ -1,0 +1,108 @@
+"""The snapshots of one session that this process can read: in arenas of its node, or computed from parities."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moe_lightning.algorithms.recovery import Origin, Read
+from moe_lightning.checkpoint.inventory import open_arenas, units_of
+from moe_lightning.checkpoint.records import Piece
+from moe_lightning.checkpoint.table import Table, digest_of
+from moe_lightning.kernels import pack
+
+_ORIGINS = {"arena": Origin.ARENA, "copy": Origin.COPY}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """A table of contents and the memory that its blocks are offsets of."""
+
+    table: Table
+    memory: torch.Tensor
+
+    def payloads(self) -> list[torch.Tensor]:
+        """uint8 bytes of all pieces, in the order of the table."""
+        return [self.memory[p.block : p.block + p.piece.nbytes] for p in self.table.placed]
+
+    def packed(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """uint8 [packed_bytes_of(pieces)]: all payloads one behind the other, as `relocated` describes them."""
+        payloads = self.payloads()
+        return pack(payloads, out) if payloads else torch.empty(0, dtype=torch.uint8)
+
+    def unit(self, expert: tuple[int, int] | None) -> list[tuple[Piece, torch.Tensor]]:
+        """Pieces and bytes of an expert, or of everything else."""
+        pieces, payloads = [placed.piece for placed in self.table.placed], self.payloads()
+        return [(pieces[index], payloads[index]) for index in units_of(pieces).get(expert, [])]
+
+
+class Library:
+    """Snapshots by origin, writer and step.
+
+    Args:
+        arenas: of this node; None where there is none.
+        session: that wrote the snapshots.
+    """
+
+    def __init__(self, arenas: Path | None, session: str | None) -> None:
+        self._snapshots: dict[tuple[Origin, int, int], list[Snapshot]] = defaultdict(list)
+        self._parities: dict[tuple[int, int], Snapshot] = {}
+        for kind, arena in open_arenas(arenas) if arenas is not None and session is not None else ():
+            for table in arena.tables():
+                if table.session != session:
+                    continue
+                snapshot = Snapshot(table=table, memory=arena.memory)
+                if kind == "parity":
+                    self._parities[table.rank, table.step] = snapshot
+                else:
+                    self.add(_ORIGINS[kind], snapshot)
+            arena.close()  # the mapping stays as long as somebody uses it
+
+    def add(self, origin: Origin, snapshot: Snapshot) -> None:
+        self._snapshots[origin, snapshot.table.rank, snapshot.table.step].append(snapshot)
+
+    def parity(self, holder: int, step: int) -> Snapshot | None:
+        """A member's parity; None where it is not here or damaged."""
+        found = self._parities.get((holder, step))
+        return found if found is not None and _intact(found.unit(None)) else None
+
+    def whole(self, writer: int, step: int) -> Snapshot | None:
+        """An intact snapshot of a writer, wherever it comes from; None where there is none."""
+        candidates = [s for origin in _ORIGINS.values() for s in self._snapshots[origin, writer, step]]
+        pieces = ((s, [p.piece for p in s.table.placed]) for s in candidates)
+        return next((s for s, p in pieces if _intact(zip(p, s.payloads(), strict=True))), None)
+
+    def read(self, read: Read, *, verify: bool) -> list[tuple[Piece, torch.Tensor]] | None:
+        """The pieces of a unit; None where it is not here, or, with `verify`, where its bytes are damaged."""
+        for snapshot in self._snapshots[read.origin, read.writer, read.step]:
+            unit = snapshot.unit(read.expert)
+            if unit and (not verify or _intact(unit)):
+                return unit
+        return None
+
+
+def packed_bytes_of(pieces: Iterable[Piece]) -> int:
+    """Bytes of payloads that lie one behind the other."""
+    return sum(_room(piece.nbytes) for piece in pieces)
+
+
+def relocated(table: Table, base: int) -> Table:
+    """The table of a snapshot that was packed to offset `base`."""
+    placed = []
+    for item in table.placed:
+        placed.append(replace(item, block=base))
+        base += _room(item.piece.nbytes)
+    return replace(table, placed=tuple(placed))
+
+
+def _room(nbytes: int) -> int:
+    """What `pack` gives a tensor of so many bytes."""
+    return -(-nbytes // 64) * 64
+
+
+def _intact(unit: Iterable[tuple[Piece, torch.Tensor]]) -> bool:
+    return all(digest_of(data) == piece.xxh3 for piece, data in unit)

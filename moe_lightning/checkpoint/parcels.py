@@ -1,0 +1,68 @@
+"""Byte buffers that travel between ranks in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_lightning.comm.exchange import PendingExchange
+from moe_lightning.comm.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """Bytes that one rank has for another."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+class PendingParcels:
+    """Parcels on their way on the background group; `wait` delivers those for this rank.
+
+    Args:
+        parcels: of all ranks, the same list on every rank.
+        payload: index of a parcel -> its uint8 bytes; asked for parcels from this rank only.
+    """
+
+    def __init__(self, parcels: Sequence[Parcel], payload: Callable[[int], torch.Tensor], world: World) -> None:
+        self._delivered: dict[int, torch.Tensor] = {}
+        send, recv = [0] * world.size, [0] * world.size
+        outgoing: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
+        incoming: list[list[int]] = [[] for _ in range(world.size)]
+        for index, parcel in enumerate(parcels):
+            if parcel.source == parcel.target:
+                if parcel.source == world.rank:
+                    self._delivered[index] = payload(index)
+            elif parcel.source == world.rank:
+                outgoing[parcel.target].append(payload(index))
+                send[parcel.target] += parcel.nbytes
+            elif parcel.target == world.rank:
+                incoming[parcel.source].append(index)
+                recv[parcel.source] += parcel.nbytes
+        self._order = [index for indices in incoming for index in indices]
+        self._sizes = [parcels[index].nbytes for index in self._order]
+        self.sent_bytes = sum(send)
+        self._exchange: PendingExchange | None = None
+        if any(parcel.source != parcel.target for parcel in parcels):
+            buffers = [buffer for target in outgoing for buffer in target]
+            flat = buffers[0] if len(buffers) == 1 else torch.cat(buffers) if buffers else torch.empty(0).byte()
+            self._exchange = PendingExchange(flat.to(world.device), send, recv, world)
+
+    def wait(self) -> dict[int, torch.Tensor]:
+        """Index -> uint8 bytes on the host, of every parcel for this rank."""
+        if self._exchange is not None:
+            parts = torch.split(self._exchange.wait().cpu(), self._sizes)
+            self._delivered |= dict(zip(self._order, parts, strict=True))
+            self._exchange = None
+        return self._delivered
+
+
+def exchange_parcels(
+    parcels: Sequence[Parcel], payload: Callable[[int], torch.Tensor], world: World
+) -> dict[int, torch.Tensor]:
+    """Send and deliver at once; collective."""
+    return PendingParcels(parcels, payload, world).wait()
