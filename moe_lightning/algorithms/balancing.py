@@ -214,6 +214,7 @@ class BalanceReport:
         balance_ratio: RB against one uniform copy of every expert.
         exchange_bytes: what all ranks send in the four token exchanges of a step.
         copy_bytes: what all ranks send in Trans and Agg.
+        exchange_s: one of the four token exchanges.
         exposed_s: Trans and Agg that nothing hides.
         block_s: T', without dense layers.
     """
@@ -222,6 +223,7 @@ class BalanceReport:
     balance_ratio: float
     exchange_bytes: int
     copy_bytes: int
+    exchange_s: float
     exposed_s: float
     block_s: float
 
@@ -252,6 +254,7 @@ def evaluate(
         balance_ratio=balance_ratio(plain.sum(axis=0), quota.sum(axis=0)),
         exchange_bytes=round(4 * int(volumes[1].sum()) * costs.row_bytes),
         copy_bytes=round(float(copies[:, 0].sum()) * (costs.weight_bytes + costs.gradient_bytes)),
+        exchange_s=float(times.exchange_s),
         exposed_s=float(times.exposed_trans_s + times.exposed_agg_s),
         block_s=float(times.total_s),
     )

@@ -65,6 +65,7 @@ class Cluster:
 
     def by_node(self, per_rank: IntArray) -> IntArray:
         """Sum the last axis from ranks to nodes: int64 [..., N] -> int64 [..., nodes]."""
-        membership = np.equal.outer(np.array(self.node_of), np.arange(self.num_nodes)).astype(np.int64)
-        per_node: IntArray = per_rank @ membership
+        order = np.argsort(self.node_of, kind="stable")
+        starts = np.searchsorted(np.array(self.node_of)[order], np.arange(self.num_nodes))  # every node has a rank
+        per_node: IntArray = np.add.reduceat(per_rank[..., order], starts, axis=-1, dtype=np.int64)
         return per_node

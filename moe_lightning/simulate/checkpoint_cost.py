@@ -1,0 +1,135 @@
+"""What saving and loading a model costs on a cluster: bytes of the busiest rank, and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+from moe_lightning.algorithms.checkpoint_size import MIXED_PRECISION_BYTES, Accounting, checkpoint_size
+from moe_lightning.algorithms.overhead import OverheadModel
+from moe_lightning.algorithms.selection import full_selection, parse_scopes, sequential_selection
+from moe_lightning.algorithms.sharding import Module, baseline_rank_bytes, equal_expert_writers, shard_checkpoint
+from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.policy import Policy
+from moe_lightning.simulate.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveCost:
+    """Of one checkpoint.
+
+    Attributes:
+        snapshot_bytes: that the busiest rank copies.
+        persist_bytes: that all ranks write.
+        snapshot_s, persist_s: on the slowest rank and node.
+        protect_s: sending snapshots, or their parity, to other nodes.
+        load_s: reading everything back and sharing it out.
+    """
+
+    snapshot_bytes: float
+    persist_bytes: float
+    snapshot_s: float
+    persist_s: float
+    protect_s: float
+    load_s: float
+
+
+def accounting(policy: Policy) -> Accounting:
+    """Mixed precision; the policy's scopes are partial."""
+    return Accounting(scope_bytes=MIXED_PRECISION_BYTES, partial=parse_scopes(policy.scopes))
+
+
+@lru_cache(maxsize=256)
+def save_cost(
+    workload: Workload, hardware: Hardware, policy: Policy, num_ranks: int, k_snapshot: int, k_persist: int
+) -> SaveCost:
+    """Seconds and bytes of a checkpoint with K experts of each layer (K = E: all)."""
+    books = accounting(policy)
+    tensors = workload.tensors()
+    written = checkpoint_size(tensors, accounting=books, k=k_persist).total_bytes
+    everything = checkpoint_size(tensors, accounting=books).total_bytes
+    nodes = max(1, num_ranks // hardware.ranks_per_node)
+    busiest_snapshot = bottleneck_bytes(workload, policy, num_ranks, k_snapshot)
+    busiest_persist = bottleneck_bytes(workload, policy, num_ranks, k_persist)
+    in_node = min(num_ranks, hardware.ranks_per_node)
+    node_bytes = busiest_persist * (in_node if policy.sharding == "full" else 1)
+    node_bytes = max(node_bytes, written / nodes)
+    shared = {"none": 0.0, "copies": policy.protection_copies, "parity": 1 / max(1, policy.protection_group - 1)}
+    return SaveCost(
+        snapshot_bytes=busiest_snapshot,
+        persist_bytes=written,
+        snapshot_s=busiest_snapshot / hardware.host_copy_bytes_per_s,
+        persist_s=max(node_bytes / hardware.storage_bytes_per_s, written / hardware.storage_total_bytes_per_s),
+        protect_s=busiest_snapshot * shared[policy.protection] / hardware.link_bytes_per_s,
+        load_s=max(everything / nodes / hardware.storage_bytes_per_s, everything / hardware.storage_total_bytes_per_s)
+        + everything / num_ranks / hardware.host_copy_bytes_per_s
+        + workload.dense_params * workload.state_bytes / hardware.link_bytes_per_s,
+    )
+
+
+def cheapest_interval(
+    workload: Workload,
+    hardware: Hardware,
+    policy: Policy,
+    num_ranks: int,
+    *,
+    step_s: float,
+    overlap_s: float,
+    faults_per_s: float,
+) -> int:
+    """The policy's steps between checkpoints, or where it leaves them open those that cost least (MoC eq. 4)."""
+    if policy.interval_steps is not None or policy.saving == "none":
+        return policy.interval_steps or 1
+    k_snapshot = min(workload.num_experts, policy.k_snapshot or workload.num_experts)
+    k_persist = min(k_snapshot, policy.k_persist or workload.num_experts)
+    save = save_cost(workload, hardware, policy, num_ranks, k_snapshot, k_persist)
+    blocking = policy.saving == "blocking"
+    return OverheadModel(
+        step_s=step_s,
+        overlap_s=0.0 if blocking else overlap_s,
+        snapshot_s=save.snapshot_s + (save.persist_s if blocking else 0.0),
+        persist_s=0.0 if blocking else save.snapshot_s + save.persist_s,
+        restart_s=policy.restart_s,
+        failure_rate_per_s=faults_per_s,
+    ).best_interval_steps()
+
+
+def bottleneck_bytes(workload: Workload, policy: Policy, num_ranks: int, k: int) -> float:
+    """Bytes that the busiest rank saves: fully sharded (EE and AN), or in Megatron-DeepSpeed's layout."""
+    ep_size = gcd(workload.num_experts, num_ranks)
+    if policy.sharding == "baseline":
+        experts = workload.num_layers * workload.num_experts * workload.expert_params
+        # The layout writes everything, so a partial selection scales the experts' part of it.
+        saved = checkpoint_size(workload.tensors(), accounting=accounting(policy), k=k).expert_bytes
+        share = saved / checkpoint_size(workload.tensors(), accounting=accounting(policy)).expert_bytes
+        busiest = baseline_rank_bytes(
+            dense_params=workload.dense_params,
+            expert_params=round(experts * share),
+            weight_bytes=2,
+            optimizer_bytes=12,
+            dp_size=num_ranks,
+            ep_size=ep_size,
+        )
+        return float(busiest.max())
+    layers, number = workload.num_layers, workload.num_experts
+    selection = (
+        full_selection(layers, number)
+        if k >= number
+        else sequential_selection(ordinal=0, k=k, num_layers=layers, num_experts=number, ep_size=ep_size)
+    )
+    partial = accounting(policy)
+    selected = sum(size for scope, size in partial.scope_bytes.items() if scope in partial.partial)
+    always = sum(partial.scope_bytes.values()) - selected
+    rows = max(1, workload.dense_params // workload.d_model)
+    modules = [
+        Module(name="dense", nbytes=workload.dense_params * workload.state_bytes, rows=rows),
+        Module(name="experts", nbytes=always * layers * number * workload.expert_params, rows=layers * number),
+    ]
+    plan = shard_checkpoint(
+        equal_expert_writers(selection, dp_size=num_ranks, ep_size=ep_size),
+        expert_bytes=selected * workload.expert_params,
+        modules=[module for module in modules if module.nbytes],
+        num_ranks=num_ranks,
+    )
+    return float(plan.bottleneck_bytes)

@@ -1,0 +1,403 @@
+"""The simulation: from event to event, in integer nanoseconds, with one state machine for every policy.
+
+A world of nodes trains; at the end of some steps it saves, rebalances or takes notice of other routing; nodes leave and
+join. After a fault the state comes from live replicas, from protected snapshots, or from storage, and a new world is
+formed. Between two of these nothing changes, so a month costs as much as its events. Every nanosecond of every live
+node is booked (`accounts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import numpy as np
+
+from moe_lightning.algorithms.survival import snapshots_survive
+from moe_lightning.simulate.accounts import Accounts, Mark
+from moe_lightning.simulate.checkpoint_cost import SaveCost, cheapest_interval, save_cost
+from moe_lightning.simulate.failures import NS, Event
+from moe_lightning.simulate.history import History
+from moe_lightning.simulate.scenario import Recovery, Report, Scenario, format_bytes
+from moe_lightning.simulate.state import SavedState
+from moe_lightning.simulate.step_model import StepCost, StepModel
+from moe_lightning.simulate.worlds import World, Worlds
+
+
+def simulate(scenario: Scenario) -> Report:
+    """Run a scenario to its end; the same scenario gives the same report."""
+    run = _Run(scenario)
+    for event in scenario.events:
+        if event.time_ns >= run.end_ns:
+            break
+        run.advance(event.time_ns)
+        run.apply(event)
+    run.advance(run.end_ns)
+    return run.report()
+
+
+class _Run:
+    """The state of a simulation at one instant."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.policy, self.hardware, self.workload = scenario.policy, scenario.hardware, scenario.workload
+        self.model = StepModel(self.workload, self.hardware, self.policy, scenario.routing, scenario.num_nodes)
+        self.end_ns = round(scenario.duration_s * NS)
+        self.now_ns = 0
+        self.live: set[int] = set()
+        self.world: World | None = None
+        self.accounts = Accounts()
+        self.history = History()
+        nodes = self.model.usable_nodes(scenario.num_nodes)
+        self.first_cost = self.model.cost(nodes, 0, 0)
+        self.interval_steps = cheapest_interval(
+            self.workload,
+            self.hardware,
+            self.policy,
+            nodes * self.hardware.ranks_per_node,
+            step_s=self.first_cost.step_s,
+            overlap_s=self.first_cost.overlap_s,
+            faults_per_s=max(scenario.faults_per_s, 1 / scenario.duration_s),
+        )
+        planned_steps = max(1, round(scenario.duration_s / self.first_cost.step_s))
+        ranks = nodes * self.hardware.ranks_per_node
+        samples = self.workload.samples_per_step(ranks)
+        self.saved = SavedState(
+            self.workload,
+            self.policy,
+            num_layers=scenario.routing.num_layers,
+            planned_assignments=planned_steps * samples * self.workload.context_length * self.workload.top_k,
+            interval_steps=self.interval_steps,
+            planned_steps=planned_steps,
+        )
+        self._next: World | None = None  # what is being formed until _ready_ns
+        self._ready_ns = 0
+        self._join_due_ns: int | None = None
+        self._progress_ns = 0  # of the running step
+        self._step_ns = 0
+        self._recorded_step = 0
+        self._due: dict[str, int] = {}
+        self.worlds = Worlds(scenario, self.model)
+        self._snapshot_nodes: tuple[int, ...] = ()
+        self._snapshot_lost: set[int] = set()
+
+    # ---------------------------------------------------------------- time
+
+    def advance(self, until_ns: int) -> None:
+        """Let time pass; nodes neither leave nor come."""
+        while self.now_ns < until_ns:
+            if self.now_ns < self._ready_ns:
+                self._wait(min(until_ns, self._ready_ns))
+            elif self.world is None:
+                self._pass(until_ns, 0)
+            elif self._join_due_ns is not None and self._join_due_ns <= self.now_ns:
+                self._join_due_ns = None
+                self._take_in()
+            else:
+                stop = until_ns if self._join_due_ns is None else min(until_ns, self._join_due_ns)
+                self._train(stop)
+
+    def _wait(self, until_ns: int) -> None:
+        world = self._next or self.world
+        self._pass(until_ns, len(world.nodes) if world else 0)
+        if self.now_ns == self._ready_ns and self._next is not None:
+            self._install(self._next)
+
+    def _pass(self, until_ns: int, waiting: int) -> None:
+        state = "idle" if not waiting else "recover" if self._next else "stall"
+        if state != "stall":
+            self.history.note(self.now_ns, until_ns, state, used=waiting, live=len(self.live))
+        self.accounts.wait(until_ns - self.now_ns, waiting, len(self.live))
+        self.now_ns = until_ns
+
+    def _train(self, until_ns: int) -> None:
+        """Run whole steps up to what is due next, and a part of one up to the time given."""
+        assert self.world is not None
+        nodes, live = len(self.world.nodes), len(self.live)
+        samples = self.workload.samples_per_step(nodes * self.hardware.ranks_per_node)
+        while self.now_ns < until_ns and self.now_ns >= self._ready_ns:
+            left = min(self._due.values()) - self.accounts.step
+            count = min(left, (until_ns - self.now_ns + self._progress_ns) // self._step_ns)
+            if count:
+                duration_ns = count * self._step_ns - self._progress_ns
+                self.accounts.work(duration_ns, nodes, live)
+                self.accounts.finish_steps(count, count * samples)
+                rate = samples * NS / self._step_ns
+                end_ns = self.now_ns + duration_ns
+                self.history.note(self.now_ns, end_ns, "train", used=nodes, live=live, samples_per_s=rate)
+                self.now_ns = end_ns
+                self._progress_ns = 0
+            if count == left:
+                self._after_step()
+            elif self.now_ns < until_ns:
+                self._progress_ns += until_ns - self.now_ns
+                self.accounts.work(until_ns - self.now_ns, nodes, live)
+                self.now_ns = until_ns
+
+    # ---------------------------------------------------------------- what steps end with
+
+    def _after_step(self) -> None:
+        step = self.accounts.step
+        if self._due["refresh"] <= step:
+            self._set_cost()
+        if self._due.get("rebalance", step + 1) <= step:
+            self._rebalance()
+        if self._due.get("memory", step + 1) <= step:
+            self._note_snapshot()
+            self._due["memory"] = step + (self.policy.memory_interval_steps or 1)
+        if self._due.get("save", step + 1) <= step:
+            self._save()
+
+    def _set_cost(self) -> None:
+        """The time of a step under the routing of now, with what snapshots add to each."""
+        assert self.world is not None
+        step = self.accounts.step
+        routing = self.scenario.routing
+        cost = self.model.cost(len(self.world.nodes), self.world.sample, routing.sample(step))
+        self._step_ns = max(1, round((cost.step_s + self._memory_stall_s(cost)) * NS))
+        following = routing.next_change(step)
+        never = 1 << 62
+        self._due["refresh"] = never if following is None else max(following, step + self.scenario.refresh_steps)
+        self._cost = cost
+
+    def _memory_stall_s(self, cost: StepCost) -> float:
+        """What snapshots for protection cost each step: a copy that outlasts the passes, a transfer that outlasts the
+        interval."""
+        every = self.policy.memory_interval_steps
+        if every is None or self.policy.protection == "none":
+            return 0.0
+        save = self._save_cost()
+        return (max(0.0, save.snapshot_s - cost.overlap_s) + max(0.0, save.protect_s - every * cost.step_s)) / every
+
+    def _save_cost(self) -> SaveCost:
+        world = self.world or self._next
+        assert world is not None
+        ranks = len(world.nodes) * self.hardware.ranks_per_node
+        return save_cost(self.workload, self.hardware, self.policy, ranks, self.saved.k_snapshot, self.saved.k_persist)
+
+    def _save(self) -> None:
+        """A checkpoint of the state after this step."""
+        assert self.world is not None
+        save, step = self._save_cost(), self.accounts.step
+        self.saved.settle(self.now_ns)
+        self._record()
+        if self.policy.saving == "blocking":
+            stall_s = written_s = save.snapshot_s + save.persist_s
+        else:
+            stall_s = max(0.0, save.snapshot_s - self._cost.overlap_s)
+            written_s = save.snapshot_s + save.persist_s
+        stall_ns = round(stall_s * NS)
+        self.saved.begin(self.accounts.mark(), self.now_ns + round(written_s * NS), save.persist_bytes)
+        self._note_snapshot()
+        self._due["save"] = step + self._effective_interval(written_s)
+        self._ready_ns = self.now_ns + stall_ns
+        self.history.stall_ns += stall_ns
+
+    def _effective_interval(self, written_s: float) -> int:
+        """Storage must have finished one checkpoint before the next begins (MoC 5.3)."""
+        least = 1 if self.policy.saving == "blocking" else ceil(written_s * NS / self._step_ns)
+        return max(self.interval_steps, least)
+
+    def _note_snapshot(self) -> None:
+        assert self.world is not None
+        self.saved.memory = self.accounts.mark()
+        self._snapshot_nodes, self._snapshot_lost = self.world.nodes, set()
+
+    def _record(self) -> None:
+        """Tell the ledger what was trained since the last time."""
+        assert self.world is not None
+        steps = self.accounts.step - self._recorded_step
+        if steps and self.saved.partial:
+            ranks = len(self.world.nodes) * self.hardware.ranks_per_node
+            routing = self.scenario.routing
+            loads = routing.loads(routing.sample(self.accounts.step)).astype(np.float64)
+            tokens = self.workload.samples_per_step(ranks) * self.workload.context_length * self.workload.top_k * steps
+            self.saved.record(np.round(loads / loads.sum(axis=1, keepdims=True) * tokens).astype(np.int64))
+        self._recorded_step = self.accounts.step
+
+    def _rebalance(self) -> None:
+        """Experts move to where the present routing wants them."""
+        assert self.world is not None
+        self._due["rebalance"] = self.accounts.step + self.policy.rebalance_every
+        sample = self.scenario.routing.sample(self.accounts.step)
+        if sample == self.world.sample:
+            return
+        following = self.worlds.plan(self.world.nodes, sample)
+        moving_s, _ = self.worlds.migration(following)
+        self.world = following
+        self.worlds.hold(following)
+        self._set_cost()
+        stall_ns = round(moving_s * NS)
+        self._ready_ns = max(self._ready_ns, self.now_ns + stall_ns)
+        self.history.rebalance_ns += stall_ns
+
+    # ---------------------------------------------------------------- worlds
+
+    def apply(self, event: Event) -> None:
+        """Nodes leave and come."""
+        failed = set(event.failed)
+        self.live -= failed
+        self.live |= set(event.joined)
+        if failed:
+            self.worlds.drop(event.failed)
+            self._snapshot_lost |= failed
+        world = self._next or self.world
+        if world is not None and failed & set(world.nodes):
+            self._recover(world)
+        elif world is None and self.live:
+            self._begin()
+        elif event.joined and world is not None and self._join_due_ns is None:
+            self._join_due_ns = max(self.now_ns, self._ready_ns) + round(self.policy.join_wait_s * NS)
+
+    def _begin(self) -> None:
+        """Start, or start again once there are nodes enough."""
+        first = not self.accounts.step and not self.history.recoveries
+        self._form(sorted(self.live), "start" if first else "storage", 0)
+
+    def _recover(self, world: World) -> None:
+        """Some of the world's nodes are gone: find the state, and who trains on."""
+        self.saved.settle(self.now_ns)
+        self.accounts.abort_step()
+        self._progress_ns = 0
+        alive = sorted(self.worlds.holders())
+        complete = bool(self.worlds.experts_held().all())
+        everyone = sorted(self.live)
+        chosen = alive if self.model.usable_nodes(len(alive)) else everyone  # newcomers wait where they can
+        if self.policy.live_recovery and complete and self.model.usable_nodes(len(chosen)):
+            self._form(chosen, "live replicas", 0)
+            if len(everyone) > len(chosen) and self._join_due_ns is None:
+                self._join_due_ns = self._ready_ns + round(self.policy.join_wait_s * NS)
+            return
+        if self.policy.memory_interval_steps == 1 and alive and self._next is None:
+            self.saved.memory = self.accounts.mark()
+            self._snapshot_nodes, self._snapshot_lost = world.nodes, set(world.nodes) - self.live
+        before = self.accounts.step
+        mark, source = self._roll_back()
+        self.accounts.roll_back(mark)
+        self._recorded_step = mark.step
+        self.worlds.forget()
+        self._join_due_ns = None
+        self._form(everyone, source, before - mark.step)
+
+    def _roll_back(self) -> tuple[Mark, str]:
+        protection = self.policy.protection
+        lost = [node in self._snapshot_lost for node in self._snapshot_nodes]
+        if protection != "none" and lost and self.saved.memory.step >= self.saved.storage.step:
+            survives = snapshots_survive(
+                lost,
+                kind=protection,
+                group_size=self.policy.protection_group,
+                copies=self.policy.protection_copies,
+            )
+            if survives:
+                return self.saved.return_to_memory(), "protected memory"
+        in_memory = self.worlds.experts_held() & self.policy.memory_recovery
+        return self.saved.return_to_storage(in_memory), "storage"
+
+    def _take_in(self) -> None:
+        """Nodes that have joined become part of the world at the end of the running step, which is not waited for."""
+        assert self.world is not None
+        if self.model.usable_nodes(len(self.live)) <= len(self.world.nodes):
+            return
+        self.accounts.abort_step()
+        self._progress_ns = 0
+        if not self.policy.live_recovery and self.policy.saving != "none":  # saved on purpose before the restart
+            save = self._save_cost()
+            self._record()
+            done_ns = self.now_ns + round((save.snapshot_s + save.persist_s) * NS)
+            self.saved.begin(self.accounts.mark(), done_ns, save.persist_bytes)
+        self._form(sorted(self.live), "join", 0)
+
+    def _form(self, available: Sequence[int], source: str, lost_steps: int) -> None:
+        """Begin to form a world of as many of these nodes as can train."""
+        self._next, self._ready_ns = None, self.now_ns
+        nodes = self.worlds.choose(available)
+        if not nodes:
+            self._stand_still()
+            return
+        self._next = self.worlds.plan(nodes, self.scenario.routing.sample(self.accounts.step))
+        seconds, moved = self.worlds.forming_s(self._next, source)
+        self.world = None
+        self._ready_ns = self.now_ns + round(seconds * NS)
+        if source != "start":
+            self.history.recoveries.append(
+                Recovery(
+                    time_s=self.now_ns / NS,
+                    source=source,
+                    seconds=seconds,
+                    lost_steps=lost_steps,
+                    moved_states=moved,
+                    nodes=len(nodes),
+                )
+            )
+        if self._ready_ns == self.now_ns:
+            self._install(self._next)
+
+    def _stand_still(self) -> None:
+        """Too few nodes: nothing is kept in memory that a restart could use."""
+        before = self.accounts.step
+        if self.world is not None or before:
+            self.accounts.roll_back(self.saved.return_to_storage(np.zeros(self.saved.shape, dtype=np.bool_)))
+            self._recorded_step = self.accounts.step
+        self.worlds.forget()
+        self._snapshot_nodes = ()
+        self.world = None
+        self._join_due_ns = None
+
+    def _install(self, world: World) -> None:
+        self.world, self._next = world, None
+        self.worlds.hold(world)
+        step = self.accounts.step
+        self._due = {"refresh": step}
+        self._set_cost()
+        if self.policy.rebalance_every:
+            self._due["rebalance"] = step - step % self.policy.rebalance_every + self.policy.rebalance_every
+        if self.policy.memory_interval_steps and self.policy.memory_interval_steps > 1:
+            self._due["memory"] = step + self.policy.memory_interval_steps
+        if self.policy.saving != "none":
+            save = self._save_cost()
+            self._due["save"] = self.saved.storage.step + self._effective_interval(save.snapshot_s + save.persist_s)
+            self._due["save"] = max(self._due["save"], step + 1)
+
+    def report(self) -> Report:
+        """The books, closed."""
+        self.saved.settle(self.now_ns)
+        self.accounts.close()
+        books = self.accounts
+        ranks = self.model.usable_nodes(self.scenario.num_nodes) * self.hardware.ranks_per_node
+        save = save_cost(self.workload, self.hardware, self.policy, ranks, self.saved.k_snapshot, self.saved.k_persist)
+        rank_bytes = self.model.rank_memory_bytes()
+        host_bytes = 3 * save.snapshot_bytes * self.hardware.ranks_per_node  # the triple buffer
+        return Report(
+            provided_ns=books.provided_ns,
+            useful_ns=books.useful_ns,
+            lost_ns=books.lost_ns,
+            overhead_ns=books.overhead_ns,
+            idle_ns=books.idle_ns,
+            steps=books.step,
+            samples=books.samples,
+            duration_s=self.scenario.duration_s,
+            step_s=self.first_cost.step_s,
+            imbalance=self.first_cost.imbalance,
+            stall_s=self.history.stall_ns / NS,
+            rebalance_s=self.history.rebalance_ns / NS,
+            plt=self.saved.plt,
+            k_persist=self.saved.k_persist,
+            interval_steps=self.interval_steps,
+            checkpoints=self.saved.saves,
+            written_bytes=self.saved.written_bytes,
+            exchange_bytes=self.first_cost.exchange_bytes,
+            rank_bytes=rank_bytes,
+            host_bytes=host_bytes,
+            warnings=tuple(
+                f"{what} need {format_bytes(size)}, more than the {format_bytes(room)} there are"
+                for what, size, room in (
+                    ("weights and optimizer state of a rank", rank_bytes, self.hardware.memory_bytes),
+                    ("snapshots of a node", host_bytes, self.hardware.host_memory_bytes),
+                )
+                if size > room
+            ),
+            recoveries=tuple(self.history.recoveries),
+            spans=tuple(self.history.spans),
+        )

@@ -1,0 +1,152 @@
+"""What a cluster can do, in a dozen numbers, and presets of machines that the papers used.
+
+Peak rates are the vendors'; utilisation, copy and storage rates are those that the papers report for their clusters,
+and are assumptions elsewhere: replace them by your own measurements (`moe-bench calibrate` measures this machine).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from moe_lightning.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One rank (a GPU, or a process on CPU cores), its links and its node's storage.
+
+    Attributes:
+        ranks_per_node: ranks that share a host, and fail together.
+        flops_per_s: peak of one rank in the precision of training.
+        utilization: share of the peak that dense layers reach.
+        expert_utilization: share of the peak that the experts' grouped matrix products reach.
+        link_bytes_per_s: of one rank between nodes, in each direction.
+        node_bytes_per_s: of one rank inside a node, in each direction.
+        latency_s: of one exchange.
+        expert_s: fixed forward cost of each expert that a rank computes.
+        step_s: fixed cost of a step: launching, data, logging.
+        memory_bytes_per_s: of the rank's own memory; bounds the optimizer's update.
+        host_copy_bytes_per_s: of one rank into host memory, for snapshots.
+        storage_bytes_per_s: of one node to storage.
+        storage_total_bytes_per_s: of the storage that all nodes share.
+        memory_bytes: of one rank.
+        host_memory_bytes: of one node.
+
+    Raises:
+        ConfigurationError: a rate that is not positive, a utilisation outside (0, 1], a negative time.
+    """
+
+    ranks_per_node: int = 8
+    flops_per_s: float
+    utilization: float = 0.3
+    expert_utilization: float = 0.3
+    link_bytes_per_s: float
+    node_bytes_per_s: float
+    latency_s: float = 20e-6
+    expert_s: float = 5e-6
+    step_s: float = 0.0
+    memory_bytes_per_s: float
+    host_copy_bytes_per_s: float
+    storage_bytes_per_s: float = 1e9
+    storage_total_bytes_per_s: float = math.inf
+    memory_bytes: float
+    host_memory_bytes: float = 512e9
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+                raise ConfigurationError(f"hardware.{field.name}={value!r} is not a number: give a measured rate")
+            if field.name in ("latency_s", "expert_s", "step_s"):
+                if value < 0:
+                    raise ConfigurationError(f"hardware.{field.name}={value} is negative: give 0 s or more")
+            elif value <= 0:
+                raise ConfigurationError(f"hardware.{field.name}={value} must be above 0: give a measured rate or size")
+        if not isinstance(self.ranks_per_node, int):
+            raise ConfigurationError(f"hardware.ranks_per_node={self.ranks_per_node} must be a whole number of ranks")
+        for name in ("utilization", "expert_utilization"):
+            if getattr(self, name) > 1:
+                raise ConfigurationError(f"hardware.{name}={getattr(self, name)} is a share: use at most 1")
+
+
+PRESETS: dict[str, Hardware] = {
+    # Pro-Prophet's LPWNV-class and HPWNV nodes and Lazarus's testbed: PCIe cards, 100 Gb/s between nodes.
+    "rtx3090": Hardware(
+        ranks_per_node=2,
+        flops_per_s=71e12,
+        link_bytes_per_s=6.25e9,
+        node_bytes_per_s=12e9,
+        memory_bytes_per_s=936e9,
+        host_copy_bytes_per_s=5e9,
+        storage_bytes_per_s=1.25e9,
+        storage_total_bytes_per_s=1.25e9,
+        memory_bytes=24e9,
+    ),
+    "a30": Hardware(
+        ranks_per_node=2,
+        flops_per_s=165e12,
+        link_bytes_per_s=12.5e9,
+        node_bytes_per_s=20e9,
+        memory_bytes_per_s=933e9,
+        host_copy_bytes_per_s=5e9,
+        memory_bytes=24e9,
+    ),
+    "v100": Hardware(
+        ranks_per_node=8,
+        flops_per_s=125e12,
+        link_bytes_per_s=3e9,
+        node_bytes_per_s=75e9,
+        memory_bytes_per_s=900e9,
+        host_copy_bytes_per_s=5e9,
+        memory_bytes=32e9,
+    ),
+    # MoC-System 6.2.4: 312 and 989 TFLOP/s at 20 percent, snapshots at 1 and 2 GB/s.
+    "a800": Hardware(
+        ranks_per_node=8,
+        flops_per_s=312e12,
+        utilization=0.2,
+        expert_utilization=0.2,
+        link_bytes_per_s=25e9,
+        node_bytes_per_s=200e9,
+        memory_bytes_per_s=2.0e12,
+        host_copy_bytes_per_s=1e9,
+        memory_bytes=80e9,
+    ),
+    "h100": Hardware(
+        ranks_per_node=8,
+        flops_per_s=989e12,
+        utilization=0.2,
+        expert_utilization=0.2,
+        link_bytes_per_s=50e9,
+        node_bytes_per_s=450e9,
+        memory_bytes_per_s=3.35e12,
+        host_copy_bytes_per_s=2e9,
+        memory_bytes=80e9,
+    ),
+    "h200": Hardware(
+        ranks_per_node=8,
+        flops_per_s=989e12,
+        utilization=0.35,
+        expert_utilization=0.35,
+        link_bytes_per_s=50e9,
+        node_bytes_per_s=450e9,
+        memory_bytes_per_s=4.8e12,
+        host_copy_bytes_per_s=20e9,
+        storage_bytes_per_s=2e9,
+        memory_bytes=141e9,
+        host_memory_bytes=2e12,
+    ),
+}
+
+
+def preset(name: str, **changes: Any) -> Hardware:
+    """A preset with some numbers replaced; those given as None stay.
+
+    Raises:
+        ConfigurationError: an unknown preset, or a number that cannot be.
+    """
+    if name not in PRESETS:
+        raise ConfigurationError(f"hardware preset {name!r} is unknown: use one of {sorted(PRESETS)}")
+    return replace(PRESETS[name], **{key: value for key, value in changes.items() if value is not None})

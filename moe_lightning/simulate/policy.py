@@ -1,0 +1,225 @@
+"""How a run places experts, saves its state and comes back from a fault: ours, and those of the papers.
+
+The seconds of detection and restarting are the papers' where these print them (Lazarus 6.3: 10-20 s until collectives
+time out, 5-15 s for new groups) and assumptions elsewhere; every one of them can be replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from moe_lightning.algorithms.balancing import STRATEGIES, PlacementPolicy, Strategy
+from moe_lightning.algorithms.selection import parse_scopes
+from moe_lightning.errors import ConfigurationError
+
+Layout = Literal["replicated", "groups"]
+Saving = Literal["none", "blocking", "async"]
+Sharding = Literal["baseline", "full"]
+Protection = Literal["none", "parity", "copies"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A way to train through faults.
+
+    Attributes:
+        layout: "replicated": experts in slots under any placement, all nodes train; "groups": expert-parallel groups
+            that each hold every expert once, whole groups only.
+        strategy: placement, shadows and quotas: a name in `algorithms.balancing.STRATEGIES`.
+        slots: resident experts of a rank; None: as many as the layout needs, for two replicas of each expert.
+        min_replicas: distinct nodes of each expert, where slots allow.
+        rebalance_every: steps between placements; 0: never.
+        saving: of checkpoints: none, blocking, or async (copied under the next step, written behind it).
+        interval_steps: between checkpoints, never shorter than writing one takes; None: the interval that costs least.
+        k_snapshot, k_persist: experts of a layer copied and written; None: all.
+        scopes: state of experts to which K applies.
+        plt_threshold: Dynamic-K keeps the proportion of lost tokens under it; None: K stays.
+        plt_lookahead: whether K also rises when one more fault could exceed the threshold (ours), or only after a fault
+            has exceeded its part of it (MoC-System).
+        sharding: "baseline" (Megatron-DeepSpeed: the first ranks write the weights) or "full" (all ranks alike).
+        live_recovery: whether an expert with a live replica is fetched from it, without going back.
+        memory_recovery: whether survivors restore from their own snapshots in host memory what they hold.
+        protection: of snapshots in host memory inside a group of nodes: parity survives one loss in each group,
+            copies as many neighbours as there are copies.
+        protection_group: nodes of a group.
+        protection_copies: of each snapshot on other nodes.
+        memory_interval_steps: between snapshots that are only protected, not written; None: those of checkpoints.
+        detect_s: from a fault until the survivors know.
+        regroup_s: new groups of running processes.
+        restart_s: new processes, up to the first step, without loading.
+        join_wait_s: new nodes are collected so long before the world is formed again.
+
+    Raises:
+        ConfigurationError: a value that cannot be, or parts that contradict each other.
+    """
+
+    layout: Layout = "replicated"
+    strategy: str = "packed"
+    slots: int | None = None
+    min_replicas: int = 2
+    rebalance_every: int = 200
+    saving: Saving = "async"
+    interval_steps: int | None = None
+    k_snapshot: int | None = None
+    k_persist: int | None = None
+    scopes: str = "full"
+    plt_threshold: float | None = None
+    plt_lookahead: bool = True
+    sharding: Sharding = "full"
+    live_recovery: bool = True
+    memory_recovery: bool = True
+    protection: Protection = "none"
+    protection_group: int = 6
+    protection_copies: int = 1
+    memory_interval_steps: int | None = None
+    detect_s: float = 15.0
+    regroup_s: float = 10.0
+    restart_s: float = 60.0
+    join_wait_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("layout", get_args(Layout)),
+            ("strategy", tuple(STRATEGIES)),
+            ("saving", get_args(Saving)),
+            ("sharding", get_args(Sharding)),
+            ("protection", get_args(Protection)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(
+                    f"policy.{name}={getattr(self, name)!r} is unknown: use one of {list(allowed)}"
+                )
+        parse_scopes(self.scopes)
+        least = {"slots": 1, "min_replicas": 1, "rebalance_every": 0, "interval_steps": 1, "k_snapshot": 1}
+        least |= {"k_persist": 1, "protection_copies": 1, "memory_interval_steps": 1, "protection_group": 2}
+        least |= {"detect_s": 0, "regroup_s": 0, "restart_s": 0, "join_wait_s": 0}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise ConfigurationError(f"policy.{name}={value} must be at least {smallest}")
+        if self.k_snapshot and self.k_persist and self.k_persist > self.k_snapshot:
+            raise ConfigurationError(
+                f"policy.k_persist={self.k_persist} exceeds k_snapshot={self.k_snapshot}: only what is copied is written"
+            )
+        if self.saving == "none" and self.protection != "none":
+            raise ConfigurationError(
+                f"policy.protection={self.protection} protects snapshots: use saving=async with it"
+            )
+        if self.plt_threshold is not None and not 0 < self.plt_threshold < 1:
+            raise ConfigurationError(f"policy.plt_threshold={self.plt_threshold} is a share: use 0.0375 or the like")
+
+    @property
+    def balancing(self) -> Strategy:
+        """The strategy with this policy's replicas."""
+        chosen = STRATEGIES[self.strategy]
+        return replace(chosen, placement=replace(chosen.placement, min_replicas=self.min_replicas))
+
+    @property
+    def placement(self) -> PlacementPolicy:
+        return self.balancing.placement
+
+
+POLICIES: dict[str, Policy] = {
+    # This library: lighthouse membership and two groups (no group per expert); seconds measured on local processes,
+    # with a margin of ten for a cluster.
+    "ours": Policy(
+        strategy="packed",
+        k_snapshot=None,
+        k_persist=None,
+        plt_threshold=0.0375,
+        protection="none",
+        detect_s=2.0,
+        regroup_s=2.0,
+        restart_s=30.0,
+    ),
+    "lazarus": Policy(
+        strategy="lazarus",
+        saving="blocking",
+        sharding="baseline",
+        interval_steps=250,
+        memory_recovery=False,
+        detect_s=15.0,
+        regroup_s=10.0,
+    ),
+    "ds": Policy(
+        layout="groups",
+        strategy="padded",
+        rebalance_every=0,
+        saving="blocking",
+        sharding="baseline",
+        interval_steps=50,
+        live_recovery=False,
+        memory_recovery=False,
+    ),
+    "ds_ft": Policy(
+        layout="groups",
+        strategy="padded",
+        rebalance_every=0,
+        saving="blocking",
+        sharding="baseline",
+        interval_steps=250,
+        memory_recovery=False,
+    ),
+    "blocking": Policy(
+        layout="groups",
+        strategy="plain",
+        rebalance_every=0,
+        saving="blocking",
+        sharding="baseline",
+        live_recovery=False,
+        memory_recovery=False,
+    ),
+    "base_async": Policy(
+        layout="groups",
+        strategy="plain",
+        rebalance_every=0,
+        sharding="baseline",
+        live_recovery=False,
+        memory_recovery=False,
+    ),
+    "moc": Policy(
+        layout="groups",
+        strategy="plain",
+        rebalance_every=0,
+        k_snapshot=4,
+        k_persist=1,
+        scopes="moc",
+        plt_threshold=0.0375,
+        plt_lookahead=False,
+        live_recovery=False,
+    ),
+    "reft": Policy(
+        layout="groups",
+        strategy="plain",
+        rebalance_every=0,
+        live_recovery=False,
+        protection="parity",
+        protection_group=6,
+        memory_interval_steps=1,
+        restart_s=30.0,
+    ),
+    # Gemini: every snapshot also on one peer, machines replaced, processes restarted.
+    "gemini": Policy(
+        layout="groups",
+        strategy="plain",
+        rebalance_every=0,
+        live_recovery=False,
+        protection="copies",
+        protection_group=2,
+        protection_copies=1,
+        memory_interval_steps=1,
+        restart_s=30.0,
+    ),
+}
+
+
+def policy(name: str, **changes: Any) -> Policy:
+    """A policy with some parts replaced; those given as None stay.
+
+    Raises:
+        ConfigurationError: an unknown policy, or a part that cannot be.
+    """
+    if name not in POLICIES:
+        raise ConfigurationError(f"policy {name!r} is unknown: use one of {sorted(POLICIES)}")
+    return replace(POLICIES[name], **{key: value for key, value in changes.items() if value is not None})

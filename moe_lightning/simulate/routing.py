@@ -1,0 +1,102 @@
+"""Where tokens go: the share of every expert in every layer, as a function of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.errors import ConfigurationError
+
+RoutingKind = Literal["uniform", "zipf", "trace"]
+_SCALE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routing:
+    """Popularity of experts over time; constant between the samples of a trace, and after its last one.
+
+    Attributes:
+        shares_SLE: int64 [samples, layers, experts], assignments in units that do not matter. Layers may be fewer than
+            the model's: each then stands for several.
+        steps: int64 [samples], ascending from 0.
+    """
+
+    shares_SLE: IntArray
+    steps: IntArray
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.shares_SLE.shape[1])
+
+    def sample(self, step: int) -> int:
+        """The sample that holds at a step."""
+        return max(0, int(np.searchsorted(self.steps, step, side="right")) - 1)
+
+    def next_change(self, step: int) -> int | None:
+        """The first step after this one at which another sample holds."""
+        following = self.sample(step) + 1
+        return int(self.steps[following]) if following < len(self.steps) else None
+
+    def loads(self, sample: int) -> IntArray:
+        """int64 [L, E] of a sample."""
+        loads: IntArray = self.shares_SLE[sample]
+        return loads
+
+    def tokens(self, sample: int, layer: int, assignments_per_rank: int, num_ranks: int) -> IntArray:
+        """int64 [E, N]: assignments of each rank; every rank routes alike, in whole tokens."""
+        share = self.shares_SLE[sample, layer].astype(np.float64)
+        bounds = np.round(np.concatenate(([0.0], np.cumsum(share))) / share.sum() * assignments_per_rank)
+        return np.repeat(np.diff(bounds).astype(np.int64)[:, None], num_ranks, axis=1)
+
+
+def make_routing(
+    kind: RoutingKind, *, num_experts: int, num_layers: int, exponent: float = 1.0, path: str | None = None
+) -> Routing:
+    """Uniform or Zipf popularity, the same in every layer and step, or that of a recorded trace.
+
+    Raises:
+        ConfigurationError: an unknown kind, a negative exponent, a trace that is missing or too small.
+    """
+    if kind not in get_args(RoutingKind):
+        raise ConfigurationError(f"routing.kind={kind!r} is unknown: use one of {list(get_args(RoutingKind))}")
+    if (kind == "trace") != (path is not None):
+        raise ConfigurationError(f"routing.kind={kind} with path={path}: a trace, and only it, has a path")
+    if exponent < 0:
+        raise ConfigurationError(f"routing.exponent={exponent} must be 0 (uniform) or more")
+    if path is not None:
+        return trace_routing(Path(path), num_experts=num_experts, num_layers=num_layers)
+    weights: NDArray[np.float64] = (1.0 + np.arange(num_experts)) ** (-exponent if kind == "zipf" else 0.0)
+    shares = np.maximum(1, np.round(_SCALE * weights / weights.sum())).astype(np.int64)
+    return Routing(shares_SLE=shares[None, None], steps=np.zeros(1, dtype=np.int64))
+
+
+def trace_routing(path: Path, *, num_experts: int, num_layers: int) -> Routing:
+    """The first layers of a recorded run, each with its most used experts at the time (Lazarus 6.1).
+
+    Raises:
+        ConfigurationError: no such trace, or one with fewer experts than the model.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"{path} is not a file: give a routing trace (.npz with counts and iteration)")
+    with np.load(path, allow_pickle=False) as archive:
+        if not {"counts", "iteration"} <= set(archive.files):
+            raise ConfigurationError(f"{path} has no counts and iteration: record a trace with RoutingRecorder")
+        counts = archive["counts"].astype(np.int64).sum(axis=2)
+        steps = archive["iteration"].astype(np.int64)
+    if counts.shape[2] < num_experts:
+        raise ConfigurationError(
+            f"{path} has {counts.shape[2]} experts, the model {num_experts}: use routing.kind=zipf, or fewer experts"
+        )
+    return Routing(shares_SLE=hottest(counts[:, :num_layers], num_experts), steps=steps - steps[0])
+
+
+def hottest(counts_SLE: IntArray, num_experts: int) -> IntArray:
+    """int64 [S, L, num_experts]: of each layer the experts with most tokens in that sample, in their own order, at
+    least one token each."""
+    chosen = np.sort(np.argsort(-counts_SLE, axis=2, kind="stable")[:, :, :num_experts], axis=2)
+    return np.maximum(1, np.take_along_axis(counts_SLE, chosen, axis=2))

@@ -1,0 +1,171 @@
+"""What is simulated, and what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.failures import NS, Event, check_events
+from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.policy import Policy
+from moe_lightning.simulate.routing import Routing
+from moe_lightning.simulate.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scenario:
+    """A run on a cluster whose nodes come and go.
+
+    Attributes:
+        workload, hardware, policy, routing: see their classes.
+        events: changes of the cluster, ascending; the first holds the nodes that are there at the start.
+        num_nodes: of the cluster when nothing has failed.
+        duration_s: of the simulation.
+        refresh_steps: how often the time of a step is computed anew while the routing drifts.
+
+    Raises:
+        ConfigurationError: a duration that is not positive, or events that cannot happen.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    policy: Policy
+    routing: Routing
+    events: Sequence[Event]
+    num_nodes: int
+    duration_s: float
+    refresh_steps: int = 50
+
+    def __post_init__(self) -> None:
+        if not self.duration_s > 0:
+            raise ConfigurationError(f"duration_s={self.duration_s} must be above 0")
+        if self.refresh_steps < 1:
+            raise ConfigurationError(f"refresh_steps={self.refresh_steps} must be at least 1")
+        check_events(self.events)
+        there = max((node for event in self.events for node in event.joined), default=-1) + 1
+        if not there:
+            raise ConfigurationError("no node ever joins: give a trace or events with at least one node")
+
+    @property
+    def faults_per_s(self) -> float:
+        return sum(bool(event.failed) for event in self.events) / self.duration_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A stretch of time in which nothing changed; samples per second while training, stalls left out."""
+
+    start_s: float
+    end_s: float
+    state: str
+    used_nodes: int
+    live_nodes: int
+    samples_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """One way back to training: at what time, from what source, how long, and the steps that were undone."""
+
+    time_s: float
+    source: str
+    seconds: float
+    lost_steps: int
+    moved_states: int
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a simulation found.
+
+    Attributes:
+        provided_ns, useful_ns, lost_ns, overhead_ns, idle_ns: node-nanoseconds; the first is the sum of the others.
+        steps, samples: that count at the end.
+        duration_s: simulated.
+        step_s: of the first world, without stalls.
+        stall_s: that training waited for checkpoints.
+        rebalance_s: that it waited for experts to move.
+        plt: proportion of lost tokens.
+        checkpoints, written_bytes: committed.
+        rank_bytes: state of one rank; host_bytes: snapshots of one node.
+        warnings: what the cluster could not hold.
+        recoveries, spans: over time.
+    """
+
+    provided_ns: int
+    useful_ns: int
+    lost_ns: int
+    overhead_ns: int
+    idle_ns: int
+    steps: int
+    samples: int
+    duration_s: float
+    step_s: float
+    imbalance: float
+    stall_s: float
+    rebalance_s: float
+    plt: float
+    k_persist: int
+    interval_steps: int
+    checkpoints: int
+    written_bytes: float
+    exchange_bytes: float
+    rank_bytes: float
+    host_bytes: float
+    warnings: tuple[str, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+
+    @property
+    def goodput(self) -> float:
+        """Samples that count, per second of the simulation."""
+        return self.samples / self.duration_s
+
+    def share(self, account: str) -> float:
+        """Of the node-seconds provided: useful, lost, overhead or idle."""
+        return int(getattr(self, f"{account}_ns")) / max(1, self.provided_ns)
+
+    def table(self) -> str:
+        """The figures as lines of text."""
+        by_source: dict[str, int] = {}
+        for recovery in self.recoveries:
+            by_source[recovery.source] = by_source.get(recovery.source, 0) + 1
+        recovering_s = sum(recovery.seconds for recovery in self.recoveries)
+        rows = [
+            ("step", f"{self.step_s:.4g} s, busiest rank {self.imbalance:.3f} of the mean"),
+            ("goodput", f"{self.goodput:.4g} samples/s, {self.steps} steps, {self.samples} samples"),
+            *((name, f"{100 * self.share(name):.3f} % of node-seconds") for name in _ACCOUNTS),
+            ("provided", f"{self.provided_ns / NS / 3600:.2f} node-hours"),
+            ("stalls", f"{self.stall_s:.1f} s of checkpoints, {self.rebalance_s:.1f} s of rebalancing"),
+            ("recoveries", f"{recovering_s:.1f} s; " + (_counts(by_source) or "none")),
+            ("rolled back", f"{sum(recovery.lost_steps for recovery in self.recoveries)} steps"),
+            ("PLT", f"{self.plt:.5f}, K_persist {self.k_persist} at the end"),
+            (
+                "checkpoints",
+                f"{self.checkpoints} every {self.interval_steps} steps, {format_bytes(self.written_bytes)} written",
+            ),
+            ("exchanged", f"{format_bytes(self.exchange_bytes)} a step, all ranks"),
+            (
+                "memory",
+                f"{format_bytes(self.rank_bytes)} of state a rank, {format_bytes(self.host_bytes)} of snapshots a node",
+            ),
+        ]
+        rows += [("warning", text) for text in self.warnings]
+        return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+_ACCOUNTS = ("useful", "lost", "overhead", "idle")
+
+
+def _counts(by_source: dict[str, int]) -> str:
+    return ", ".join(f"{count} {source}" for source, count in by_source.items())
+
+
+def format_bytes(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.4g} PB"

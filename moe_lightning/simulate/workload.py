@@ -1,0 +1,132 @@
+"""What is trained: the sizes of a model and of a step, as far as time, traffic and checkpoints depend on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_lightning.algorithms.checkpoint_size import TensorSpec
+from moe_lightning.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model of equal MoE layers and the batch that it is trained on.
+
+    Attributes:
+        dense_params: parameters outside the experts, router included.
+        expert_params: of one expert.
+        num_layers: MoE layers.
+        num_experts: of each.
+        top_k: experts of a token.
+        d_model: width.
+        dense_flops_per_token: forward pass of one token outside the experts, attention included.
+        context_length: tokens of a sample.
+        rank_batch: samples of one step on each rank; the batch then shrinks with the world, as in the papers.
+        global_batch: samples of one step over all ranks, whatever their number, as this library trains. Exactly one
+            of the two.
+        activation_bytes: of one number of an activation.
+        state_bytes: of weight, fp32 copy and moments of one parameter, for memory and migration.
+
+    Raises:
+        ConfigurationError: a size below 1, or not exactly one kind of batch.
+    """
+
+    dense_params: int
+    expert_params: int
+    num_layers: int
+    num_experts: int
+    top_k: int
+    d_model: int
+    dense_flops_per_token: float
+    context_length: int
+    rank_batch: int | None = None
+    global_batch: int | None = None
+    activation_bytes: int = 2
+    state_bytes: int = 14
+
+    def __post_init__(self) -> None:
+        if (self.rank_batch is None) == (self.global_batch is None):
+            raise ConfigurationError(
+                f"rank_batch={self.rank_batch} and global_batch={self.global_batch}: give exactly one of them"
+            )
+        for name, value in vars(self).items():
+            if value is not None and value < (0 if name == "dense_params" else 1):
+                raise ConfigurationError(f"{name}={value} of the model or its batch must be at least 1")
+        if self.top_k > self.num_experts:
+            raise ConfigurationError(f"top_k={self.top_k} exceeds the {self.num_experts} experts: lower it")
+
+    @property
+    def parameters(self) -> int:
+        return self.dense_params + self.num_layers * self.num_experts * self.expert_params
+
+    @property
+    def expert_flops_per_row(self) -> float:
+        """Forward pass of one routed assignment: a multiplication and an addition for each parameter."""
+        return 2.0 * self.expert_params
+
+    @property
+    def expert_state_bytes(self) -> int:
+        """Of one expert: what a migration moves."""
+        return self.expert_params * self.state_bytes
+
+    def samples_per_step(self, num_ranks: int) -> int:
+        return self.global_batch if self.global_batch is not None else self.rank_batch_or_zero * num_ranks
+
+    @property
+    def rank_batch_or_zero(self) -> int:
+        return self.rank_batch or 0
+
+    def tokens_per_rank(self, num_ranks: int) -> float:
+        return self.samples_per_step(num_ranks) * self.context_length / num_ranks
+
+    def tensors(self) -> list[TensorSpec]:
+        """One dense tensor of rows and the experts of each layer, for the sizes of checkpoints."""
+        experts = [
+            TensorSpec(name=f"layer{layer}", shape=(self.expert_params,), experts=self.num_experts)
+            for layer in range(self.num_layers)
+        ]
+        return [TensorSpec(name="dense", shape=(self.dense_params,)), *experts]
+
+
+def gpt_workload(
+    config: object, *, rank_batch: int | None = None, global_batch: int | None = None, activation_bytes: int = 2
+) -> Workload:
+    """The workload of a GPT (`models.gpt_config.GPTConfig`), counted on its own modules without allocating them.
+
+    Attention is counted as causal: half of the score matrix.
+
+    Raises:
+        ConfigurationError: a dense model.
+    """
+    import torch  # the simulation itself needs no torch
+
+    from moe_lightning.models.gpt import GPT
+    from moe_lightning.models.gpt_config import GPTConfig
+    from moe_lightning.modules.moe_layer import moe_layers
+
+    assert isinstance(config, GPTConfig)
+    if not config.num_experts:
+        raise ConfigurationError("model.num_experts=0 is a dense model: the simulator needs experts")
+    with torch.device("meta"):
+        model = GPT(config)
+    layers = moe_layers(model)
+    expert_params = sum(s.shape[1:].numel() for s in layers[0].experts.stacked_parameters().values())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    experts = sum(s.numel() for layer in layers for s in layer.experts.stacked_parameters().values())
+    position = 0 if model.position_embedding is None else model.position_embedding.weight.numel()
+    embedding = model.token_embedding.weight.numel()
+    multiplied = total - experts - position - (0 if config.tie_embeddings else embedding)
+    attention = 2 * config.num_layers * config.context_length * config.d_model
+    return Workload(
+        dense_params=total - experts,
+        expert_params=expert_params,
+        num_layers=len(layers),
+        num_experts=config.num_experts,
+        top_k=config.router.top_k,
+        d_model=config.d_model,
+        dense_flops_per_token=2.0 * multiplied + attention,
+        context_length=config.context_length,
+        rank_batch=rank_batch,
+        global_batch=global_batch,
+        activation_bytes=activation_bytes,
+    )

@@ -1,0 +1,139 @@
+"""Worlds of nodes that train together: who is in one, where its experts go, and what forming it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.migration import BoolArray, align_placements, held_states, plan_migration
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.simulate.checkpoint_cost import save_cost
+from moe_lightning.simulate.scenario import Scenario
+from moe_lightning.simulate.step_model import StepModel
+
+_MAX_PLANNED_CELLS = 1 << 21
+"""Layers x experts x ranks up to which migrations are planned in single transfers; above, the busiest receiver counts."""
+
+_MAX_ALIGNED_NODES = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class World:
+    """Nodes that train together, in the order of their ranks, and where their experts are.
+
+    Attributes:
+        nodes: of the cluster.
+        placements: of each routed layer, on the ranks of the nodes.
+        sample: of the routing from which they were planned.
+    """
+
+    nodes: tuple[int, ...]
+    placements: Sequence[Placement]
+    sample: int
+
+
+class Worlds:
+    """Which rank of the cluster holds the state of which expert now, and the worlds that could come next.
+
+    Args:
+        scenario: of the simulation.
+        model: plans placements.
+    """
+
+    def __init__(self, scenario: Scenario, model: StepModel) -> None:
+        self._model = model
+        self._policy, self._hardware, self._workload = scenario.policy, scenario.hardware, scenario.workload
+        self._scale = scenario.workload.num_layers / scenario.routing.num_layers
+        nodes = max(node for event in scenario.events for node in event.joined) + 1
+        shape = (scenario.routing.num_layers, scenario.workload.num_experts, nodes * scenario.hardware.ranks_per_node)
+        self._held: BoolArray = np.zeros(shape, dtype=np.bool_)
+        self._last_nodes: tuple[int, ...] = ()
+
+    # ---------------------------------------------------------------- what is held
+
+    def hold(self, world: World) -> None:
+        """The world trains: its ranks hold what its placements say, nobody else holds anything."""
+        self.forget()
+        self._held[:, :, self._ranks(world.nodes)] = held_states(world.placements)
+        self._last_nodes = world.nodes
+
+    def forget(self) -> None:
+        """No live state counts any more."""
+        self._held[:] = False
+
+    def drop(self, nodes: Sequence[int]) -> None:
+        """These nodes have failed."""
+        self._held[:, :, self._ranks(nodes)] = False
+
+    def holders(self) -> set[int]:
+        """Nodes with any live state."""
+        by_node = self._held.any(axis=(0, 1)).reshape(-1, self._hardware.ranks_per_node).any(axis=1)
+        return {int(node) for node in np.flatnonzero(by_node)}
+
+    def experts_held(self) -> BoolArray:
+        """bool [L, E]: experts with a live replica anywhere."""
+        return np.asarray(self._held.any(axis=2), dtype=np.bool_)
+
+    # ---------------------------------------------------------------- what could be next
+
+    def choose(self, available: Sequence[int]) -> tuple[int, ...]:
+        """As many of these nodes as can train, those that hold state first; those of the last world keep their place in
+        it as far as there is one."""
+        holders = self.holders()
+        count = self._model.usable_nodes(len(available))
+        nodes = sorted(available, key=lambda node: (node not in holders, node))[:count]
+        place = {node: index for index, node in enumerate(self._last_nodes)}
+        kept = {place[node]: node for node in nodes if place.get(node, count) < count}
+        others = iter(sorted(set(nodes) - set(kept.values())))
+        return tuple(kept[index] if index in kept else next(others) for index in range(count))
+
+    def plan(self, nodes: tuple[int, ...], sample: int) -> World:
+        """A placement for these nodes that fits what they hold, where the world is small enough to look for one."""
+        planned: Sequence[Placement] = self._model.placements(len(nodes), sample)
+        held = self._held[:, :, self._ranks(nodes)]
+        if self._policy.layout == "replicated" and len(nodes) <= _MAX_ALIGNED_NODES and held.any():
+            cluster = Cluster.of(planned[0].num_ranks, self._model.slots, self._hardware.ranks_per_node)
+            planned = align_placements(held, planned, cluster, self._policy.placement.mapping)
+        return World(nodes=nodes, placements=planned, sample=sample)
+
+    def migration(self, world: World) -> tuple[float, int]:
+        """Seconds and states of what the world's ranks need and do not hold; a rank without any state needs the dense
+        state too."""
+        held = self._held[:, :, self._ranks(world.nodes)]
+        missing = held_states(world.placements) & ~held
+        state_bytes = self._workload.expert_state_bytes
+        bytes_per_s, latency_s = self._hardware.link_bytes_per_s, self._hardware.latency_s
+        if missing.size <= _MAX_PLANNED_CELLS:
+            planned = plan_migration(held, world.placements)
+            seconds = self._scale * planned.predicted_s(state_bytes, bytes_per_s, latency_s)
+        else:
+            receives = int(missing.sum(axis=(0, 1)).max())
+            seconds = self._scale * receives * state_bytes / bytes_per_s + latency_s
+        if not held.any(axis=(0, 1)).all():
+            seconds += self._workload.dense_params * self._workload.state_bytes / bytes_per_s
+        return seconds, round(self._scale * int(missing.sum()))
+
+    def forming_s(self, world: World, source: str) -> tuple[float, int]:
+        """Seconds until the world trains with state from a source, and the states that move for it."""
+        policy, hardware = self._policy, self._hardware
+        if source == "start":
+            return 0.0, 0
+        if source in ("live replicas", "join") and policy.live_recovery:
+            moving_s, moved = self.migration(world)
+            return (policy.detect_s if source != "join" else 0.0) + policy.regroup_s + moving_s, moved
+        ranks, experts = len(world.nodes) * hardware.ranks_per_node, self._workload.num_experts
+        save = save_cost(self._workload, hardware, policy, ranks, experts, experts)
+        if source == "join":
+            return save.snapshot_s + save.persist_s + policy.restart_s + save.load_s, 0
+        if source == "protected memory":
+            fetched_s = save.snapshot_bytes / hardware.host_copy_bytes_per_s
+            fetched_s += self._workload.dense_params * self._workload.state_bytes / hardware.link_bytes_per_s
+            return policy.detect_s + policy.restart_s + fetched_s, 0
+        return policy.detect_s + policy.restart_s + save.load_s, 0
+
+    def _ranks(self, nodes: Sequence[int]) -> list[int]:
+        size = self._hardware.ranks_per_node
+        return [node * size + rank for node in nodes for rank in range(size)]
