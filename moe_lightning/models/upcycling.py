@@ -126,6 +126,8 @@ class UpcycledArchitecture(Architecture):
         self._prefixes: dict[str, str] = {}
         self.auto_class = self._family.auto_class
         self.reader = self._family.reader
+        if getattr(config, "mlp_bias", False):
+            raise ConfigurationError(f"mlp_bias=true of this {config.model_type} is not known: only false is")
         name = self._family.activation(config)
         is_gated = isinstance(self.reader, GatedFeedForward)
         if name not in _ACTIVATIONS or (_ACTIVATIONS[name] == "swiglu") != is_gated:
@@ -259,7 +261,7 @@ DENSE_FAMILIES: dict[str, DenseFamily] = {
     "llama": DenseFamily(
         reader=GatedFeedForward(),
         layers=_llama_layers,
-        activation=lambda config: "biased" if config.mlp_bias else str(config.hidden_act),
+        activation=lambda config: str(config.hidden_act),
         exported=_as_mixtral,
     ),
     "swinv2": DenseFamily(

@@ -1,11 +1,15 @@
-"""Auxiliary losses of routing. Their means are per token, so that weighing ranks by samples gives the mean over the
-global batch.
+"""Auxiliary losses of routing, and a cross-entropy for samples of unlike lengths. Their means are per token or per
+sample, so that weighing ranks by samples gives the mean over the global batch.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+IGNORED_TARGET = -100
+"""A target that is not to be predicted, such as one of a prompt or of padding."""
 
 
 def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
@@ -49,3 +53,18 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     if not losses:
         return torch.zeros((), device=next(model.parameters()).device)
     return torch.stack(losses).sum()
+
+
+def mean_over_samples(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over samples of each one's mean cross-entropy over the targets that are not -100; a sample without any
+    counts as zero.
+
+    Args:
+        logits: [B, V] or [B, L, V].
+        targets: [B] or [B, L].
+    """
+    losses = F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), reduction="none", ignore_index=IGNORED_TARGET
+    ).view(len(targets), -1)
+    predicted = torch.ne(targets, IGNORED_TARGET).view(len(targets), -1).sum(dim=1).clamp_min(1)
+    return (losses.sum(dim=1) / predicted).mean()

@@ -81,8 +81,10 @@ def test_keys_are_the_arguments(path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_compose_and_fit_their_constructors(recipe: str, tmp_path: Path) -> None:
-    filled = ["data.source=text.txt"] if recipe == "text" else []
+    filled = ["data.source=text.txt"] if recipe in ("text", "upcycle_gpt2") else []
     filled += ["model.router.forced.path=trace.npz"] if recipe == "trace_routing" else []
+    filled += ["model.pretrained=folder"] if recipe in ("olmoe_finetune", "upcycle_gpt2") else []
+    filled += ["data.path=instructions.jsonl"] if recipe == "olmoe_finetune" else []
     with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
         composed = compose("train", [f"recipes={recipe}", "run_name=x", f"run_dir={tmp_path}", *filled])
     config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -114,4 +116,4 @@ def test_sizes_of_pro_prophet(name: str, sizes: tuple[int, int, int]) -> None:
 
 
 def test_every_model_but_the_small_ones_is_checked() -> None:
-    assert set(MODELS) == {*PRINTED_PARAMETERS, *PRO_PROPHET_SIZES, "quickstart", "llama_moe_tiny"}
+    assert set(MODELS) == {*PRINTED_PARAMETERS, *PRO_PROPHET_SIZES, "quickstart", "llama_moe_tiny", "huggingface"}

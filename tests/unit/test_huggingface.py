@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError
+from moe_lightning.modules.losses import mean_over_samples
 from tests.huggingface_models import SPARSE, files_equal, inputs_for, logits_of, make_checkpoint, reloaded
 
 TOLERANCE = 1e-5
@@ -123,8 +124,8 @@ def test_loaded_models_can_be_copied(tmp_path: Path) -> None:
         assert torch.equal(copied(inputs).logits, module(inputs))
 
 
-def fit(module: Any, steps: int = 3, **options: Any) -> pl.Trainer:
-    """A few steps of stock Lightning in this process."""
+def fit(module: Any, steps: int = 3, loader: Any = None, **options: Any) -> pl.Trainer:
+    """A few steps of stock Lightning in this process, on tokens where nothing else is given."""
     from tests.distributed.training import RandomTokens, quiet
 
     quiet()
@@ -137,7 +138,7 @@ def fit(module: Any, steps: int = 3, **options: Any) -> pl.Trainer:
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(RandomTokens(24), batch_size=8))
+    trainer.fit(module, loader or torch.utils.data.DataLoader(RandomTokens(24), batch_size=8))
     return trainer
 
 
@@ -176,8 +177,6 @@ def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_loss_is_a_mean_over_samples() -> None:
-    from moe_lightning.models.huggingface.module import mean_over_samples
-
     torch.manual_seed(0)
     logits, targets = torch.randn(4, 7, 11), torch.randint(11, (4, 7))
     targets[0, :5] = targets[2] = -100
@@ -272,6 +271,19 @@ def test_tensors_without_use_are_named(tmp_path: Path) -> None:
     save_file({**tensors, "model.extra": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match=r"1 tensors that the model has no use for, such as 'model.extra'"):
         load(tmp_path)
+
+
+def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+    from tests.distributed.training import OwnModule
+
+    make_checkpoint("olmoe", tmp_path / "theirs")
+    with pytest.raises(ConfigurationError, match="theirs exists already: name another folder"):
+        fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(tmp_path / "theirs")])
+    with pytest.raises(ConfigurationError, match="OwnModule has no counterpart in transformers"):
+        fit(OwnModule(), callbacks=[HuggingFaceExport(tmp_path / "ours")])
+    with pytest.raises(ConfigurationError, match="dtype='float8' is not known"):
+        fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(tmp_path / "ours", dtype="float8")])
 
 
 def test_other_modules_cannot_be_exported(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
@@ -23,10 +21,7 @@ from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import load_model, read_config
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
-from moe_lightning.modules.losses import auxiliary_loss
-
-IGNORED = -100
-"""A target that is not to be predicted, such as a prompt's or padding."""
+from moe_lightning.modules.losses import auxiliary_loss, mean_over_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,18 +173,3 @@ class HuggingFaceModule(pl.LightningModule):
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return adamw_with_schedule(self, self.optimizer_config)
-
-
-def mean_over_samples(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over samples of each one's mean cross-entropy over the targets that are not -100; a sample without any
-    counts as zero.
-
-    Args:
-        logits: [B, V] or [B, L, V].
-        targets: [B] or [B, L].
-    """
-    losses = F.cross_entropy(
-        logits.flatten(0, -2).float(), targets.flatten(), reduction="none", ignore_index=IGNORED
-    ).view(len(targets), -1)
-    predicted = torch.ne(targets, IGNORED).view(len(targets), -1).sum(dim=1).clamp_min(1)
-    return (losses.sum(dim=1) / predicted).mean()

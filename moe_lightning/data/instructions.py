@@ -1,0 +1,243 @@
+"""Instruction tuning: conversations of a JSONL file as token windows in which only the answers are predicted.
+
+A line is {"messages": [{"role", "content"}, ...]}, {"prompt", "response"}, or {"instruction", "output"} with an
+"input" or without. It is written out as in OLMoE-Instruct and Tulu: each turn after a line <|role|>, each answer ended by
+the end token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.step_sampler import StepSampler
+from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, tokenizer_key
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.losses import IGNORED_TARGET
+
+_ROLES = ("system", "user", "assistant")
+
+
+class Conversations(Dataset[tuple[Tensor, Tensor]]):
+    """Line i of a file as inputs [L] and targets [L], both int64; a target is -100 unless it belongs to an answer.
+
+    Longer conversations are cut at their end, shorter ones padded; padding follows all that is predicted and so changes
+    nothing in a causal model.
+
+    Args:
+        path: the JSONL file.
+        offsets: first byte of each line that is used.
+        tokenizer: of the model.
+        end_token: text that ends an answer.
+        context_length: L.
+    """
+
+    def __init__(
+        self, path: Path, offsets: NDArray[np.int64], tokenizer: Tokenizer, end_token: str, context_length: int
+    ) -> None:
+        self._path = path
+        self._offsets = offsets
+        self._tokenizer = tokenizer
+        self._end = [int(token) for token in tokenizer.encode(end_token.encode())]
+        self._length = context_length
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        with self._path.open("rb") as file:
+            file.seek(int(self._offsets[index]))
+            turns = conversation(json.loads(file.readline()))
+        tokens: list[int] = []
+        predicted: list[bool] = []
+        for role, content in turns:
+            for text, is_predicted in ((f"<|{role}|>\n", False), (content, role == "assistant")):
+                piece = [int(token) for token in self._tokenizer.encode(text.encode())]
+                tokens += piece
+                predicted += [is_predicted] * len(piece)
+            ending = self._end if role == "assistant" else [int(token) for token in self._tokenizer.encode(b"\n")]
+            tokens += ending
+            predicted += [role == "assistant"] * len(ending)
+        return self._window(tokens, predicted)
+
+    def _window(self, tokens: list[int], predicted: list[bool]) -> tuple[Tensor, Tensor]:
+        size = self._length + 1
+        padding = max(0, size - len(tokens))
+        ids = torch.tensor(tokens[:size] + [self._end[-1]] * padding)
+        wanted = torch.tensor(predicted[:size] + [False] * padding)
+        return ids[:-1], ids[1:].masked_fill(~wanted[1:], IGNORED_TARGET)
+
+
+def conversation(line: Any) -> list[tuple[str, str]]:
+    """(role, content) of each turn of one parsed line.
+
+    Raises:
+        ValueError: it has none of the known forms, or no answer.
+    """
+    if not isinstance(line, Mapping):
+        raise ValueError("it is not an object")
+    if "messages" in line:
+        turns = [(message["role"], message["content"]) for message in line["messages"]]
+    elif "prompt" in line and "response" in line:
+        turns = [("user", line["prompt"]), ("assistant", line["response"])]
+    elif "instruction" in line and "output" in line:
+        question = "\n\n".join(part for part in (line["instruction"], line.get("input")) if part)
+        turns = [("user", question), ("assistant", line["output"])]
+    else:
+        raise ValueError("it has neither messages nor prompt and response nor instruction and output")
+    if any(role not in _ROLES or not isinstance(content, str) for role, content in turns):
+        raise ValueError(f"a turn needs one of the roles {', '.join(_ROLES)} and a text")
+    if not any(role == "assistant" for role, _ in turns):
+        raise ValueError("it has no answer of the assistant")
+    return turns
+
+
+class InstructionData(LightningDataModule):
+    """Conversations as training and held-out batches of a constant global size.
+
+    Args:
+        path: the JSONL file.
+        tokenizer: path of the model's tokenizer.json, or "bytes".
+        context_length: tokens of one sample.
+        global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
+        end_token: text that ends an answer; for most tokenizers a token of its own.
+        num_workers: DataLoader processes on each rank.
+        val_fraction: held out, inside (0, 1).
+        seed: of the split and of the order of the samples.
+
+    Raises:
+        ConfigurationError: sizes out of range from the constructor; a missing or malformed file or tokenizer from
+            `prepare_data` and `setup`.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | Path,
+        tokenizer: str = "bytes",
+        context_length: int = 1024,
+        global_batch_size: int = 32,
+        end_token: str = "<|endoftext|>",
+        num_workers: int = 0,
+        val_fraction: float = 0.05,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value in (("context_length", context_length), ("global_batch_size", global_batch_size)):
+            if value < 1:
+                raise ConfigurationError(f"{name}={value} must be at least 1")
+        if not 0 < val_fraction < 1:
+            raise ConfigurationError(f"val_fraction={val_fraction} must be above 0 and below 1")
+        if not end_token:
+            raise ConfigurationError("end_token is empty: without one an answer never learns to end")
+        tokenizer_key(tokenizer)  # refuses what is no tokenizer before anything else is built
+        self.context_length = context_length
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self._path = Path(path).expanduser()
+        self._tokenizer_spec = tokenizer
+        self._end_token = end_token
+        self._num_workers = num_workers
+        self._val_fraction = val_fraction
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Loaded at the first use."""
+        if self._tokenizer is None:
+            if self._tokenizer_spec.startswith("bpe:"):
+                raise ConfigurationError(
+                    f"tokenizer={self._tokenizer_spec!r} is not the model's: give its tokenizer.json"
+                )
+            self._tokenizer = load_tokenizer(self._tokenizer_spec, ())
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens a model must tell apart."""
+        return self.tokenizer.vocab_size
+
+    def prepare_data(self) -> None:
+        """Check every line, once on every node."""
+        for number, _, line in _lines(self._path):
+            try:
+                conversation(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+                raise ConfigurationError(f"{self._path}, line {number}, is not a conversation: {reason}") from error
+
+    def setup(self, stage: str | None = None) -> None:
+        """Find the lines and split them."""
+        offsets = np.array([offset for _, offset, _ in _lines(self._path)], dtype=np.int64)
+        held_out = max(1, round(len(offsets) * self._val_fraction))
+        if len(offsets) - held_out < self.global_batch_size:
+            raise ConfigurationError(
+                f"{self._path} leaves {len(offsets) - held_out} conversations for training, fewer than "
+                f"global_batch_size={self.global_batch_size}: lower it or give more"
+            )
+        order = np.random.default_rng(self.seed).permutation(len(offsets))
+        self._val = self._conversations(offsets[np.sort(order[:held_out])])
+        self._train = self._conversations(offsets[np.sort(order[held_out:])])
+
+    def train_dataloader(self) -> StepLoader:
+        """Endless permuted epochs of whole steps."""
+        return self._loader(self._train, training=True)
+
+    def val_dataloader(self) -> StepLoader:
+        """Every held-out conversation once."""
+        return self._loader(self._val, training=False)
+
+    def test_dataloader(self) -> StepLoader:
+        """The held-out conversations again."""
+        return self.val_dataloader()
+
+    def _conversations(self, offsets: NDArray[np.int64]) -> Conversations:
+        return Conversations(self._path, offsets, self.tokenizer, self._end_token, self.context_length)
+
+    def _loader(self, conversations: Conversations, *, training: bool) -> StepLoader:
+        sampler = StepSampler(
+            num_samples=len(conversations),
+            global_batch_size=self.global_batch_size,
+            seed=self.seed,
+            shuffle=training,
+            drop_last=training,
+        )
+        loader = StepLoader(
+            conversations,
+            sampler,
+            num_workers=self._num_workers,
+            persistent_workers=self._num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+        if self.trainer is not None:
+            loader.bind_to(self.trainer)
+        return loader
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Number, first byte and content of each line that is not blank.
+
+    Raises:
+        ConfigurationError: no such file, or nothing in it.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"the instruction file {path} does not exist: give a .jsonl file")
+    found, offset = False, 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                found = True
+                yield number, offset, line
+            offset += len(line)
+    if not found:
+        raise ConfigurationError(f"the instruction file {path} is empty: give one conversation a line")

@@ -1,0 +1,155 @@
+"""Hugging Face models over ranks: every rank reads and keeps its own experts only, the logits stay those of
+transformers, a round trip changes no bit, and training gives one loss sequence that plain transformers takes over.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import RandomTokens, Recorder, make_trainer, replicas_of
+from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
+
+TOLERANCE = 1e-5
+NAMES = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "gpt_oss")
+STEPS = 4
+OPTIMIZER = {"lr": 1e-3, "warmup_steps": 2, "decay": "constant"}
+
+
+class Probe(pl.Callback):
+    """Takes the logits of one batch, exports the model, and notes which experts live here."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._inputs, self._folder = inputs_for(name), folder
+        self.logits: list[Any] = []
+        self.slots: dict[str, tuple[int, ...]] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._take(trainer, pl_module, "start")
+        self.slots = {block: layer.experts.slot_experts for block, layer in pl_module.architecture.layers.items()}
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._take(trainer, pl_module, "end")
+
+    def _take(self, trainer: pl.Trainer, module: Any, when: str) -> None:
+        from moe_lightning.callbacks.huggingface_export import export_to_huggingface
+
+        module.eval()
+        with torch.no_grad():
+            self.logits.append(module(self._inputs).numpy())
+        module.train()
+        export_to_huggingface(trainer, self._folder / when)
+
+
+def train(rank: int, world_size: int, root: Path, names: tuple[str, ...], strategy: dict[str, Any]) -> dict[str, Any]:
+    """Train every architecture for some steps; what the probe saw, by name."""
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+    from moe_lightning.models.huggingface.weights import WeightsFolder
+
+    results = {}
+    for name in names:
+        read: set[str] = set()
+        with pytest.MonkeyPatch.context() as patch:
+            original = WeightsFolder.read
+
+            def recorded(self: Any, key: str, row: int | None = None, seen: set[str] = read, f: Any = original) -> Any:
+                seen.add(f"{key}/{row}")
+                return f(self, key, row)
+
+            patch.setattr(WeightsFolder, "read", recorded)
+            results[name] = _train_one(rank, world_size, root, name, strategy, HuggingFaceModule)
+        results[name]["experts_read"] = {key for key in read if ".experts." in key}
+    return results
+
+
+def _train_one(
+    rank: int, world_size: int, root: Path, name: str, strategy: dict[str, Any], module_class: Any
+) -> dict[str, Any]:
+    probe, recorder = Probe(name, root / name / f"{world_size}"), Recorder()
+    probe._folder.mkdir(parents=True, exist_ok=True)
+    options = {"max_steps": STEPS, "gradient_clip_val": 1.0, "callbacks": [probe, recorder]}
+    trainer = make_trainer(rank, world_size, strategy, **options)
+    router = {"bias_update_rate": 0.01} if name == "deepseek" else {"aux_loss_coef": 0.05}
+    pretrained = str(root / name / "theirs")
+    module = module_class({"pretrained": pretrained, "context_length": 16, "router": router}, OPTIMIZER)
+    trainer.fit(module, DataLoader(RandomTokens(48), batch_size=12, shuffle=True))
+    return {
+        "losses": recorder.losses,
+        "logits": probe.logits,
+        "slots": probe.slots,
+        "replicas": replicas_of(module),
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("huggingface")
+    for name in NAMES:
+        make_checkpoint(name, folder / name / "theirs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(root: Path) -> dict[str, Any]:
+    result: dict[str, Any] = run_ranks(1, train, root, NAMES, {})[0]
+    return result
+
+
+def assert_close(actual: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * max(1.0, float(np.abs(expected).max())))
+
+
+def check(name: str, root: Path, reference: dict[str, Any], ranks: list[dict[str, Any]], world_size: int) -> None:
+    """All that must hold of one architecture on some ranks."""
+    ours, expected = root / name / f"{world_size}", logits_of(reloaded(root / name / "theirs"), inputs_for(name))
+    files_equal(root / name / "theirs", ours / "start")
+    for result in ranks:
+        assert_close(result[name]["logits"][0], expected.numpy())
+        np.testing.assert_allclose(result[name]["losses"], reference[name]["losses"], rtol=0, atol=TOLERANCE)
+    trained = logits_of(reloaded(ours / "end"), inputs_for(name)).numpy()
+    assert_close(trained, ranks[0][name]["logits"][1])
+    assert np.abs(trained - expected.numpy()).max() > 0.01, "nothing was learned, so nothing was tested"
+
+
+def check_shards(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Ranks read the experts of their slots, and replicas hold the same bytes."""
+    seen: dict[str, bytes] = {}
+    for result in ranks:
+        assert result[name]["slots"]
+        for block, slots in result[name]["slots"].items():
+            layer = block.split(".")[2]
+            keys = [key for key in result[name]["experts_read"] if f"layers.{layer}." in key]
+            by_row = {int(key.rpartition("/")[2]) for key in keys if not key.endswith("/None")}
+            by_name = {int(key.split(".experts.")[1].split(".")[0]) for key in keys if key.endswith("/None")}
+            assert by_row | by_name == set(slots)
+        for parameter, experts in result[name]["replicas"].items():
+            for expert, content in experts.items():
+                assert seen.setdefault(f"{parameter}/{expert}", content) == content, f"{parameter} of expert {expert}"
+
+
+def test_one_rank(root: Path, reference: dict[str, Any]) -> None:
+    for name in NAMES:
+        check(name, root, reference, [reference], 1)
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, {}), (4, {"copies": 2, "zero1": True, "slots": 4})])
+def test_ranks(world_size: int, strategy: dict[str, Any], root: Path, reference: dict[str, Any]) -> None:
+    ranks = run_ranks(world_size, train, root, NAMES, strategy)
+    for name in NAMES:
+        check(name, root, reference, ranks, world_size)
+        if "slots" not in strategy:
+            assert all(len(slots) == 3 for slots in ranks[0][name]["slots"].values())
+        check_shards(name, [{name: _without_vacant(result[name])} for result in ranks])
+
+
+def _without_vacant(result: dict[str, Any]) -> dict[str, Any]:
+    slots = {block: tuple(e for e in slots if e >= 0) for block, slots in result["slots"].items()}
+    replicas = {p: {e: b for e, b in held.items() if e >= 0} for p, held in result["replicas"].items()}
+    return {**result, "slots": slots, "replicas": replicas}

@@ -1,0 +1,69 @@
+"""The recipes for Hugging Face models as a user runs them, on small checkpoints, up to plain transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_lightning.cli.ckpt import main as moe_ckpt
+from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
+
+COMMON = [
+    "run_name=small",
+    "logger=none",
+    "model.context_length=48",
+    "data.tokenizer=bytes",
+    "data.global_batch_size=4",
+    "trainer.precision=32-true",
+    "trainer.val_check_interval=2",
+    "trainer.log_every_n_steps=2",
+]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="moe-train's launcher of local ranks needs Linux")
+
+
+def moe_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "moe_lightning.cli.train", *arguments, *COMMON]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_fine_tuning(tmp_path: Path) -> None:
+    """Two ranks with partial checkpoints; the exported model is the last checkpoint's."""
+    make_checkpoint("olmoe", tmp_path / "olmoe", vocab_size=256)
+    lines = [{"prompt": f"{i} + 1", "response": str(i + 1)} for i in range(60)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = ["recipes=olmoe_finetune", "ranks=2", "model.pretrained=olmoe", "data.path=sums.jsonl"]
+    # All experts in every checkpoint: with fewer, the last one would rightly hold some older ones.
+    values = ("every_n_steps=2", "k_snapshot=6", "k_persist=6")
+    partial = [f"callbacks.partial_experts_checkpoint.{value}" for value in values]
+    trained = moe_train(tmp_path, *recipe, *partial, "trainer.max_steps=4", "optimizer.lr=0.01")
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stderr == ""
+
+    run = tmp_path / "outputs" / "small"
+    exported = reloaded(run / "huggingface")
+    inputs = inputs_for("olmoe")
+    assert not torch.equal(logits_of(exported, inputs), logits_of(reloaded(tmp_path / "olmoe"), inputs))
+    assert moe_ckpt(["export-hf", str(run / "checkpoints"), str(tmp_path / "offline")]) == 0
+    files_equal(run / "huggingface", tmp_path / "offline")
+
+
+def test_upcycling(tmp_path: Path) -> None:
+    """One rank trains; transformers has no class for the result, which stays a Lightning checkpoint."""
+    make_checkpoint("gpt2", tmp_path / "gpt2", vocab_size=256)
+    (tmp_path / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(800)))
+    recipe = ["recipes=upcycle_gpt2", "model.pretrained=gpt2", "data.source=words.txt", "data.cache_dir=cache"]
+    trained = moe_train(tmp_path, *recipe, "data.val_samples=4", "trainer.max_steps=2", "ranks=1")
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stderr == ""
+    last = next((tmp_path / "outputs" / "small" / "checkpoints").glob("*.ckpt"))
+    assert moe_ckpt(["export-hf", str(last), str(tmp_path / "offline")]) == 2
+    assert not (tmp_path / "offline").exists()

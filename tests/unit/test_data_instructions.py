@@ -1,0 +1,166 @@
+"""Instruction files: what is predicted, how lines are read and split, and what a wrong line says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from moe_lightning import ConfigurationError
+from moe_lightning.data.instructions import InstructionData, conversation
+from moe_lightning.modules.losses import IGNORED_TARGET
+
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "and é?"},
+        {"role": "assistant", "content": "ü"},
+    ]
+}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n")
+    return path
+
+
+def data(path: Path, **options: Any) -> InstructionData:
+    options = {"context_length": 24, "global_batch_size": 1, "end_token": "\0", **options}
+    made = InstructionData(path=path, **options)
+    made.prepare_data()
+    made.setup()
+    return made
+
+
+def samples(made: InstructionData) -> list[tuple[bytes, bytes]]:
+    """Inputs, and targets with a dot for what is not predicted, of all conversations; bytes as tokens."""
+    loaders = (made.train_dataloader(), made.val_dataloader())
+    pairs = [pair for loader in loaders for pair in (loader.dataset[i] for i in range(len(loader.dataset)))]  # type: ignore[arg-type]
+    shown = [torch.where(y == IGNORED_TARGET, ord("."), y) for _, y in pairs]
+    return [(bytes(x.tolist()), bytes(y.tolist())) for (x, _), y in zip(pairs, shown, strict=True)]
+
+
+def test_only_answers_are_predicted(tmp_path: Path) -> None:
+    made = data(write(tmp_path / "chat.jsonl", CHAT, CHAT), context_length=96)
+    text = "<|system|>\nbe brief\n<|user|>\n2+2?\n<|assistant|>\n4\0<|user|>\nand é?\n<|assistant|>\nü\0".encode()
+    for inputs, targets in samples(made):
+        assert inputs[: len(text) - 1] == text[:-1]
+        assert set(inputs[len(text) - 1 :]) == {0}, "padding"
+        predicted = [i for i, target in enumerate(targets) if target != ord(".")]
+        first = text.index(b"4")
+        assert predicted == [first - 1, first, *range(len(text) - 4, len(text) - 1)]
+        assert bytes(targets[i] for i in predicted) == "4\0ü\0".encode()
+
+
+def test_forms_of_a_line() -> None:
+    turns = [("user", "a"), ("assistant", "b")]
+    assert conversation({"prompt": "a", "response": "b"}) == turns
+    assert conversation({"instruction": "a", "output": "b"}) == turns
+    assert conversation({"instruction": "a", "input": "", "output": "b"}) == turns
+    assert conversation({"instruction": "a", "input": "c", "output": "b"})[0] == ("user", "a\n\nc")
+    assert conversation(CHAT)[0] == ("system", "be brief")
+
+
+def test_long_conversations_are_cut(tmp_path: Path) -> None:
+    line = {"prompt": "q", "response": "r" * 100}
+    for inputs, targets in samples(data(write(tmp_path / "long.jsonl", line, line), context_length=30)):
+        assert len(inputs) == len(targets) == 30
+        assert inputs.endswith(b"rr")
+        assert targets.endswith(b"rr")
+
+
+def test_every_line_is_used_once_and_the_split_follows_the_seed(tmp_path: Path) -> None:
+    lines = [{"prompt": "p", "response": f"{i:03d}"} for i in range(40)]
+    path = write(tmp_path / "many.jsonl", *lines)
+
+    def answers(**options: Any) -> tuple[set[bytes], set[bytes]]:
+        made = data(path, context_length=32, val_fraction=0.25, **options)
+        sets = []
+        for loader in (made.train_dataloader(), made.val_dataloader()):
+            windows = [loader.dataset[i][1] for i in range(len(loader.dataset))]  # type: ignore[arg-type]
+            sets.append({bytes(y[y != IGNORED_TARGET].tolist()[:3]) for y in windows})
+        return sets[0], sets[1]
+
+    train, val = answers()
+    assert (len(train), len(val)) == (30, 10)
+    assert train | val == {line["response"].encode() for line in lines}
+    assert answers() == (train, val)
+    assert answers(seed=1) != (train, val)
+
+
+def test_loaders_serve_whole_batches(tmp_path: Path) -> None:
+    path = write(tmp_path / "some.jsonl", *[{"prompt": "p", "response": str(i)} for i in range(20)])
+    made = data(path, global_batch_size=4, val_fraction=0.1, num_workers=1)
+    batches = list(made.train_dataloader())
+    assert [tuple(x.shape) for x, _ in batches] == [(4, 24)] * 4
+    assert sum(len(x) for x, _ in made.val_dataloader()) == 2
+
+
+def test_a_tokenizer_file(tmp_path: Path) -> None:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    end = "<|endoftext|>"
+    bpe.train_from_iterator(
+        ["hello there"], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=[end])
+    )
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    line = {"prompt": "hello", "response": "there"}
+    path = write(tmp_path / "two.jsonl", line, line)
+    made = data(path, tokenizer=str(tmp_path / "tokenizer.json"), end_token=end, context_length=40)
+    assert made.vocab_size == bpe.get_vocab_size()
+    _, targets = made.train_dataloader().dataset[0]  # type: ignore[index]
+    answer = targets[targets != IGNORED_TARGET].tolist()
+    assert answer[-1] == bpe.token_to_id(end)
+    assert bpe.decode(answer[:-1]).replace(" ", "") == "there"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 3, is not a conversation: Expecting property name"),
+        ("[1]", "it is not an object"),
+        ('{"text": "x"}', "it has neither messages nor prompt and response"),
+        ('{"messages": [{"role": "user"}]}', "it lacks 'content'"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "it has no answer"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', "a turn needs one of the roles"),
+        ('{"prompt": 1, "response": "x"}', "a turn needs one of the roles"),
+    ],
+)
+def test_wrong_lines_are_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.jsonl"
+    path.write_text(json.dumps(CHAT) + "\n\n" + line + "\n")
+    with pytest.raises(ConfigurationError, match=message):
+        data(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_length": 0}, "context_length=0 must be at least 1"),
+        ({"global_batch_size": 0}, "global_batch_size=0 must be at least 1"),
+        ({"global_batch_size": 3}, "leaves 1 conversations for training, fewer than global_batch_size=3"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0 must be above 0 and below 1"),
+        ({"end_token": ""}, "end_token is empty"),
+        ({"tokenizer": "bpe:300"}, "tokenizer='bpe:300' is not the model's"),
+        ({"tokenizer": "nowhere.json"}, "neither 'bytes'"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "two.jsonl", CHAT, CHAT)
+    with pytest.raises(ConfigurationError, match=message):
+        data(path, **options)
+
+
+def test_missing_and_empty_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        data(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    with pytest.raises(ConfigurationError, match="is empty"):
+        data(tmp_path / "empty.jsonl")
