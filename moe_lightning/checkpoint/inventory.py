@@ -1,8 +1,8 @@
 """The snapshots that a node holds: its ranks' arenas, and what protects the snapshots of other nodes.
 
 Protection lies in ordinary arena files beside those of the ranks, under names that agents pass over:
-    held00003-00001.copy   kept by writer 3: the snapshots of writer 1 (its own where both are the same)
-    parity00003.parity     kept by writer 3: the parities of its sharding group, with the tables of all members
+    held00003-00001.SESSION.copy   kept by writer 3: the snapshots of writer 1 (its own where both are the same)
+    parity00003.SESSION.parity     kept by writer 3: the parities of its sharding group, with all members' tables
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ COPIES = "held*.copy"
 PARITIES = "parity*.parity"
 
 
-def copy_path(arenas: Path, holder: int, writer: int) -> Path:
+def copy_path(arenas: Path, session: str, holder: int, writer: int) -> Path:
     """The file in which one rank keeps another's snapshots."""
-    return arenas / f"held{holder:05d}-{writer:05d}.copy"
+    return arenas / f"held{holder:05d}-{writer:05d}.{session}.copy"
 
 
-def parity_path(arenas: Path, holder: int) -> Path:
+def parity_path(arenas: Path, session: str, holder: int) -> Path:
     """The file in which a rank keeps its group's parities."""
-    return arenas / f"parity{holder:05d}.parity"
+    return arenas / f"parity{holder:05d}.{session}.parity"
 
 
 def local_inventory(arenas: Path, run: str) -> list[SnapshotInventory]:
@@ -52,7 +52,8 @@ def open_arenas(arenas: Path) -> Iterator[tuple[str, Arena]]:
                 arena = Arena(path)
             except (CheckpointError, FileNotFoundError):
                 continue
-            own = kind == "copy" and len(set(path.stem.removeprefix("held").split("-"))) == 1
+            holder, _, writer = path.name.removeprefix("held").split(".")[0].partition("-")
+            own = kind == "copy" and holder == writer
             yield ("arena" if own else kind), arena
 
 

@@ -48,8 +48,7 @@ class PendingParcels:
         self.sent_bytes = sum(send)
         self._exchange: PendingExchange | None = None
         if any(parcel.source != parcel.target for parcel in parcels):
-            buffers = [buffer for target in outgoing for buffer in target]
-            flat = buffers[0] if len(buffers) == 1 else torch.cat(buffers) if buffers else torch.empty(0).byte()
+            flat = _joined([buffer for target in outgoing for buffer in target])
             self._exchange = PendingExchange(flat.to(world.device), send, recv, world)
 
     def wait(self) -> dict[int, torch.Tensor]:
@@ -66,3 +65,15 @@ def exchange_parcels(
 ) -> dict[int, torch.Tensor]:
     """Send and deliver at once; collective."""
     return PendingParcels(parcels, payload, world).wait()
+
+
+def _joined(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of all buffers one behind the other; buffers that lie so in memory are not copied."""
+    if not buffers:
+        return torch.empty(0, dtype=torch.uint8)
+    ends = [buffer.data_ptr() + buffer.numel() for buffer in buffers]
+    first = buffers[0]
+    one_memory = all(b.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for b in buffers)
+    if one_memory and all(b.data_ptr() == end for b, end in zip(buffers[1:], ends, strict=False)):
+        return first.as_strided((ends[-1] - first.data_ptr(),), (1,))
+    return torch.cat(list(buffers))

@@ -1,0 +1,306 @@
+"""Protects snapshots against the loss of their node while training goes on: copies and parities on other nodes.
+
+At a fixed point of a step every rank calls `start` with the step of a published snapshot. Its own packed snapshot is
+kept aside, and one asynchronous exchange on the background group carries it to the ranks that keep copies (ARC), or
+its sub-shards to the members of its sharding group (AEC), which keep their XOR and all tables of contents. `collect`,
+at a later fixed point, takes what arrived to a thread that publishes it. A protected version needs nothing but these
+files, so that arenas may go on meanwhile; one that not all ranks have finished is torn, and the one before it counts.
+Sources: REFT 4.1-4.3; ALGORITHMS 7.2, 7.3.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_lightning.algorithms.protection import ProtectionLayout, sub_shard, sub_shard_bytes
+from moe_lightning.checkpoint.arena import Arena
+from moe_lightning.checkpoint.inventory import copy_path, parity_path
+from moe_lightning.checkpoint.library import Snapshot, packed_bytes_of, relocated
+from moe_lightning.checkpoint.parcels import Parcel, PendingParcels
+from moe_lightning.checkpoint.protected_files import ProtectedFile, discard_older_sessions
+from moe_lightning.checkpoint.records import Piece
+from moe_lightning.checkpoint.table import Placed, Table, digest_of
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.world import World
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels import xor_parity
+
+_SLACK_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtectionReport:
+    """What it took this rank to protect one snapshot.
+
+    Attributes:
+        step: of the snapshot.
+        sent_bytes, received_bytes: of copies and sub-shards.
+        table_bytes: sent beside them.
+        start_s: training waited for sizes and for its own snapshot to be packed.
+        collect_s: training waited for the exchange.
+        publish_s: copies and parities were made of what arrived; training went on.
+    """
+
+    step: int
+    sent_bytes: int
+    received_bytes: int
+    table_bytes: int
+    start_s: float
+    collect_s: float
+    publish_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flight:
+    """A version on its way."""
+
+    table: Table
+    tables: PendingParcels
+    payloads: PendingParcels
+    ways: Sequence[tuple[int, int]]
+    sub_bytes: int
+    start_s: float
+
+
+class Protector:
+    """Protection of one session's snapshots; every method but `close` is called by all ranks in the same order.
+
+    Args:
+        arena: of this rank's snapshots; protecting files lie beside it.
+        layout: who keeps what for whom.
+        world: the ranks; exchanges run on its background group.
+    """
+
+    def __init__(self, arena: Arena, layout: ProtectionLayout, world: World) -> None:
+        if len(layout.node_of) != world.size:
+            raise ConfigurationError(
+                f"the protection is laid out for {len(layout.node_of)} ranks, the world has {world.size}: "
+                "lay it out anew"
+            )
+        self._arena, self._layout, self._world = arena, layout, world
+        self._group = layout.group_of(world.rank)
+        self._kept = layout.writers_kept_by(world.rank)
+        self._limits: list[tuple[int, int]] = []
+        self._files: dict[int, ProtectedFile] = {}
+        self._parity: ProtectedFile | None = None
+        self._flight: _Flight | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._report: ProtectionReport | None = None
+        self._has_whole_version = False
+
+    @property
+    def report(self) -> ProtectionReport | None:
+        """Of the newest protected version of this rank; None before the first."""
+        return self._report
+
+    def start(self, step: int) -> bool:
+        """Begin to protect the snapshot of a step, after the one before it is finished; collective.
+
+        Returns:
+            False, and nothing is begun, where some rank has no whole snapshot of that step.
+
+        Raises:
+            ConfigurationError: some rank has no room for what it should keep; raised on all.
+        """
+        if self._layout.method == "none":
+            return False
+        began = time.perf_counter()
+        finished = self.finish() is not None
+        table = next((table for table in self._arena.tables() if table.step == step), None)
+        text = b"" if table is None else relocated(table, 0).dump()
+        nbytes = 0 if table is None else packed_bytes_of([placed.piece for placed in table.placed])
+        told = all_gather_json([len(text), nbytes], self._world)
+        if table is None or not all(length for length, _ in told):
+            return False
+        if finished and not self._has_whole_version:  # every rank is here, so every rank has finished one
+            self._has_whole_version = True
+            discard_older_sessions(self._arena.path.parent, table.session)
+        sizes = [int(size) for _, size in told]
+        self._make_room(table.session, [(int(length), size) for (length, _), size in zip(told, sizes, strict=True)])
+        sub = self._sub_bytes(sizes, self._world.rank)
+        blob = self._keep_own(table, nbytes, sub * (len(self._group) - 1))
+        ways = self._ways()
+        self._flight = _Flight(
+            table=table,
+            tables=self._send(ways, lambda writer, _: int(told[writer][0]), lambda _: _bytes(text)),
+            payloads=self._send(
+                ways,
+                lambda writer, holder: self._payload_bytes(sizes, writer, holder),
+                lambda holder: self._payload(blob, nbytes, sub, holder),
+            ),
+            ways=ways,
+            sub_bytes=sub,
+            start_s=time.perf_counter() - began,
+        )
+        return True
+
+    def collect(self) -> None:
+        """Take what arrived to the publishing thread; waits for the exchange."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        began = time.perf_counter()
+        tables = {flight.ways[at]: data for at, data in flight.tables.wait().items()}
+        payloads = {flight.ways[at]: data for at, data in flight.payloads.wait().items()}
+        report = ProtectionReport(
+            step=flight.table.step,
+            sent_bytes=flight.payloads.sent_bytes,
+            received_bytes=sum(data.numel() for data in payloads.values()),
+            table_bytes=flight.tables.sent_bytes,
+            start_s=flight.start_s,
+            collect_s=time.perf_counter() - began,
+            publish_s=0.0,
+        )
+        arguments = (flight, tables, payloads, report)
+        self._thread = threading.Thread(target=self._publish, args=arguments, name="protection", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> ProtectionReport | None:
+        """Wait until what was begun is published; the report of the newest version.
+
+        Raises:
+            RuntimeError: it could not be published.
+        """
+        self.collect()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise RuntimeError(f"a snapshot could not be protected: {failure}") from failure
+        return self._report
+
+    def close(self) -> None:
+        """Abandon what is on its way and let go of the files, which stay for recovery."""
+        self._flight = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._close_files()
+
+    # ------------------------------------------------------------------ who sends what
+
+    def _ways(self) -> list[tuple[int, int]]:
+        """(writer, holder) of everything that travels."""
+        copies = [(writer, holder) for writer, holders in enumerate(self._layout.holders) for holder in holders]
+        shares = [(j, i) for group in self._layout.groups for j in group for i in group if i != j]
+        return copies + shares
+
+    def _send(
+        self, ways: Sequence[tuple[int, int]], nbytes: Callable[[int, int], int], payload: Callable[[int], torch.Tensor]
+    ) -> PendingParcels:
+        parcels = [Parcel(source=writer, target=holder, nbytes=nbytes(writer, holder)) for writer, holder in ways]
+        return PendingParcels(parcels, lambda at: payload(ways[at][1]), self._world)
+
+    def _sub_bytes(self, sizes: Sequence[int], rank: int) -> int:
+        group = self._layout.group_of(rank)
+        return sub_shard_bytes([sizes[member] for member in group]) if group else 0
+
+    def _payload_bytes(self, sizes: Sequence[int], writer: int, holder: int) -> int:
+        return sizes[writer] if holder in self._layout.holders[writer] else self._sub_bytes(sizes, writer)
+
+    def _payload(self, blob: torch.Tensor, nbytes: int, sub: int, holder: int) -> torch.Tensor:
+        if holder in self._layout.holders[self._world.rank]:
+            return blob[:nbytes]
+        start = sub * sub_shard(self._group.index(holder), self._group.index(self._world.rank))
+        return blob[start : start + sub]
+
+    # ------------------------------------------------------------------ what is kept
+
+    def _make_room(self, session: str, told: Sequence[tuple[int, int]]) -> None:
+        """Open files for these sizes; again, with more room, where a snapshot has outgrown them."""
+        if self._limits and all(
+            length <= a and size <= b for (length, size), (a, b) in zip(told, self._limits, strict=True)
+        ):
+            return
+        self._limits = [(length * 5 // 4 + _SLACK_BYTES, size * 65 // 64 + _SLACK_BYTES) for length, size in told]
+        problem = None
+        try:
+            self._open_files(session)
+        except (ConfigurationError, OSError) as error:
+            problem = f"rank {self._world.rank} cannot keep protected snapshots: {error}"
+        for reason in all_gather_json(problem, self._world):
+            if reason is not None:
+                raise ConfigurationError(reason)
+
+    def _open_files(self, session: str) -> None:
+        self._close_files()
+        arenas, rank = self._arena.path.parent, self._world.rank
+        sub = self._sub_bytes([size for _, size in self._limits], rank)
+        for writer in (rank, *self._kept):
+            length, size = self._limits[writer]
+            nbytes = max(size, sub * (len(self._group) - 1)) if writer == rank else size
+            path = copy_path(arenas, session, rank, writer)
+            self._files[writer] = ProtectedFile(path, nbytes=nbytes, table_bytes=length)
+        if self._group:
+            tables_bytes = sum(self._limits[member][0] for member in self._group) * 3 // 2
+            path = parity_path(arenas, session, rank)
+            self._parity = ProtectedFile(path, nbytes=sub, table_bytes=tables_bytes)
+
+    def _close_files(self) -> None:
+        for file in (*self._files.values(), *([self._parity] if self._parity is not None else [])):
+            file.close()
+        self._files, self._parity = {}, None
+
+    def _keep_own(self, table: Table, nbytes: int, padded: int) -> torch.Tensor:
+        """This rank's packed snapshot, in its own file, padded with zeros."""
+        file = self._files[self._world.rank]
+        room = file.begin()
+        Snapshot(table=table, memory=self._arena.memory).packed(room[:nbytes])
+        room[nbytes:padded].zero_()
+        file.publish(relocated(table, file.base))
+        return room
+
+    def _publish(
+        self,
+        flight: _Flight,
+        tables: dict[tuple[int, int], torch.Tensor],
+        payloads: dict[tuple[int, int], torch.Tensor],
+        report: ProtectionReport,
+    ) -> None:
+        """The publishing thread: keep copies, and the XOR of the sub-shards of the group."""
+        began = time.perf_counter()
+        try:
+            texts = {writer: data.numpy().tobytes() for (writer, _), data in tables.items()}
+            for (writer, _), data in payloads.items():
+                if writer not in self._group:
+                    file = self._files[writer]
+                    file.begin()[: data.numel()] = data
+                    file.publish(relocated(Table.parse(texts[writer]), file.base))
+            if self._parity is not None:
+                self._publish_parity(
+                    self._parity, flight, texts, [payloads[j, i] for j, i in payloads if j in self._group]
+                )
+            self._report = replace(report, publish_s=time.perf_counter() - began)
+        except BaseException as error:  # handed to the training thread, which raises it
+            self._failure = error
+
+    def _publish_parity(
+        self, file: ProtectedFile, flight: _Flight, texts: dict[int, bytes], parts: Sequence[torch.Tensor]
+    ) -> None:
+        parity = xor_parity(parts, file.begin()[: flight.sub_bytes])
+        piece = Piece(
+            key="parity",
+            dtype="uint8",
+            shape=(flight.sub_bytes,),
+            first_row=0,
+            num_rows=flight.sub_bytes,
+            version=flight.table.step,
+            group="parity",
+            nbytes=flight.sub_bytes,
+            xxh3=digest_of(parity),
+        )
+        texts = texts | {self._world.rank: relocated(flight.table, 0).dump()}
+        tables = [texts[member].decode() for member in self._group]
+        placed = (Placed(piece=piece, block=file.base, persist=False),)
+        file.publish(replace(flight.table, placed=placed, extra={"members": list(self._group), "tables": tables}))
+
+
+def _bytes(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
