@@ -128,3 +128,8 @@ def dump_object(value: object) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
+
+
+def load_object(data: bytes) -> Any:
+    """What `dump_object` wrote: tensors and plain values; anything that could run code is refused."""
+    return torch.load(io.BytesIO(data), weights_only=True)

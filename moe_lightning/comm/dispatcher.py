@@ -129,8 +129,8 @@ class Dispatcher:
             expert_ids_TK: this rank's choices, -1 where dropped.
             counts_NE: assignments of every rank after drops, from `gather_counts`.
         """
-        by_expert = ops.sort_by_expert(expert_ids_TK, self.placement.num_experts)
         if self.world.size == 1:
+            by_expert = ops.sort_by_expert(self._slots_of(expert_ids_TK), len(self.slot_experts))
             return Route(
                 order_M=by_expert.order_M,
                 inverse_TK=by_expert.inverse_TK,
@@ -138,6 +138,7 @@ class Dispatcher:
                 send_rows=(),
                 recv_rows=(),
             )
+        by_expert = ops.sort_by_expert(expert_ids_TK, self.placement.num_experts)
         send_EN, recv_EN = self._send_and_receive(counts_NE.numpy().T)
         device = expert_ids_TK.device
         visiting = self._visiting()
@@ -158,6 +159,14 @@ class Dispatcher:
             tokens_per_shadow_H=tokens_C[num_slots:].to(device) if self._shadows is not None else None,
             resident_rows=int(tokens_C[:num_slots].sum()),
         )
+
+    def _slots_of(self, expert_ids_TK: Tensor) -> Tensor:
+        """The slot of each chosen expert, in a world of one rank; after a larger world slots are in any order."""
+        if self.slot_experts == tuple(range(self.placement.num_experts)):
+            return expert_ids_TK
+        slots = [self.slot_experts.index(expert) for expert in range(self.placement.num_experts)]
+        slot_E = torch.tensor([*slots, -1], device=expert_ids_TK.device)  # a dropped choice, -1, takes the last entry
+        return slot_E[expert_ids_TK]
 
     def _visiting(self) -> tuple[int, ...]:
         """Experts with a shadow on this rank, ascending."""

@@ -62,11 +62,13 @@ def migrate_rows(layers: Sequence[MovingRows], transfers: Sequence[Transfer], wo
     outgoing = sorted((t for t in transfers if t.source == world.rank), key=lambda t: (t.target, t.layer, t.expert))
     incoming = sorted((t for t in transfers if t.target == world.rank), key=lambda t: (t.source, t.layer, t.expert))
     dtypes = sorted({tensor.dtype for layer in layers for tensor in layer.tensors}, key=str) if transfers else []
-    # Everything is copied out before anything is overwritten: a leaving expert may lie where an arriving one will.
+    # Everything has arrived before anything is overwritten: a leaving expert may lie where an arriving one will, and
+    # an exchange that fails leaves every row as it was.
     pending = [(dtype, *_exchange(layers, outgoing, incoming, dtype, world)) for dtype in dtypes]
+    arrived = [(dtype, exchange.wait()) for dtype, _, exchange in pending]
     _clear(layers)
-    for dtype, _, exchange in pending:
-        _write(layers, incoming, dtype, exchange.wait())
+    for dtype, rows in arrived:
+        _write(layers, incoming, dtype, rows)
     return sum(sent_bytes for _, sent_bytes, _ in pending)
 
 

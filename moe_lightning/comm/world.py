@@ -47,6 +47,16 @@ class World:
         return cls(rank=0, size=1, device=torch.device(device))
 
     @classmethod
+    def offline(cls, rank: int, size: int, device: torch.device) -> World:
+        """The place that a process expects in a world that it has not joined yet: no groups, so no communication."""
+        return cls(rank=rank, size=size, device=device)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there are peers to talk to."""
+        return self.compute is not None
+
+    @classmethod
     def connect(cls, device: torch.device, timeout: timedelta) -> World:
         """Build the groups over all ranks of torch's default group, or a world of one where there is none."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -87,11 +97,11 @@ def join_launched_world(*, rank: int, size: int, backend: str, timeout: timedelt
 
 def broadcast_(tensor: torch.Tensor, source: int, world: World) -> None:
     """Overwrite a tensor on every rank with the source rank's one."""
-    if world.size > 1:
+    if world.is_connected:
         dist.broadcast(tensor, src=source)
 
 
 def all_reduce_(tensor: torch.Tensor, world: World) -> None:
     """Sum a tensor over all ranks in place."""
-    if world.size > 1:
+    if world.is_connected:
         dist.all_reduce(tensor)

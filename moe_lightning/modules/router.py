@@ -236,6 +236,11 @@ class Router(nn.Module):
         if self.config.bias_update_rate:
             self.unbalanced_tokens_E += tokens_per_expert_E.to(self.unbalanced_tokens_E.device)
 
+    def forget_counts(self) -> None:
+        """Drop the counts of a step that will not end."""
+        if self.config.bias_update_rate:
+            self.unbalanced_tokens_E.zero_()
+
     @torch.no_grad()
     def update_bias(self) -> None:
         """Raise the selection bias of underloaded experts and lower that of overloaded ones (DeepSeek-V3, 2.1.2); a

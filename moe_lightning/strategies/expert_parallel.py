@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -25,10 +26,13 @@ from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World, join_launched_world
 from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.checkpoint.full_state import OptimizerLayout
+from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
 from moe_lightning.strategies.checkpointing import CheckpointingStrategy
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, resolve_placements
 from moe_lightning.strategies.step_data import StepData, running_slice, training_slice
@@ -61,6 +65,7 @@ class ExpertParallelStrategy(CheckpointingStrategy):
     Attributes:
         last_gradient_norm: of the last clipped step, over the whole model.
         before_replacing: called before experts move, so that nobody reads their rows meanwhile.
+        entered_world: called when this rank has entered another world, before the fit loop goes on.
 
     Raises:
         ConfigurationError: sizes that do not fit the world or the model, fp16 precision, or a gradient-accumulation
@@ -114,6 +119,8 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         self._slice: StepSlice | None = None
         self.last_gradient_norm: Tensor | None = None
         self.before_replacing: list[Callable[[], None]] = []
+        self.entered_world: list[Callable[[], None]] = []
+        self._elastic: ElasticWorlds | None = None
 
     # ------------------------------------------------------------------ world
 
@@ -129,9 +136,19 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         assert self._experts is not None
         return self._experts
 
+    @property
+    def elastic(self) -> ElasticWorlds | None:
+        """The changes of the world in a run that outlives its ranks; None where no elastic launcher started it."""
+        return self._elastic
+
     @override
     def setup_distributed(self) -> None:
         reset_seed()
+        if self._elastic is None and (engine := ElasticEngine.from_environment()) is not None:
+            self._elastic = ElasticWorlds(self, engine)
+            self._take_place(self._elastic.enter())
+        if self._elastic is not None:
+            return
         self.set_world_ranks()
         if self.world_size == 1:
             return  # nobody to talk to: no sockets, no process group
@@ -141,6 +158,15 @@ class ExpertParallelStrategy(CheckpointingStrategy):
             rank=self.global_rank, size=self.world_size, backend=self._process_group_backend, timeout=self._timeout
         ):
             super().setup_distributed()
+
+    def _take_place(self, world: World) -> None:
+        """This process's rank and the number of ranks, for us and for Lightning."""
+        assert self.cluster_environment is not None
+        self._world = world
+        self.cluster_environment.set_world_size(world.size)
+        self.cluster_environment.set_global_rank(world.rank)
+        rank_zero_only.rank = world.rank
+        self._process_group_backend = self.collectives_backend
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -155,11 +181,15 @@ class ExpertParallelStrategy(CheckpointingStrategy):
             self._experts = self._place_experts(module)
         ignored = list(self.experts.keys(module)) + _identical_buffers(module)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
-        if self.world.size > 1:
+        if self.world.is_connected:
             super().setup(trainer)
         else:
             super(DDPStrategy, self).setup(trainer)  # DDP's own would look for a process group
         self.precision_plugin.clip_grad_by_norm = self._clip_by_global_norm  # type: ignore[method-assign]
+        if self._elastic is not None:
+            self.precision_plugin._after_closure = self._after_closure  # type: ignore[method-assign]
+            if self._elastic.is_newcomer:
+                trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
 
     def _checked_module(self, trainer: pl.Trainer) -> pl.LightningModule:
         precision = self.precision_plugin
@@ -187,6 +217,24 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         """Experts that are built in configure_model allocate only this rank's slots."""
         with deferred_experts():
             yield
+
+    def require_replicas(self, nodes: int) -> int:
+        """Let the uniform placement hold each expert that often, if there are as many ranks; to be called before the
+        strategy is set up.
+
+        Returns:
+            Replicas of each expert under the placement that the user chose, or that this call chose.
+
+        Raises:
+            ConfigurationError: dispatch groups, which a changing number of ranks cannot keep.
+        """
+        if self._ep_size is not None:
+            raise ConfigurationError(
+                f"ep_size={self._ep_size} cuts the ranks into groups, which do not survive a lost rank: drop ep_size"
+            )
+        if self._copies is None and self._placement is None:
+            self._copies = min(nodes, self.world_size)
+        return self._copies or 1
 
     def _place_experts(self, module: nn.Module) -> PlacedExperts:
         placements = resolve_placements(
@@ -236,7 +284,7 @@ class ExpertParallelStrategy(CheckpointingStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
-        return super()._setup_model(model) if self.world.size > 1 else model
+        return super()._setup_model(model) if self.world.is_connected else model
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -247,12 +295,87 @@ class ExpertParallelStrategy(CheckpointingStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         self._optimizer_groups = [[list(g["params"]) for g in optimizer.param_groups] for optimizer in self.optimizers]
-        if self._zero1 and self.world.size > 1:
-            assert self.lightning_module is not None
-            dense = [p for p in self.lightning_module.parameters() if p.requires_grad and p not in self.experts.rows]
-            self._shards = DenseOptimizerShards(dense, self.world)
-            for optimizer in self.optimizers:
-                self._shards.shard(optimizer)
+        self._shard_optimizers()
+
+    def _shard_optimizers(self) -> None:
+        """ZeRO-1: leave each rank the optimizer state of its share of the dense parameters."""
+        if not (self._zero1 and self.world.size > 1):
+            return
+        assert self.lightning_module is not None
+        dense = [p for p in self.lightning_module.parameters() if p.requires_grad and p not in self.experts.rows]
+        self._shards = DenseOptimizerShards(dense, self.world)
+        for optimizer in self.optimizers:
+            self._shards.shard(optimizer)
+
+    # ------------------------------------------------------------------ another world
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer whose module this strategy runs."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def slots_limit(self) -> int | None:
+        """Experts that a rank can hold in a layer, where the user set a limit."""
+        return self._slots
+
+    @property
+    def collectives_backend(self) -> str:
+        """Name of the process groups' backend."""
+        backend: str = self._get_process_group_backend()
+        return backend
+
+    @property
+    def collectives_timeout(self) -> timedelta:
+        """Longest wait for a peer in any collective."""
+        assert self._timeout is not None
+        return self._timeout
+
+    @property
+    def node_peers(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, ascending."""
+        if self._elastic is not None and self._elastic.members is not None:
+            return self._elastic.node_peers
+        first = self.global_rank - self.local_rank
+        return tuple(range(first, first + self.num_processes))
+
+    def optimizer_layouts(self) -> list[tuple[Optimizer, OptimizerLayout]]:
+        """The optimizers with what belongs where in them."""
+        return [(optimizer, self._layout(optimizer)) for optimizer in self.optimizers]
+
+    def leave_world(self, own_forward: Any) -> None:
+        """Let go of everything that belongs to the groups of the present world; values stay.
+
+        Args:
+            own_forward: the module's own attribute `forward`, None where it has that of its class; Lightning leaves
+                its own there when DDP fails.
+        """
+        assert self.lightning_module is not None
+        self.lightning_module.__dict__.pop("forward", None)
+        if own_forward is not None:
+            self.lightning_module.forward = own_forward
+        self.model = self.lightning_module  # DDP's reducer holds a group
+        self._sync_blocked, self._slice = False, None
+        self.experts.forget_step()
+
+    def enter_world(self, world: World) -> None:
+        """Go on among other ranks, whose state is this rank's by now; collective."""
+        self._take_place(world)
+        module = self.lightning_module
+        assert module is not None
+        for parameter in module.parameters():
+            parameter.grad = None
+        for layer in self.experts.layers:
+            layer.router.forget_counts()
+        trainer = module.trainer
+        loaders = (trainer.train_dataloader, trainer.val_dataloaders)
+        self._step_data().enter_world(rank=world.rank, world_size=world.size, loaders=loaders)
+        self.model = self._setup_model(module)
+        if world.is_connected:
+            self._register_ddp_hooks()
+        for entered in self.entered_world:
+            entered()
 
     # ------------------------------------------------------------------ data
 
@@ -379,9 +502,21 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._shards is not None:
             self._shards.spread_updates(self._layout(optimizer).numbered())
+        self.after_update()
+        if self._elastic is not None:
+            self._elastic.commit()
+        return output
+
+    def after_update(self) -> None:
+        """What follows every update of the parameters, on each rank by itself."""
         for layer in self.experts.layers:
             layer.router.update_bias()
-        return output
+
+    def _after_closure(self, model: pl.LightningModule, optimizer: Optimizer) -> None:
+        """After the gradients are summed and clipped, before the update: all ranks say that they are prepared."""
+        type(self.precision_plugin)._after_closure(self.precision_plugin, model, optimizer)
+        assert self._elastic is not None
+        self._elastic.prepare(optimizer)
 
     def _clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = self._layout(optimizer).numbered()
@@ -390,8 +525,8 @@ class ExpertParallelStrategy(CheckpointingStrategy):
 
     @override
     def teardown(self) -> None:
-        if self.precision_plugin.__dict__.get("clip_grad_by_norm") is not None:
-            del self.precision_plugin.clip_grad_by_norm
+        for name in ("clip_grad_by_norm", "_after_closure"):
+            self.precision_plugin.__dict__.pop(name, None)
         if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
             return  # experts were refused their places: nothing is allocated, and the user shall see that error
         super().teardown()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.migration import held_states, plan_migration
+from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migration
 from moe_lightning.algorithms.placement import Placement, dispatch_groups, parse_placements, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.full_state import ExpertRows
@@ -25,6 +25,7 @@ from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
 from moe_lightning.comm.shadows import LayerVisits, StepVisits
 from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 
 
@@ -87,7 +88,8 @@ class PlacedExperts:
         self._groups = dispatch_groups(world.size, ep_size or world.size)
         self._quota: QuotaPolicy = quota
         for layer, placement in zip(self.layers, placements, strict=True):
-            _take_rank_0_experts(layer, world)
+            if world.is_connected:
+                _take_rank_0_experts(layer, world)
             held = _in_slots(placement, world.rank, slots)
             layer.place(Dispatcher(placement, world, self._groups, quota, held), world.device)
         ranks = range(world.size)
@@ -127,14 +129,53 @@ class PlacedExperts:
         """
         began = time.perf_counter()
         dispatchers = self._dispatchers(placements)
-        migration = plan_migration(held_states(self.placements), placements)
-        assert not migration.lost
+        before = [layer.experts.slot_experts for layer in self.layers]
+        return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began)
+
+    def enter_world(
+        self, world: World, placements: Sequence[Placement], held: BoolArray, optimizers: Sequence[Optimizer]
+    ) -> MigrationReport:
+        """Live in another world: the same rows, new peers; experts move to where the placements want them. Collective.
+
+        Slots grow where a placement needs more than there are; parameters and optimizers stay the same objects.
+
+        Args:
+            world: the new ranks; dispatch groups span all of it.
+            placements: one for each layer, for these ranks.
+            held: bool [L, E, N], what each rank still holds, whole; an expert that nobody holds keeps a row of zeros
+                to be filled by whoever restores it.
+            optimizers: whose states move along; every rank must have made them.
+        """
+        began = time.perf_counter()
+        self.world, self._groups = world, dispatch_groups(world.size, world.size)
+        needed = max((len(p.experts_on(rank)) for p in placements for rank in range(world.size)), default=0)
+        slots = max([needed, *(room for layer in self.room for room in layer)])
+        self.room = [[slots] * world.size for _ in placements]
+        before, dispatchers = [], []
+        for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
+            _grow(layer, slots, optimizers)
+            mine = held[index, :, world.rank]
+            before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
+            after = next_slots(before[-1], placement.experts_on(world.rank))
+            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after))
+        return self._move(placements, dispatchers, before, held, optimizers, began)
+
+    def _move(
+        self,
+        placements: Sequence[Placement],
+        dispatchers: Sequence[Dispatcher],
+        before: Sequence[tuple[int, ...]],
+        held: BoolArray,
+        optimizers: Sequence[Optimizer],
+        began: float,
+    ) -> MigrationReport:
+        """Carry rows to the placements' ranks and let the layers go on under their new dispatchers."""
+        migration = plan_migration(held, placements)
         moving = []
-        for layer, dispatcher in zip(self.layers, dispatchers, strict=True):
+        for layer, dispatcher, slots in zip(self.layers, dispatchers, before, strict=True):
             parameters = layer.experts.stacked_parameters().values()
             tensors = [tensor for parameter in parameters for tensor in _with_states(parameter, optimizers)]
-            before, after = layer.experts.slot_experts, dispatcher.slot_experts
-            moving.append(MovingRows(tensors=tensors, before=before, after=after))
+            moving.append(MovingRows(tensors=tensors, before=slots, after=dispatcher.slot_experts))
             for parameter in parameters:
                 parameter.grad = None
         sent_bytes = migrate_rows(moving, migration.transfers, self.world)
@@ -198,6 +239,12 @@ class PlacedExperts:
         self.visits = StepVisits(visits)
         self.visits.begin()
 
+    def forget_step(self) -> None:
+        """Let go of what a step that will not end has left in the layers: graphs, statistics, shadows."""
+        self._part()
+        for layer in self.layers:
+            layer.auxiliary_loss = layer.statistics = None
+
     def _part(self) -> None:
         if self.visits is not None:
             self.visits.release()
@@ -249,6 +296,23 @@ def _in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, 
     held = placement.experts_on(rank)
     room = len(held) if slots is None else min(slots, placement.num_experts)
     return held + (-1,) * (room - len(held))
+
+
+@torch.no_grad()
+def _grow(layer: MoELayer, slots: int, optimizers: Sequence[Optimizer]) -> None:
+    """Give a layer's stacks vacant rows up to so many slots; parameters and states stay the same objects' own."""
+    vacant = slots - layer.experts.num_slots
+    if vacant <= 0:
+        return
+    for parameter in layer.experts.stacked_parameters().values():
+        for optimizer in optimizers:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1]:
+                    state[name] = torch.cat([value, value.new_zeros(vacant, *value.shape[1:])])
+        parameter.data = torch.cat([parameter.data, parameter.data.new_zeros(vacant, *parameter.shape[1:])])
+        parameter.grad = None
+    layer.experts.slot_experts += (VACANT,) * vacant
 
 
 def _with_states(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:

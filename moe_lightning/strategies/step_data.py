@@ -56,6 +56,13 @@ class StepData:
             "return a torch DataLoader or a StepLoader"
         )
 
+    def enter_world(self, *, rank: int, world_size: int, loaders: object) -> None:
+        """Cut for other ranks from now on, also what is under way."""
+        self._world = {"rank": rank, "world_size": world_size}
+        for loader in pytree.tree_leaves(loaders):
+            if isinstance(loader, StepLoader):
+                loader.bind(**self._world)
+
     def restore(self, states: Sequence[dict[str, Any]]) -> None:
         """Positions for the training loaders that will be cut next."""
         self._restored = list(states)

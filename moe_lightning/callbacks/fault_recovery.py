@@ -1,0 +1,129 @@
+"""Lets a run go on when ranks die, hang, come back or leave: the callback over the strategy's elastic worlds.
+
+Survivors keep their process and their state. What a lost rank held comes from live replicas, else from snapshots in
+memory, else from storage; then the failed step runs again with the same samples (Lazarus 4.3, REFT 4.3).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryReport, WorldChanged
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+
+class FaultRecovery(Callback):
+    """Recovers from lost ranks inside the running fit.
+
+    Needs ranks that an elastic launcher started (`moe-train` with elastic.enabled=true, or
+    `python -m moe_lightning.elastic.run`); under any other launcher a fault ends the run, and the same command resumes
+    it from the last checkpoint.
+
+    Logs at every recovery: recovery/total_ms, recovery/PHASE_ms (rendezvous, groups, plan, movement, settling),
+    recovery/steps_lost, recovery/stale_experts, recovery/ranks.
+
+    Args:
+        min_replicas: nodes that hold each expert where slots allow; any smaller number of them may be lost at once
+            without a snapshot. Unless the strategy names copies or a placement, it starts with so many.
+        max_recoveries: recoveries after which the run gives up.
+
+    Attributes:
+        reports: of the recoveries of this process.
+
+    Raises:
+        ConfigurationError: a value outside its range, another strategy, dispatch groups, or manual optimization.
+    """
+
+    def __init__(self, *, min_replicas: int = 2, max_recoveries: int = 100) -> None:
+        for name, value in (("min_replicas", min_replicas), ("max_recoveries", max_recoveries)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{name}={value!r} must be an integer of at least 1")
+        self._min_replicas = min_replicas
+        self._max_recoveries = max_recoveries
+        self._committed = -1
+        self.reports: list[RecoveryReport] = []
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, ExpertParallelStrategy):
+            raise ConfigurationError(f"FaultRecovery needs strategy='expert_parallel', not {type(strategy).__name__}")
+        if stage != "fit":
+            return
+        strategy.require_replicas(self._min_replicas)
+        if strategy.elastic is None:
+            rank_zero_info(
+                "FaultRecovery: no elastic launcher started these ranks, so a fault ends the run; "
+                "the same command resumes it"
+            )
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        elastic = _elastic(trainer)
+        if elastic is None:
+            return
+        if not pl_module.automatic_optimization:
+            raise ConfigurationError(
+                "FaultRecovery repeats steps, whose bounds manual optimization does not state: "
+                "use automatic optimization"
+            )
+        elastic.min_replicas, elastic.max_recoveries = self._min_replicas, self._max_recoveries
+        elastic.observers = [partial(self._note, trainer)]
+        loop = trainer.fit_loop
+        loop.run = partial(elastic.run, loop.run)  # type: ignore[method-assign]
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        trainer.fit_loop.__dict__.pop("run", None)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        elastic = _elastic(trainer)
+        if elastic is not None:
+            elastic.keep_progress()
+            self._committed = trainer.global_step
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        elastic = _elastic(trainer)
+        if elastic is not None and elastic.change_is_due:
+            raise WorldChanged("ranks come or leave")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        elastic = _elastic(trainer)
+        if elastic is not None and trainer.global_step != self._committed:
+            elastic.keep_progress()
+            self._committed = trainer.global_step
+
+    def _note(self, trainer: pl.Trainer, report: RecoveryReport) -> None:
+        self.reports.append(report)
+        rank_zero_info(_sentence(report))
+        metrics: dict[str, float] = {f"{phase}_ms": 1e3 * seconds for phase, seconds in report.seconds.items()}
+        metrics |= {"steps_lost": report.steps_lost, "stale_experts": report.stale_experts, "ranks": report.ranks_after}
+        for logger in trainer.loggers:
+            logger.log_metrics({f"recovery/{name}": value for name, value in metrics.items()}, report.step)
+
+
+def _sentence(report: RecoveryReport) -> str:
+    repeated = f", {report.steps_lost} steps are repeated" if report.steps_lost else ""
+    return (
+        f"{report.reason}; step {report.step} goes on with {report.ranks_after} ranks: {report.restored}"
+        f"{repeated}; {report.seconds['total']:.2f} s"
+    )
+
+
+def _elastic(trainer: pl.Trainer) -> ElasticWorlds | None:
+    assert isinstance(trainer.strategy, ExpertParallelStrategy)
+    return trainer.strategy.elastic

@@ -1,0 +1,52 @@
+"""Builds the groups of one membership of an elastic run, so that they can be cut from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.cut import ConnectionCut
+from moe_lightning.comm.world import World
+
+
+def build_world(
+    name: str,
+    *,
+    store: Store,
+    rank: int,
+    size: int,
+    backend: str,
+    timeout: timedelta,
+    build_timeout_s: float,
+    device: torch.device,
+    guard: Callable[[Callable[[], None]], None],
+) -> World:
+    """Make torch's default group and ours for one membership, so that they can be cut from any thread.
+
+    Args:
+        name: unique for ever; the prefix of what the groups keep in the store.
+        store: outlives its members.
+        timeout: of every collective.
+        build_timeout_s: of building; a member may die meanwhile.
+        guard: told how to cut the connections, before any is made.
+    """
+    cut = ConnectionCut()
+    guard(cut.cut)
+    if size == 1:
+        return World.single(device)
+    prefixed = PrefixStore(name, store)
+    prefixed.set_timeout(timedelta(seconds=build_timeout_s))
+    with cut:
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeout)
+        world = World.connect(device, timeout)
+    if backend == "nccl":
+        for group in (dist.group.WORLD, world.compute, world.background):
+            assert group is not None
+            cut.add_group(group)
+    cut.confirm(lambda value: all_gather_json(value, world))
+    return world

@@ -1,0 +1,424 @@
+"""One rank's way through the worlds of a run: joining, committing steps together, and going on when a world ends.
+
+A step is committed in two phases: after all its collectives every rank says that it is prepared, and only then applies
+its update. So survivors of a fault differ by at most one update, and those that were prepared can make up for it.
+
+A recovery does not leave `trainer.fit`: the fit loop is run again with the progress of the last committed step, in the
+same process, with the same module, optimizers, loggers and callbacks, as Lightning does on a resume. Retrying inside
+the strategy could not bring back the micro-batches before a failed one, and calling `trainer.fit` again would run the
+user's setup hooks once more, close the loggers and move the model. Source: DESIGN of Lazarus 4.3 and REFT 4, with live
+state in the place of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from moe_lightning.algorithms.inventory import RankInventory
+from moe_lightning.algorithms.recovery import RecoveryPlan, plan_recovery
+from moe_lightning.algorithms.repair import Repair, repair_placements
+from moe_lightning.checkpoint.live_state import (
+    adopt_optimizers,
+    broadcast_dense,
+    broadcast_object,
+    optimizer_schema,
+)
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.membership_world import build_world
+from moe_lightning.comm.world import World, all_reduce_
+from moe_lightning.elastic.engine import ElasticEngine
+from moe_lightning.elastic.membership import Members
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.fit_progress import FitProgress
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+_NETWORK_FAULT = re.compile(r"gloo|NCCL|connection|socket|broken pipe|timed out|timeout|process group|store", re.I)
+
+
+class WorldChanged(Exception):
+    """The ranks agreed, between two steps, to form another world: somebody wants in, or leaves."""
+
+
+class Preempted(Exception):
+    """This process was told to leave, and has handed over what only it held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """How one world followed another.
+
+    Attributes:
+        reason: one sentence.
+        step: optimizer steps that the run goes on from.
+        steps_lost: committed steps that are run again.
+        ranks_before, ranks_after: sizes of the two worlds; 0 before for a process that was in none.
+        restored: where the experts' state came from, in words with counts.
+        stale_experts: those that came back older than the step.
+        min_replicas: nodes that hold each expert now.
+        began_at: seconds since the epoch at which this rank saw the fault.
+        seconds: of each phase: "leaving", "rendezvous", "groups", "plan", "movement", "settling"; and their "total".
+    """
+
+    reason: str
+    step: int
+    steps_lost: int
+    ranks_before: int
+    ranks_after: int
+    restored: str
+    stale_experts: int
+    min_replicas: int
+    began_at: float
+    seconds: dict[str, float]
+
+
+@dataclass
+class _Watch:
+    """Seconds of the phases of a recovery."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class ElasticWorlds:
+    """Joins worlds for a strategy and brings its state across.
+
+    Args:
+        strategy: whose world it is.
+        engine: membership, monitor and sockets.
+
+    Attributes:
+        min_replicas: nodes that shall hold each expert.
+        max_recoveries: recoveries after which the run gives up.
+        version: committed optimizer steps of the live state.
+        is_newcomer: this process holds nothing of the run yet.
+        change_is_due: the ranks agreed to form another world before the next step.
+        observers: called with the report of every recovery.
+        report: of the last recovery; None before the first.
+    """
+
+    def __init__(self, strategy: ExpertParallelStrategy, engine: ElasticEngine) -> None:
+        self._strategy, self.engine = strategy, engine
+        self.members: Members | None = None
+        self.min_replicas = 1
+        self.max_recoveries = 1000
+        self.version = 0
+        self.is_newcomer = False
+        self.change_is_due = False
+        self.observers: list[Callable[[RecoveryReport], None]] = []
+        self.report: RecoveryReport | None = None
+        self._pending: Optimizer | None = None
+        self._progress: FitProgress | None = None
+        self._recoveries = 0
+        self._is_torn = False
+        self._own_forward: Any = None
+        gc.collect()
+        gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
+
+    # ------------------------------------------------------------------ joining
+
+    def enter(self) -> World:
+        """The first world of this process: joined at once with all others, or, where a run is under way, a place to
+        set up in until the fit loop joins it."""
+        if self.engine.world_exists():
+            self.is_newcomer = True
+            settings = self.engine.task
+            return World.offline(min(settings.slot, settings.expected - 1), settings.expected, self._device)
+        return self._join(_Watch())
+
+    @property
+    def _device(self) -> torch.device:
+        return self._strategy.root_device
+
+    def _join(self, watch: _Watch) -> World:
+        with watch.phase("rendezvous"):
+            members = self.engine.join()
+        with watch.phase("groups"):
+            world = build_world(
+                members.name,
+                store=self.engine.store,
+                rank=members.rank,
+                size=members.size,
+                backend=self._strategy.collectives_backend,
+                timeout=self._strategy.collectives_timeout,
+                build_timeout_s=self.engine.settings.build_timeout_s,
+                device=self._device,
+                guard=lambda cut: self.engine.guard(members, cut),
+            )
+        self.members = members
+        return world
+
+    @property
+    def node_peers(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, ascending."""
+        assert self.members is not None
+        mine = self.members.nodes[self.members.rank]
+        return tuple(rank for rank, node in enumerate(self.members.nodes) if node == mine)
+
+    # ------------------------------------------------------------------ steps
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Every collective of the step is done: wait until all ranks say so. They also agree here whether the world
+        changes before the next step."""
+        self._pending = optimizer
+        wishes = torch.tensor([self.engine.newcomers(), self.engine.notice is not None], dtype=torch.int32)
+        wishes = wishes.to(self._device)
+        all_reduce_(wishes, self._strategy.world)
+        self.change_is_due = bool(wishes.any())
+
+    def begin_update(self) -> None:
+        """Values change from here on."""
+        self._is_torn = True
+
+    def commit(self) -> None:
+        """The update is applied, and spread where one rank computes it for others."""
+        self._is_torn = False
+        self._pending = None
+        self.version += 1
+
+    def keep_progress(self) -> None:
+        """Remember how far the fit loop is, after a committed step or at the start."""
+        trainer = self._strategy.trainer
+        self._progress = FitProgress.of(trainer)
+        self.version = trainer.global_step
+
+    # ------------------------------------------------------------------ recovering
+
+    def run(self, fit: Callable[[], None]) -> None:
+        """Run the fit loop to its end, through as many worlds as it takes.
+
+        Raises:
+            Preempted: this process shall leave.
+        """
+        assert self._strategy.lightning_module is not None
+        self._own_forward = self._strategy.lightning_module.__dict__.get("forward")
+        fault: BaseException | None = None
+        while True:
+            if fault is not None or self.is_newcomer:
+                self._recover(fault)
+            try:
+                return fit()
+            except Exception as error:
+                if not self._is_worlds_fault(error):
+                    raise
+                fault = error
+
+    def _is_worlds_fault(self, error: BaseException) -> bool:
+        """Whether an exception came of a lost peer and not of a mistake of this process."""
+        if isinstance(error, WorldChanged):
+            return True
+        if isinstance(error, ConfigurationError | Preempted):
+            return False
+        if self.engine.reason is not None:
+            return True
+        is_networks = isinstance(error, dist.DistError | ConnectionError | TimeoutError)
+        return is_networks or (isinstance(error, RuntimeError | ValueError) and bool(_NETWORK_FAULT.search(str(error))))
+
+    def _recover(self, fault: BaseException | None) -> None:
+        began_at, began = time.time(), time.perf_counter()
+        reason = self._reason(fault)
+        _scrub(fault)
+        before, version = (0 if self.is_newcomer else self._strategy.world.size), self.version
+        while True:
+            self._recoveries += 1
+            if self._recoveries > self.max_recoveries:
+                raise ConfigurationError(
+                    f"the run has recovered {self.max_recoveries} times, the limit of max_recoveries: {reason}"
+                )
+            watch = _Watch()
+            try:
+                if isinstance(fault, WorldChanged):
+                    self._hand_over()
+                with watch.phase("leaving"):
+                    self._leave(reason)
+                plan, repair = self._settle_in(watch)
+                break
+            except Exception as error:
+                if not self._is_worlds_fault(error):
+                    raise
+                fault, reason = error, self._reason(error)
+                _scrub(error)
+        seconds = watch.seconds | {"total": time.perf_counter() - began}
+        self.report = RecoveryReport(
+            reason=reason,
+            step=self.version,
+            steps_lost=max(0, version - self.version) if before else 0,
+            ranks_before=before,
+            ranks_after=self._strategy.world.size,
+            restored=plan.describe(),
+            stale_experts=len(plan.stale),
+            min_replicas=repair.min_replicas,
+            began_at=began_at,
+            seconds=seconds,
+        )
+        for observer in self.observers:
+            observer(self.report)
+
+    def _reason(self, fault: BaseException | None) -> str:
+        if self.is_newcomer:
+            return "this process joins a running world"
+        if isinstance(fault, WorldChanged):
+            return str(fault)
+        return self.engine.reason or (str(fault).strip().splitlines() or ["the world broke"])[0]
+
+    def _leave(self, reason: str) -> None:
+        """Give the old world up: everybody hears of it, and nothing waits on its connections any more."""
+        self.engine.break_up(reason)
+        self._strategy.leave_world(self._own_forward)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # What a failed backward pass left in autograd's queue of this thread goes with the next pass; until then it
+        # keeps the gradient accumulators of parameters alive, which remember the old number of slots.
+        torch.zeros((), requires_grad=True).backward()
+        gc.collect()  # what is still tied to the old groups: graphs of the failed step, their threads and connections
+
+    def _settle_in(self, watch: _Watch) -> tuple[RecoveryPlan, Repair]:
+        """Join the next world and bring every rank to the same committed step."""
+        strategy = self._strategy
+        world = self._join(watch)
+        with watch.phase("plan"):
+            inventories = [RankInventory.from_json(entry) for entry in all_gather_json(self._inventory(world), world)]
+            plan = self._plan(inventories)
+            repair = self._repair(plan)
+        if world.rank in plan.apply_prepared:
+            self._make_up()
+        with watch.phase("movement"):
+            self._is_torn = plan.level != "live"
+            self._share_state(plan, world)
+            strategy.experts.enter_world(world, repair.placements, plan.held, strategy.optimizers)
+            if plan.reads or plan.from_storage:
+                self._restore(plan, world)
+        with watch.phase("settling"):
+            self.version = plan.version
+            self._share_progress(plan, world)
+            strategy.enter_world(world)
+            assert self._progress is not None
+            self._progress.restore(strategy.trainer)
+        self.is_newcomer = self.change_is_due = self._is_torn = False
+        self._pending = None
+        return plan, repair
+
+    def _inventory(self, world: World) -> dict[str, Any]:
+        """What this rank brings along, as JSON."""
+        experts = self._strategy.experts
+        counts = not (self.is_newcomer or self._is_torn)
+        held = [(la, e) for la, layer in enumerate(experts.layers) for e in layer.experts.slot_experts if e >= 0]
+        assert self.members is not None
+        return RankInventory(
+            rank=world.rank,
+            node=self.members.nodes[world.rank],
+            live_version=self.version if counts else -1,
+            prepared=counts and self._pending is not None,
+            experts=tuple(held),
+        ).to_json()
+
+    def _plan(self, inventories: Sequence[RankInventory]) -> RecoveryPlan:
+        layers = self._strategy.experts.layers
+        num_experts = max((layer.num_experts for layer in layers), default=0)
+        plan = plan_recovery(inventories, None, num_layers=len(layers), num_experts=num_experts)
+        return plan
+
+    def _repair(self, plan: RecoveryPlan) -> Repair:
+        assert self.members is not None
+        repair = repair_placements(
+            plan.held,
+            nodes=self.members.nodes,
+            min_replicas=self.min_replicas,
+            max_slots=self._strategy.slots_limit,
+        )
+        if repair.min_replicas < min(self.min_replicas, len(set(self.members.nodes))):
+            rank_zero_warn(
+                f"slots are left for {repair.min_replicas} instead of {self.min_replicas} replicas of each expert: "
+                "another lost node may cost state until ranks come back"
+            )
+        return repair
+
+    def _make_up(self) -> None:
+        """Apply the update that this rank was prepared for and others have applied."""
+        assert self._pending is not None
+        self._pending.step()
+        self._strategy.after_update()
+        self._pending = None
+
+    def _share_state(self, plan: RecoveryPlan, world: World) -> None:
+        """Newcomers get what every rank has; those that made up for an update get what went with it."""
+        newcomers = _newcomers(plan, world)
+        if plan.level != "live" or not (newcomers or plan.apply_prepared):
+            return
+        strategy, source = self._strategy, plan.live_ranks[0]
+        layouts = strategy.optimizer_layouts()
+        schema = broadcast_object(optimizer_schema(layouts), world, source)
+        if world.rank in newcomers or world.rank in plan.apply_prepared:
+            adopt_optimizers(layouts, schema)
+        if newcomers:
+            assert strategy.lightning_module is not None
+            broadcast_dense(strategy.lightning_module, layouts, world, source)
+
+    def _share_progress(self, plan: RecoveryPlan, world: World) -> None:
+        """The fit loop's progress at the version, from whoever has it."""
+        trainer = self._strategy.trainer
+        source = next(rank for rank in plan.live_ranks if rank not in plan.apply_prepared)
+        if world.rank == source and (self._progress is None or self._progress.step != plan.version):
+            self._progress = FitProgress.of(trainer)  # it failed between the update and the end of its step
+        newcomers = _newcomers(plan, world)
+        if newcomers or plan.apply_prepared:
+            dump = self._progress.dump(trainer) if world.rank == source and self._progress else None
+            dump = broadcast_object(dump, world, source)
+            if world.rank in newcomers or world.rank in plan.apply_prepared:
+                self._progress = FitProgress.adopt(dump, trainer, with_callbacks=world.rank in newcomers)
+
+    # ------------------------------------------------------------------ leaving
+
+    def _hand_over(self) -> None:
+        """Before ranks leave on notice, the others take over what only those hold.
+
+        Raises:
+            Preempted: on the ranks that leave.
+        """
+        strategy, world = self._strategy, self._strategy.world
+        assert self.members is not None
+        notices = all_gather_json(self.engine.notice, world)
+        staying = [rank for rank, notice in enumerate(notices) if notice is None]
+        if len(staying) == world.size:
+            return
+        if staying and world.is_connected:
+            held = np.stack([p.replicas > 0 for p in strategy.experts.placements])
+            nodes = [self.members.nodes[rank] for rank in staying]
+            repair = repair_placements(
+                held[..., staying], nodes=nodes, min_replicas=self.min_replicas, max_slots=strategy.slots_limit
+            )
+            strategy.experts.hand_over(staying, repair.placements, strategy.optimizers)
+        notice = notices[world.rank]
+        if notice is not None:
+            raise Preempted(notice)
+
+
+def _newcomers(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
+    """Ranks whose own state does not count."""
+    return tuple(rank for rank in range(world.size) if rank not in plan.live_ranks)
+
+
+def _scrub(error: BaseException | None) -> None:
+    """Let go of the frames that an exception holds: they refer to groups whose connections would stay open."""
+    while error is not None:
+        context = error.__context__
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        error = context
