@@ -1,55 +1,15 @@
-"""Whether snapshots in host memory survive failed nodes, and how long a cluster's parameters do (REFT 5).
+"""How long a cluster's parameters survive, with and without protection (REFT 5).
 
 REFT's eq. 5-6, with what its text mixes up set right: P_re is the chance that the snapshot processes survive, and
-1 - P_s that a node fails. Sources: REFT 5, ALGORITHMS 7.2-7.7.
+1 - P_s that a node fails. Sources: REFT 5, ALGORITHMS 7.7.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable
 
 from moe_lightning.errors import ConfigurationError
-
-ProtectionKind = Literal["none", "parity", "copies"]
-
-
-def snapshots_survive(failed: Sequence[bool], *, kind: ProtectionKind, group_size: int, copies: int = 1) -> bool:
-    """Whether every failed node's snapshot can be restored from the others of its sharding group.
-
-    Groups are blocks of consecutive nodes; a last block of one node joins the one before. Parity (AEC) restores one
-    node of a group. With copies (ARC, shifts 1..copies) node i's snapshot is lost when i and its next `copies`
-    neighbours in the ring all failed.
-
-    Args:
-        failed: of each node of the world.
-        kind: of the protection; with "none" every failed node's snapshot is lost.
-        group_size: nodes of a sharding group.
-        copies: of each snapshot on other nodes.
-
-    Raises:
-        ConfigurationError: a group without neighbours.
-    """
-    if group_size < 2:
-        raise ConfigurationError(f"group_size={group_size} leaves no other node to protect a snapshot: use at least 2")
-    if not any(failed):
-        return True
-    if kind == "none" or len(failed) < 2:
-        return False
-    starts = list(range(0, len(failed), group_size))
-    if len(failed) - starts[-1] == 1 and len(starts) > 1:
-        starts.pop()
-    for start, end in zip(starts, [*starts[1:], len(failed)], strict=True):
-        group = list(failed[start:end])
-        if kind == "parity" and sum(group) > 1:
-            return False
-        reach = min(copies, len(group) - 1)
-        if kind == "copies" and any(
-            all(group[(node + shift) % len(group)] for shift in range(reach + 1)) for node in range(len(group))
-        ):
-            return False
-    return True
 
 
 def node_survival(time: float, *, rate: float, shape: float) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
+from math import gcd, inf
 
 from moe_lightning.algorithms.checkpoint_size import MIXED_PRECISION_BYTES, Accounting, checkpoint_size
 from moe_lightning.algorithms.overhead import OverheadModel
+from moe_lightning.algorithms.protection import protection_cost
 from moe_lightning.algorithms.selection import full_selection, parse_scopes, sequential_selection
 from moe_lightning.algorithms.sharding import Module, baseline_rank_bytes, equal_expert_writers, shard_checkpoint
 from moe_lightning.simulate.hardware import Hardware
@@ -55,14 +56,16 @@ def save_cost(
     in_node = min(num_ranks, hardware.ranks_per_node)
     node_bytes = busiest_persist * (in_node if policy.sharding == "full" else 1)
     node_bytes = max(node_bytes, written / nodes)
-    shared = {"none": 0.0, "copies": policy.protection_copies, "parity": 1 / max(1, policy.protection_group - 1)}
+    layout = policy.layout_of(min(nodes, 4 * policy.protection_group))  # all groups are alike
+    sent_bytes = protection_cost(layout, [round(busiest_snapshot)] * len(layout.node_of)).sent_bytes
+    shared = hardware.storage_total_bytes_per_s or inf
     return SaveCost(
         snapshot_bytes=busiest_snapshot,
         persist_bytes=written,
         snapshot_s=busiest_snapshot / hardware.host_copy_bytes_per_s,
-        persist_s=max(node_bytes / hardware.storage_bytes_per_s, written / hardware.storage_total_bytes_per_s),
-        protect_s=busiest_snapshot * shared[policy.protection] / hardware.link_bytes_per_s,
-        load_s=max(everything / nodes / hardware.storage_bytes_per_s, everything / hardware.storage_total_bytes_per_s)
+        persist_s=max(node_bytes / hardware.storage_bytes_per_s, written / shared),
+        protect_s=sent_bytes / hardware.link_bytes_per_s,
+        load_s=max(everything / nodes / hardware.storage_bytes_per_s, everything / shared)
         + everything / num_ranks / hardware.host_copy_bytes_per_s
         + workload.dense_params * workload.state_bytes / hardware.link_bytes_per_s,
     )

@@ -13,7 +13,6 @@ from math import ceil
 
 import numpy as np
 
-from moe_lightning.algorithms.survival import snapshots_survive
 from moe_lightning.simulate.accounts import Accounts, Mark
 from moe_lightning.simulate.checkpoint_cost import SaveCost, cheapest_interval, save_cost
 from moe_lightning.simulate.failures import NS, Event
@@ -281,17 +280,11 @@ class _Run:
         self._form(everyone, source, before - mark.step)
 
     def _roll_back(self) -> tuple[Mark, str]:
-        protection = self.policy.protection
-        lost = [node in self._snapshot_lost for node in self._snapshot_nodes]
-        if protection != "none" and lost and self.saved.memory.step >= self.saved.storage.step:
-            survives = snapshots_survive(
-                lost,
-                kind=protection,
-                group_size=self.policy.protection_group,
-                copies=self.policy.protection_copies,
-            )
-            if survives:
-                return self.saved.return_to_memory(), "protected memory"
+        lost = [index for index, node in enumerate(self._snapshot_nodes) if node in self._snapshot_lost]
+        kept = self.policy.memory_recovery or self.policy.protection != "none"
+        newer = kept and self.saved.memory.step >= self.saved.storage.step
+        if newer and self._snapshot_nodes and self.policy.layout_of(len(self._snapshot_nodes)).survives(lost):
+            return self.saved.return_to_memory(), "protected memory"
         in_memory = self.worlds.experts_held() & self.policy.memory_recovery
         return self.saved.return_to_storage(in_memory), "storage"
 

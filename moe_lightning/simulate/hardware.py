@@ -7,9 +7,10 @@ and are assumptions elsewhere: replace them by your own measurements (`moe-bench
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
+from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 
 
@@ -30,7 +31,7 @@ class Hardware:
         memory_bytes_per_s: of the rank's own memory; bounds the optimizer's update.
         host_copy_bytes_per_s: of one rank into host memory, for snapshots.
         storage_bytes_per_s: of one node to storage.
-        storage_total_bytes_per_s: of the storage that all nodes share.
+        storage_total_bytes_per_s: of the storage that all nodes share; None: never the bottleneck.
         memory_bytes: of one rank.
         host_memory_bytes: of one node.
 
@@ -50,13 +51,15 @@ class Hardware:
     memory_bytes_per_s: float
     host_copy_bytes_per_s: float
     storage_bytes_per_s: float = 1e9
-    storage_total_bytes_per_s: float = math.inf
+    storage_total_bytes_per_s: float | None = None
     memory_bytes: float
     host_memory_bytes: float = 512e9
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None and field.name == "storage_total_bytes_per_s":
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
                 raise ConfigurationError(f"hardware.{field.name}={value!r} is not a number: give a measured rate")
             if field.name in ("latency_s", "expert_s", "step_s"):
@@ -149,4 +152,5 @@ def preset(name: str, **changes: Any) -> Hardware:
     """
     if name not in PRESETS:
         raise ConfigurationError(f"hardware preset {name!r} is unknown: use one of {sorted(PRESETS)}")
-    return replace(PRESETS[name], **{key: value for key, value in changes.items() if value is not None})
+    given = {key: value for key, value in changes.items() if value is not None}
+    return build_config(Hardware, vars(PRESETS[name]) | given)

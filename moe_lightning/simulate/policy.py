@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from moe_lightning.algorithms.balancing import STRATEGIES, PlacementPolicy, Strategy
+from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
 from moe_lightning.algorithms.selection import parse_scopes
+from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 
 Layout = Literal["replicated", "groups"]
 Saving = Literal["none", "blocking", "async"]
 Sharding = Literal["baseline", "full"]
-Protection = Literal["none", "parity", "copies"]
+Protection = Literal["none", "aec", "arc"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,9 @@ class Policy:
         sharding: "baseline" (Megatron-DeepSpeed: the first ranks write the weights) or "full" (all ranks alike).
         live_recovery: whether an expert with a live replica is fetched from it, without going back.
         memory_recovery: whether survivors restore from their own snapshots in host memory what they hold.
-        protection: of snapshots in host memory inside a group of nodes: parity survives one loss in each group,
-            copies as many neighbours as there are copies.
-        protection_group: nodes of a group.
-        protection_copies: of each snapshot on other nodes.
+        protection: of snapshots in host memory: aec (parity: one loss in each group) or arc (copies on other nodes).
+        protection_group: nodes of a group of aec.
+        protection_copies: of each snapshot on other nodes, for arc.
         memory_interval_steps: between snapshots that are only protected, not written; None: those of checkpoints.
         detect_s: from a fault until the survivors know.
         regroup_s: new groups of running processes.
@@ -100,7 +101,7 @@ class Policy:
                 raise ConfigurationError(f"policy.{name}={value} must be at least {smallest}")
         if self.k_snapshot and self.k_persist and self.k_persist > self.k_snapshot:
             raise ConfigurationError(
-                f"policy.k_persist={self.k_persist} exceeds k_snapshot={self.k_snapshot}: only what is copied is written"
+                f"policy.k_persist={self.k_persist} exceeds k_snapshot={self.k_snapshot}: only copies are written"
             )
         if self.saving == "none" and self.protection != "none":
             raise ConfigurationError(
@@ -108,6 +109,15 @@ class Policy:
             )
         if self.plt_threshold is not None and not 0 < self.plt_threshold < 1:
             raise ConfigurationError(f"policy.plt_threshold={self.plt_threshold} is a share: use 0.0375 or the like")
+
+    def layout_of(self, nodes: int) -> ProtectionLayout:
+        """Where the snapshots of a world's nodes are kept a second time; with one node there is nowhere."""
+        node_of = range(nodes)
+        if self.protection == "none" or nodes < 2:
+            return no_protection(node_of)
+        if self.protection == "aec":
+            return aec_layout(node_of, group_nodes=self.protection_group)
+        return arc_layout(node_of, shifts=min(self.protection_copies, nodes - 1))
 
     @property
     def balancing(self) -> Strategy:
@@ -194,7 +204,7 @@ POLICIES: dict[str, Policy] = {
         strategy="plain",
         rebalance_every=0,
         live_recovery=False,
-        protection="parity",
+        protection="aec",
         protection_group=6,
         memory_interval_steps=1,
         restart_s=30.0,
@@ -205,8 +215,7 @@ POLICIES: dict[str, Policy] = {
         strategy="plain",
         rebalance_every=0,
         live_recovery=False,
-        protection="copies",
-        protection_group=2,
+        protection="arc",
         protection_copies=1,
         memory_interval_steps=1,
         restart_s=30.0,
@@ -222,4 +231,5 @@ def policy(name: str, **changes: Any) -> Policy:
     """
     if name not in POLICIES:
         raise ConfigurationError(f"policy {name!r} is unknown: use one of {sorted(POLICIES)}")
-    return replace(POLICIES[name], **{key: value for key, value in changes.items() if value is not None})
+    given = {key: value for key, value in changes.items() if value is not None}
+    return build_config(Policy, vars(POLICIES[name]) | given)

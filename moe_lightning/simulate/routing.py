@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.errors import ConfigurationError
@@ -70,7 +69,7 @@ def make_routing(
         raise ConfigurationError(f"routing.exponent={exponent} must be 0 (uniform) or more")
     if path is not None:
         return trace_routing(Path(path), num_experts=num_experts, num_layers=num_layers)
-    weights: NDArray[np.float64] = (1.0 + np.arange(num_experts)) ** (-exponent if kind == "zipf" else 0.0)
+    weights = (1.0 + np.arange(num_experts)) ** (-exponent if kind == "zipf" else 0.0)
     shares = np.maximum(1, np.round(_SCALE * weights / weights.sum())).astype(np.int64)
     return Routing(shares_SLE=shares[None, None], steps=np.zeros(1, dtype=np.int64))
 

@@ -15,7 +15,7 @@ from moe_lightning.simulate.scenario import Scenario
 from moe_lightning.simulate.step_model import StepModel
 
 _MAX_PLANNED_CELLS = 1 << 21
-"""Layers x experts x ranks up to which migrations are planned in single transfers; above, the busiest receiver counts."""
+"""Layers x experts x ranks up to which migrations are planned in detail; above, the busiest receiver counts."""
 
 _MAX_ALIGNED_NODES = 64
 

@@ -117,7 +117,7 @@ def test_goodput_falls_with_the_failure_rate() -> None:
 
 
 def test_agrees_with_youngs_model() -> None:
-    """Blocking checkpoints, nodes replaced at once: overhead is save / interval + rate * (restart + half an interval)."""
+    """Blocking saves, nodes replaced at once: overhead is save / interval + rate * (restart + half an interval)."""
     run = scenario(
         "blocking",
         failures=Failures(kind="exponential", node_mtbf_hours=6.0, repair_s=1e-6),

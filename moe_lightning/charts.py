@@ -1,0 +1,107 @@
+"""Charts as SVG text, without a plotting library: lines over a numeric axis, bars in groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from xml.sax.saxutils import escape
+
+from moe_lightning.errors import ConfigurationError
+
+_WIDTH_PX, _HEIGHT_PX = 860, 420
+_LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 80, 20, 40, 80
+_COLORS = ("#3b6fb6", "#d08c2f", "#2e9e6b", "#c0504d", "#9b59b6", "#8a8f98", "#17a2b8", "#7a5c3e", "#e377c2")
+
+
+def line_chart(
+    lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_label: str, y_label: str, *, steps: bool = False
+) -> str:
+    """Lines through points (x, y); with `steps` a value holds until the next point.
+
+    Raises:
+        ConfigurationError: no points, or one that is not finite.
+    """
+    points = [point for line in lines.values() for point in line]
+    if not points or not all(math.isfinite(value) for point in points for value in point):
+        raise ConfigurationError(f"the chart {title!r} needs finite points: there are {len(points)}")
+    low, high = min(x for x, _ in points), max(x for x, _ in points)
+    top = max(y for _, y in points) or 1.0
+    width, height = _WIDTH_PX - _LEFT_PX - _RIGHT_PX, _HEIGHT_PX - _TOP_PX - _BOTTOM_PX
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - low) / (high - low) if high > low else 0.5
+        return _LEFT_PX + width * across, _TOP_PX + height * (1 - y / top)
+
+    parts = _frame(title, x_label, y_label, top)
+    for index in range(6):
+        x = low + (high - low) * index / 5
+        parts.append(_text(place(x, 0)[0] - 12, _HEIGHT_PX - _BOTTOM_PX + 16, f"{x:.4g}"))
+    for index, (name, line) in enumerate(lines.items()):
+        path: list[tuple[float, float]] = []
+        for x, y in line:
+            if steps and path:
+                path.append((place(x, 0)[0], path[-1][1]))
+            path.append(place(x, y))
+        color = _COLORS[index % len(_COLORS)]
+        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
+        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts += _legend(index, name, color)
+    return _svg(parts)
+
+
+def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, y_label: str) -> str:
+    """Bars {group: {name: value}}, names in the same colour in every group.
+
+    Raises:
+        ConfigurationError: no bars, or a value that is negative or not finite.
+    """
+    values = [value for bars in groups.values() for value in bars.values()]
+    if not values or not all(math.isfinite(value) and value >= 0 for value in values):
+        raise ConfigurationError(f"the chart {title!r} needs finite values of 0 or more: there are {len(values)}")
+    top = max(values) or 1.0
+    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    width, height = _WIDTH_PX - _LEFT_PX - _RIGHT_PX, _HEIGHT_PX - _TOP_PX - _BOTTOM_PX
+    slot = width / len(groups)
+    bar = 0.8 * slot / len(names)
+    parts = _frame(title, "", y_label, top)
+    for index, (group, bars) in enumerate(groups.items()):
+        left = _LEFT_PX + slot * (index + 0.1)
+        parts.append(_text(left, _HEIGHT_PX - _BOTTOM_PX + 16, group))
+        for name, value in bars.items():
+            order = names.index(name)
+            size = height * value / top
+            box = (
+                f'<rect x="{left + bar * order:.1f}" y="{_TOP_PX + height - size:.1f}" width="{bar:.1f}" '
+                f'height="{size:.1f}" fill="{_COLORS[order % len(_COLORS)]}">'
+            )
+            parts.append(f"{box}<title>{escape(f'{group}, {name}: {value:.4g}')}</title></rect>")
+    for order, name in enumerate(names):
+        parts += _legend(order, name, _COLORS[order % len(_COLORS)])
+    return _svg(parts)
+
+
+def _frame(title: str, x_label: str, y_label: str, top: float) -> list[str]:
+    bottom = _HEIGHT_PX - _BOTTOM_PX
+    parts = [_text(_LEFT_PX, 18, title), _text(4, _TOP_PX - 10, y_label)]
+    parts.append(_text(_WIDTH_PX / 2, bottom + 34, x_label))
+    for index in range(5):
+        y = bottom - (bottom - _TOP_PX) * index / 4
+        parts.append(f'<line x1="{_LEFT_PX}" y1="{y}" x2="{_WIDTH_PX - _RIGHT_PX}" y2="{y}" stroke="#dddddd"/>')
+        parts.append(_text(8, y + 4, f"{top * index / 4:.4g}"))
+    return parts
+
+
+def _legend(index: int, name: str, color: str) -> list[str]:
+    x, y = _LEFT_PX + 150 * (index % 5), _HEIGHT_PX - 30 + 16 * (index // 5)
+    return [f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{color}"/>', _text(x + 14, y, name)]
+
+
+def _text(x: float, y: float, words: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12">{escape(words)}</text>'
+
+
+def _svg(parts: Sequence[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH_PX}" height="{_HEIGHT_PX}" font-family="sans-serif">'
+    )
+    return "\n".join([head, f'<rect width="{_WIDTH_PX}" height="{_HEIGHT_PX}" fill="white"/>', *parts, "</svg>\n"])

@@ -1,0 +1,264 @@
+"""`moe-sim`: what a run would do on a cluster that is not there, and which recipe suits it.
+
+    moe-sim [key=value ...]             simulate one policy, or several on the same failures (compare=[ds,lazarus])
+    moe-sim recommend [key=value ...]   choose slots, replicas, protection, checkpoints and write a recipe for moe-train
+
+Configuration is conf/simulate.yaml, composed by Hydra as for moe-train. Exit codes: 0 done, 1 a defect, 2 a mistake.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from moe_lightning import __version__
+from moe_lightning.charts import line_chart
+from moe_lightning.cli import mistakes
+from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes
+from moe_lightning.config import build_config
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.calibrated import load_hardware
+from moe_lightning.simulate.engine import simulate
+from moe_lightning.simulate.failures import Failures
+from moe_lightning.simulate.hardware import Hardware, preset
+from moe_lightning.simulate.policy import POLICIES, policy
+from moe_lightning.simulate.recommend import Cluster, recommend
+from moe_lightning.simulate.routing import make_routing
+from moe_lightning.simulate.scenario import Report, Scenario
+from moe_lightning.simulate.workload import Workload, gpt_workload
+
+CONFIG_NAME = "simulate"
+_BYTES_VOCABULARY = 256
+_HELP = """\
+moe-sim: what-if simulation of training on a cluster whose nodes fail
+
+usage: moe-sim [recommend] [key=value ...] [--cfg]
+
+  model=NAME                        of conf/model, and model.num_experts=N ...
+  nodes=N hours=X seed=N            the cluster and how long
+  rank_batch=N | global_batch=N     samples of a step (the other one null)
+  hardware.preset=NAME              rtx3090, a30, v100, a800, h100, h200, or a file of moe-bench calibrate
+  hardware.link_bytes_per_s=X       and every other number (moe-sim --cfg shows all)
+  policy.name=NAME                  {policies}
+  policy.slots=N                    and every other part of a policy
+  compare=[ds,lazarus]              the same failures under other policies
+  routing.kind=zipf                 uniform; trace with routing.path=FILE.npz
+  failures.kind=exponential         none, weibull, periodic; trace with failures.path=FILE.csv
+  picture=FILE.svg csv=FILE report=FILE.json
+
+examples
+  moe-sim compare=[lazarus,ds,ds_ft] failures.kind=periodic failures.period_s=300 hours=0.5
+  moe-sim model=gpt_350m_16e nodes=128 hardware.preset=h100 hardware.ranks_per_node=8 hours=720
+  moe-sim recommend model=gpt_m nodes=16 failures.node_mtbf_hours=50 recipe=recipes/mine.yaml
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        print(_HELP.format(policies=", ".join(POLICIES)), end="")
+        return 0
+    if "--version" in arguments:
+        print(f"moe-sim {__version__}")
+        return 0
+    try:
+        return _run(arguments)
+    except Exception as error:
+        sentence = mistakes.sentence_of(error)
+        if sentence is None:
+            traceback.print_exception(error)
+            return mistakes.EXIT_CRASH
+        print(f"moe-sim: error: {sentence}", file=sys.stderr)
+        return mistakes.EXIT_MISTAKE
+
+
+def _run(arguments: list[str]) -> int:
+    advise = arguments[:1] == ["recommend"]
+    overrides = [argument for argument in arguments[advise:] if argument != "--cfg"]
+    config = compose_simulation(overrides)
+    if "--cfg" in arguments:
+        print(OmegaConf.to_yaml(OmegaConf.create(dict(config))), end="")
+        return 0
+    return _recommend(config) if advise else _simulate(config)
+
+
+def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
+    """The configuration under some overrides.
+
+    Raises:
+        ConfigurationError: an override that cannot be read, or a key or choice that there is not.
+    """
+    with composition_mistakes(overrides), initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+        known = {*_dotted(OmegaConf.to_container(compose(CONFIG_NAME))), "model"}
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            key = override.key_or_group
+            if key not in known and not (override.input_line or "").startswith("+"):
+                raise ConfigurationError(f"there is no key '{key}'{mistakes.suggestion(key, known)}: see moe-sim --cfg")
+        config = OmegaConf.to_container(compose(CONFIG_NAME, list(overrides)), resolve=True, throw_on_missing=True)
+    assert isinstance(config, dict)
+    for key in ("hardware", "policy", "routing", "failures", "model"):
+        if not isinstance(config[key], dict):
+            raise ConfigurationError(f"{key}={config[key]} must be a mapping: set {key}.NAME=value")
+    for key in ("nodes", "seed"):
+        if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < (key == "nodes"):
+            raise ConfigurationError(f"{key}={config[key]!r} must be an integer of at least {int(key == 'nodes')}")
+    if isinstance(config["hours"], bool) or not isinstance(config["hours"], int | float) or config["hours"] <= 0:
+        raise ConfigurationError(f"hours={config['hours']!r} must be a number above 0")
+    return {str(key): value for key, value in config.items()}
+
+
+def _dotted(node: Any, prefix: str = "") -> list[str]:
+    found = []
+    for name, child in node.items() if isinstance(node, Mapping) else ():
+        found += [f"{prefix}{name}", *_dotted(child, f"{prefix}{name}.")]
+    return found
+
+
+# ---------------------------------------------------------------------- parts of a scenario
+
+
+def _workload(config: Mapping[str, Any]) -> Workload:
+    from moe_lightning.models.gpt_config import GPTConfig
+    from moe_lightning.modules.router import RouterConfig
+
+    model = {key: value for key, value in config["model"].items() if key != "_target_"}
+    if model["vocab_size"] == "auto":
+        model["vocab_size"] = _BYTES_VOCABULARY
+    router = {key: value for key, value in model["router"].items() if key != "_target_"}
+    model["router"] = build_config(RouterConfig, router | {"forced": None})
+    return gpt_workload(
+        build_config(GPTConfig, model), rank_batch=config["rank_batch"], global_batch=config["global_batch"]
+    )
+
+
+def _hardware(config: Mapping[str, Any]) -> Hardware:
+    changes = {key: value for key, value in config["hardware"].items() if key != "preset"}
+    name = str(config["hardware"]["preset"])
+    if name.endswith(".json"):
+        given = {key: value for key, value in changes.items() if value is not None and key != "ranks_per_node"}
+        return build_config(Hardware, vars(load_hardware(Path(name), changes["ranks_per_node"])) | given)
+    return preset(name, **changes)
+
+
+def _scenario(config: Mapping[str, Any], name: str) -> Scenario:
+    workload = _workload(config)
+    failures = build_config(Failures, config["failures"])
+    routing = config["routing"]
+    duration_s = 3600.0 * config["hours"]
+    changes = {key: value for key, value in config["policy"].items() if key != "name"}
+    shared = {"slots": changes["slots"]}  # the memory of a rank is the same whatever the policy
+    return Scenario(
+        workload=workload,
+        hardware=_hardware(config),
+        policy=policy(name, **(changes if name == config["policy"]["name"] else shared)),
+        routing=make_routing(
+            routing["kind"],
+            num_experts=workload.num_experts,
+            num_layers=workload.num_layers,
+            exponent=routing["exponent"],
+            path=routing["path"],
+        ),
+        events=failures.events(config["nodes"], duration_s, config["seed"]),
+        num_nodes=config["nodes"],
+        duration_s=duration_s,
+    )
+
+
+# ---------------------------------------------------------------------- the two commands
+
+
+def _simulate(config: Mapping[str, Any]) -> int:
+    names = [str(config["policy"]["name"]), *(str(name) for name in config["compare"] or [])]
+    reports = {name: simulate(_scenario(config, name)) for name in dict.fromkeys(names)}
+    first = reports[names[0]]
+    print(f"{names[0]} on {config['nodes']} nodes for {config['hours']} h, {len(first.recoveries)} recoveries")
+    print(first.table())
+    if len(reports) > 1:
+        print(comparison(reports))
+    _leave(config, reports)
+    return 0
+
+
+def comparison(reports: Mapping[str, Report]) -> str:
+    """One line for each policy; the ratio is of goodput, to the first."""
+    first = next(iter(reports.values()))
+    lines = [
+        f"{'policy':<12}{'samples/s':>11}{'ratio':>8}{'useful %':>10}{'lost %':>9}{'overhead %':>12}{'idle %':>9}"
+        f"{'PLT':>10}{'recoveries':>12}"
+    ]
+    for name, report in reports.items():
+        ratio = report.goodput / first.goodput if first.goodput else float("nan")
+        shares = [100 * report.share(account) for account in ("useful", "lost", "overhead", "idle")]
+        lines.append(
+            f"{name:<12}{report.goodput:>11.4g}{ratio:>8.3f}{shares[0]:>10.2f}{shares[1]:>9.2f}{shares[2]:>12.2f}"
+            f"{shares[3]:>9.2f}{report.plt:>10.5f}{len(report.recoveries):>12}"
+        )
+    return "\n".join(lines)
+
+
+def _leave(config: Mapping[str, Any], reports: Mapping[str, Report]) -> None:
+    """The files that were asked for."""
+    if config["picture"]:
+        lines = {
+            name: [
+                *((span.start_s / 3600, span.samples_per_s) for span in report.spans),
+                (report.duration_s / 3600, 0.0),
+            ]
+            for name, report in reports.items()
+        }
+        chart = line_chart(lines, "throughput", "hours", "samples/s", steps=True)
+        _writable(config["picture"]).write_text(chart)
+    if config["csv"]:
+        with _writable(config["csv"]).open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["policy", "start_s", "end_s", "state", "used_nodes", "live_nodes", "samples_per_s"])
+            for name, report in reports.items():
+                writer.writerows([name, *asdict(span).values()] for span in report.spans)
+    if config["report"]:
+        everything = {name: asdict(report) for name, report in reports.items()}
+        _writable(config["report"]).write_text(json.dumps(everything, indent=1))
+
+
+def _writable(path: object) -> Path:
+    target = Path(str(path))
+    if not target.parent.is_dir():
+        raise ConfigurationError(f"{target.parent} is not a folder: create it, or write elsewhere")
+    return target
+
+
+def _recommend(config: Mapping[str, Any]) -> int:
+    target = Path(str(config["recipe"]))
+    if target.parent.name != "recipes" or target.suffix != ".yaml":
+        raise ConfigurationError(
+            f"recipe={target} must be recipes/NAME.yaml, where moe-train --config-dir looks for it"
+        )
+    if not target.parent.parent.is_dir():
+        raise ConfigurationError(f"{target.parent.parent} is not a folder: create it, or write elsewhere")
+    target.parent.mkdir(exist_ok=True)
+    scenario = _scenario(config, "ours")
+    advice = recommend(
+        scenario,
+        Cluster(nodes=config["nodes"], simultaneous=config["failures"]["simultaneous"]),
+        fixed={key: value for key, value in config["policy"].items() if key != "name" and value is not None},
+    )
+    print(advice.table())
+    from moe_lightning.cli.recipe import recipe_text
+
+    target.write_text(recipe_text(advice, config, target))
+    print(f"recipe       {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""What to choose for a model on a cluster that fails: each choice by the rule of its paper, checked by simulation.
+
+slots: the fewest whose step is within one percent of the best, as far as memory goes. min_replicas: one more than the
+nodes that fail at once (Lazarus 4.1), or one where that trains more. protection: none where replicas survive such a
+failure, else parity or copies (REFT 4). K_snapshot, K_persist and the shortest interval: MoC-System 5.3. Interval and
+rebalance_every: the best of a few by simulation.
+What a choice buys is the goodput and PLT of the same run with that choice undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_lightning.algorithms.allocation import affordable_replicas
+from moe_lightning.algorithms.overhead import adapt
+from moe_lightning.algorithms.protection import choose_protection
+from moe_lightning.config import build_config
+from moe_lightning.simulate.checkpoint_cost import save_cost
+from moe_lightning.simulate.engine import simulate
+from moe_lightning.simulate.policy import Policy
+from moe_lightning.simulate.scenario import Report, Scenario
+from moe_lightning.simulate.step_model import StepModel
+
+_ROOM = 0.6
+"""Share of a rank's memory that state may fill; activations need the rest."""
+
+_REBALANCE_PERIODS = (50, 200, 1000)
+_INTERVAL_FACTORS = (1, 2, 5, 10, 20, 50)
+_MORE_SLOTS = 4
+_WORTH = 0.01
+"""Gain for which replicas are given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the rules need to know of the cluster: its nodes, and how many fail at once."""
+
+    nodes: int
+    simultaneous: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One choice: its value, what it was compared with, and what that would cost."""
+
+    name: str
+    value: object
+    instead: object
+    report: Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A recommended policy, its prediction, and each choice undone."""
+
+    policy: Policy
+    report: Report
+    choices: tuple[Choice, ...]
+
+    def table(self) -> str:
+        """The prediction, and a line for each choice."""
+        lines = [self.report.table(), f"{'choice':<22}{'value':>9}{'instead':>9}{'goodput':>9}{'PLT instead':>13}"]
+        for choice in self.choices:
+            ratio = choice.report.goodput / self.report.goodput if self.report.goodput else float("nan")
+            lines.append(
+                f"{choice.name:<22}{choice.value!s:>9}{choice.instead!s:>9}{ratio - 1:>+9.2%}{choice.report.plt:>13.5f}"
+            )
+        return "\n".join(lines)
+
+
+def recommend(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any] | None = None) -> Advice:
+    """The policy for a scenario; parts of it that are `fixed` stay as they are.
+
+    Raises:
+        ConfigurationError: a model that does not fit the cluster.
+    """
+    fixed = fixed or {}
+    several = min(cluster.simultaneous + 1, cluster.nodes)
+    wanted = [scenario.policy.min_replicas] if "min_replicas" in fixed else sorted({1, several})
+    candidates = [_candidate(scenario, cluster, fixed, replicas) for replicas in wanted]
+    policy, report = candidates[-1]
+    for other, other_report in candidates[
+        :-1
+    ]:  # replicas cost sums of gradients; they must not cost more than they save
+        if other_report.samples > (1 + _WORTH) * report.samples:
+            policy, report = other, other_report
+    experts = scenario.workload.num_experts
+    ranks = cluster.nodes * scenario.hardware.ranks_per_node
+    undone: dict[str, Any] = {
+        "slots": max(1, -(-experts // ranks)),
+        "min_replicas": 1 if policy.min_replicas > 1 else several,
+        "k_snapshot": experts,
+        "k_persist": experts,
+        "interval_steps": 10 * (policy.interval_steps or 1),
+        "rebalance_every": 0,
+        "protection": "none",
+    }
+    choices = []
+    for name, instead in undone.items():
+        if getattr(policy, name) == instead or name in fixed:
+            continue
+        changes = {name: instead} | ({"k_snapshot": experts} if name == "k_persist" else {})
+        worse = simulate(_with(scenario, policy, **changes))
+        choices.append(Choice(name=name, value=getattr(policy, name), instead=instead, report=worse))
+    return Advice(policy=policy, report=report, choices=tuple(choices))
+
+
+def _candidate(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any], replicas: int) -> tuple[Policy, Report]:
+    """The best policy with so many replicas of every expert, and its prediction."""
+    policy = replace(scenario.policy, min_replicas=replicas)
+    if "slots" not in fixed:
+        policy = replace(policy, slots=_slots(replace(scenario, policy=policy), cluster))
+    assert policy.slots is not None
+    ranks = cluster.nodes * scenario.hardware.ranks_per_node
+    possible = affordable_replicas(
+        scenario.workload.num_experts, slots=ranks * policy.slots, num_nodes=cluster.nodes, min_replicas=replicas
+    )
+    policy = replace(policy, min_replicas=possible)
+    if "protection" not in fixed:
+        replicated = possible > cluster.simultaneous
+        layout = choose_protection(range(cluster.nodes), replicated=replicated, failures=cluster.simultaneous)
+        policy = build_config(Policy, vars(policy) | {"protection": layout.method})
+    policy = _checkpoints(replace(scenario, policy=policy), ranks, fixed)
+    interval = policy.interval_steps or 1
+    periods = [policy.rebalance_every] if "rebalance_every" in fixed else _REBALANCE_PERIODS
+    policy, _ = _best(scenario, policy, "rebalance_every", periods)
+    intervals = [interval] if "interval_steps" in fixed else [factor * interval for factor in _INTERVAL_FACTORS]
+    return _best(scenario, policy, "interval_steps", intervals)
+
+
+def _best(scenario: Scenario, policy: Policy, name: str, values: Sequence[int]) -> tuple[Policy, Report]:
+    """The policy with the value that trains most samples; of equals the largest, which moves and writes least."""
+    runs = {value: simulate(_with(scenario, policy, **{name: value})) for value in sorted(values, reverse=True)}
+    best = max(runs, key=lambda value: runs[value].samples)
+    return _with(scenario, policy, **{name: best}).policy, runs[best]
+
+
+def _with(scenario: Scenario, policy: Policy, **changes: Any) -> Scenario:
+    return replace(scenario, policy=replace(policy, **changes))
+
+
+def _slots(scenario: Scenario, cluster: Cluster) -> int:
+    """The fewest slots whose step is within one percent of the best that memory allows."""
+    hardware, experts = scenario.hardware, scenario.workload.num_experts
+    ranks = cluster.nodes * hardware.ranks_per_node
+    least = min(experts, -(-scenario.policy.min_replicas * experts // ranks))
+    seconds: dict[int, float] = {}
+    for slots in range(least, min(experts, least + _MORE_SLOTS) + 1):
+        policy = replace(scenario.policy, slots=slots)
+        model = StepModel(scenario.workload, hardware, policy, scenario.routing, cluster.nodes)
+        if seconds and model.rank_memory_bytes() > _ROOM * hardware.memory_bytes:
+            break
+        seconds[slots] = model.cost(model.usable_nodes(cluster.nodes), 0, 0).step_s
+    best = min(seconds.values())
+    return next(slots for slots, step_s in seconds.items() if step_s <= 1.01 * best)
+
+
+def _checkpoints(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Policy:
+    """K_snapshot, K_persist and the interval by MoC-System's adaptive configuration."""
+    policy, work = scenario.policy, scenario.workload
+    nodes = ranks // scenario.hardware.ranks_per_node
+    cost = StepModel(work, scenario.hardware, policy, scenario.routing, nodes).cost(nodes, 0, 0)
+    costs = {k: save_cost(work, scenario.hardware, policy, ranks, k, k) for k in range(1, work.num_experts + 1)}
+    found = adapt(
+        snapshot_s=lambda k: costs[k].snapshot_s,
+        persist_s=lambda k: costs[k].persist_s,
+        step_s=cost.step_s,
+        overlap_s=cost.overlap_s,
+        num_layers=work.num_layers,
+        num_experts=work.num_experts,
+        ep_size=min(ranks, work.num_experts),
+        failure_rate_per_s=scenario.faults_per_s,
+        restart_s=policy.restart_s,
+    )
+    values: dict[str, Any] = {
+        "k_snapshot": found.k_snapshot,
+        "k_persist": found.k_persist,
+        "interval_steps": found.interval_steps,
+    }
+    return replace(policy, **{name: value for name, value in values.items() if name not in fixed})

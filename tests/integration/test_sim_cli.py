@@ -1,0 +1,147 @@
+"""`moe-sim` as a user runs it, in this process; the recipe that it writes is one that moe-train accepts."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from moe_lightning.cli.composition import CONFIG_DIR
+from moe_lightning.cli.instantiation import check_arguments
+from moe_lightning.cli.sim import main
+from moe_lightning.simulate.failures import Failures
+from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.policy import Policy
+
+FAST = ["model=moe_gpt_s", "nodes=8", "hours=0.5", "failures.node_mtbf_hours=1"]
+
+
+def test_prints_and_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("svg", "csv", "json")}
+    given = [f"picture={files['svg']}", f"csv={files['csv']}", f"report={files['json']}", "compare=[ds,lazarus]"]
+    assert main([*FAST, *given]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()[-4:]] == ["policy", "ours", "ds", "lazarus"]
+    assert files["svg"].read_text().count("<polyline") == 3
+    with files["csv"].open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["policy"] for row in rows} == {"ours", "ds", "lazarus"}
+    report = json.loads(files["json"].read_text())["ours"]
+    parts = ("useful_ns", "lost_ns", "overhead_ns", "idle_ns")
+    assert sum(report[part] for part in parts) == report["provided_ns"]
+
+
+def test_same_seed_same_output(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for seed in (3, 3, 4):
+        assert main([*FAST, f"seed={seed}"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize("extra", [[], ["global_batch=64", "rank_batch=null", "policy.min_replicas=1"]])
+def test_moe_train_accepts_what_is_recommended(
+    extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipes" / "advised.yaml"
+    assert main(["recommend", *FAST, *extra, f"recipe={path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "choice" in printed
+    assert "goodput" in printed
+    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+        overrides = [f"hydra.searchpath=[file://{tmp_path}]", "recipes=advised", "run_name=x", f"run_dir={tmp_path}"]
+        composed = compose("train", overrides, return_hydra_config=True)
+    del composed.hydra
+    config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    assert isinstance(config, dict)
+    config["trainer"]["devices"] = 1
+    check_arguments(config)
+    assert config["model"]["d_model"] == 512
+    assert config["strategy"]["slots"] >= 1
+    callbacks = config["callbacks"]
+    assert {"partial_experts_checkpoint", "load_balancer", "fault_recovery", "telemetry"} <= set(callbacks)
+    assert callbacks["partial_experts_checkpoint"]["k_persist"] <= callbacks["partial_experts_checkpoint"]["k_snapshot"]
+    assert config["data"]["global_batch_size"] == (64 if extra else 32)
+
+
+def test_configuration_shows_every_field() -> None:
+    shown = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "simulate.yaml"))
+    assert isinstance(shown, dict)
+    for key, cls, name in (
+        ("hardware", Hardware, "preset"),
+        ("policy", Policy, "name"),
+        ("failures", Failures, "kind"),
+    ):
+        assert set(shown[key]) == {field.name for field in fields(cls)} | {name}
+
+
+def test_help_version_and_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    for argument, expected in (("--help", "usage: moe-sim"), ("--version", "moe-sim "), ("--cfg", "policy:")):
+        assert main([argument]) == 0
+        assert expected in capsys.readouterr().out
+
+
+MISTAKES = [
+    (["polcy.name=ds"], "there is no key 'polcy.name' (did you mean 'policy.name'?)"),
+    (["policy.name=mine"], "policy 'mine' is unknown: use one of"),
+    (["policy.slots=many"], "slots='many' of Policy must be an integer or null"),
+    (["policy.slots=1"], "16 experts do not fit 8 ranks of 1 slots: add nodes or raise policy.slots"),
+    (["hardware.preset=abacus"], "hardware preset 'abacus' is unknown"),
+    (["hardware.preset=none.json"], "none.json cannot be read"),
+    (["hardware.link_bytes_per_s=0"], "hardware.link_bytes_per_s=0 must be above 0"),
+    (["hardware.utilization=2"], "utilization=2 is a share"),
+    (["model=gpt"], "there is no model 'gpt'"),
+    (["nodes=0"], "nodes=0 must be an integer of at least 1"),
+    (["hours=-1"], "hours=-1 must be a number above 0"),
+    (["global_batch=8"], "give exactly one of them"),
+    (["routing.kind=trace"], "a trace, and only it, has a path"),
+    (["routing.kind=trace", "routing.path=no.npz"], "no.npz is not a file"),
+    (["routing.exponent=-1"], "routing.exponent=-1"),
+    (["failures.kind=trace", "failures.path=no.csv"], "no.csv is not a file"),
+    (["failures.kind=sometimes"], "failures.kind='sometimes' is unknown"),
+    (["failures.repair_s=0"], "failures.repair_s=0 must be above 0, or null"),
+    (["picture=no/where.svg"], "no is not a folder"),
+    (["recommend", "recipe=here.yaml"], "must be recipes/NAME.yaml"),
+    (["policy"], "'policy' cannot be read"),
+    (["policy=ds"], "policy=ds must be a mapping"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_mistakes_are_one_sentence(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = [argument for argument in arguments if argument == "recommend"]
+    assert main([*command, *FAST, *(argument for argument in arguments if argument != "recommend")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("moe-sim: error: ")
+    assert sentence in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_traces_of_a_real_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("".join(f"0,add,n{i}\n" for i in range(8)) + "600000,remove,n3\n900000,add,n9\n")
+    arguments = [*FAST, "failures.kind=trace", f"failures.path={trace}"]
+    assert main(arguments) == 0
+    assert "1 live replicas, 1 join" in capsys.readouterr().out
+    for text, fault in (
+        ("5,add,a\n1,add,b\n", "line 2: time 1 ms is before 5 ms"),
+        ("0,add,a\n1,add,a\n", "line 2: a is added while it is there"),
+        ("0,add,a\n1,remove,b\n", "line 2: b is removed while it is not there"),
+        ("0,grow,a\n", "line 1: '0,grow,a' is not milliseconds,add|remove,node"),
+        ("", "is empty"),
+    ):
+        trace.write_text(text)
+        assert main(arguments) == 2
+        assert fault in capsys.readouterr().err
