@@ -8,8 +8,7 @@ point every expert is taken from its newest version that is not younger; one tha
 The rule, with points ordered live > (session, step):
     whole   = the newest point without stale experts
     newest  = the newest point
-    choose whole, unless it is older than the checkpoint on storage; then choose newest, of equals the one with fewest
-    stale experts.
+    choose whole, unless it is older than the checkpoint on storage; then choose newest, memory before storage.
 So all ranks rather repeat a few steps than lose tokens, but never more steps than storage would cost.
 Within a point the order of sources is live > arena > copy > parity > storage (ALGORITHMS 3.6, 7; REFT 4.3). Snapshots
 of one session only are combined: an older session's later steps may have been rolled back.
@@ -188,8 +187,8 @@ def plan_recovery(
     candidates = list(search.candidates())
     if not candidates:
         return search.nothing()
-    newest = max(candidates, key=lambda c: (c.key, -c.num_stale, c.level != "storage"))
-    whole = max((c for c in candidates if not c.num_stale), key=lambda c: (c.key, c.level != "storage"), default=None)
+    candidates.sort(key=lambda c: (c.key, c.level != "storage"))
+    newest, whole = candidates[-1], next((c for c in reversed(candidates) if not c.num_stale), None)
     too_old = whole is None or (storage is not None and whole.key < (storage.session, storage.step))
     return search.plan(newest if whole is None or too_old else whole)
 
