@@ -362,6 +362,10 @@ def test_parities_are_of_no_use_without_the_other_shards() -> None:
     assert plan.decodes[0].assembler == 0
     assert plan_for(*without_snapshots([first, second], {("1", "arena", 1, 4)})).level == "nothing"
     assert plan_for(*without_snapshots([first, second], {("1", "parity", 2, 4)})).level == "nothing"
+    storage = StorageInventory(session="1", step=5, versions=((2, 2),))
+    assert plan_for(first, second, storage=storage).versions.tolist() == [[4, 4]]
+    damaged = without_snapshots([first, second], {("1", "arena", 1, 4)})
+    assert plan_for(*damaged, storage=storage).versions.tolist() == [[4, 2]]
 
 
 def test_ranks_of_a_node_take_turns_as_readers() -> None:
