@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.huggingface.export import Export, copy_companions, plan_export, refuse_existing
+from moe_lightning.models.huggingface.export import Export, copy_companions, existing, plan_export
 from moe_lightning.models.huggingface.module import HuggingFaceModule
 from moe_lightning.strategies.checkpointing import CheckpointingStrategy
 
@@ -35,8 +35,7 @@ class HuggingFaceExport(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = _checked(pl_module)
         plan_export(module.architecture, module.model, self._dtype)
-        if trainer.is_global_zero:
-            refuse_existing(self._path)
+        _refuse_existing(trainer, self._path)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -65,6 +64,7 @@ def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str |
             "use ExpertParallelStrategy"
         )
     export = plan_export(module.architecture, module.model, dtype)
+    _refuse_existing(trainer, path)
     stacks = _stacks(trainer, module, export)
     if trainer.is_global_zero:
         export.write(path, module.model.state_dict(), stacks)
@@ -86,6 +86,12 @@ def _stacks(trainer: pl.Trainer, module: HuggingFaceModule, export: Export) -> I
             continue
         rows = {name: strategy.experts.rows[parameter] for name, parameter in parameters.items()}
         yield full_model_state(local, rows, strategy.world)
+
+
+def _refuse_existing(trainer: pl.Trainer, path: Path) -> None:
+    """As rank 0 sees it, on every rank, so that none waits for one that has given up."""
+    if trainer.strategy.broadcast(path.exists()):
+        raise existing(path)
 
 
 def _checked(module: pl.LightningModule) -> HuggingFaceModule:

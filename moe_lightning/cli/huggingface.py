@@ -47,11 +47,12 @@ def export_checkpoint(path: Path, target: Path, *, dtype: str | None = None) -> 
         ConfigurationError: it is of another module, transformers has no class for the model, or the folder exists.
         CheckpointError: it is missing or damaged.
     """
-    from moe_lightning.models.huggingface.export import copy_companions, plan_export, refuse_existing
+    from moe_lightning.models.huggingface.export import copy_companions, existing, plan_export
     from moe_lightning.models.huggingface.loading import build_skeleton
     from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
-    refuse_existing(target)
+    if target.exists():
+        raise existing(target)
     source: _Source = _Directory(path) if path.is_dir() else _File(path)
     if "huggingface" not in source.hyper_parameters:
         raise ConfigurationError(f"{path} is no checkpoint of a HuggingFaceModule: transformers has no class for it")

@@ -212,21 +212,50 @@ def _swin_layers(model: nn.Module) -> Iterator[DenseLayer]:
 
 
 def _as_mixtral(config: Any, upcycling: UpcyclingConfig) -> tuple[Any, Family]:
-    """Mixtral is LLaMA with experts in every layer and a softmax over the chosen logits."""
+    """Mixtral is LLaMA or Mistral with experts in every layer and a softmax over the chosen logits."""
+    if upcycling.moe_every != 1 or getattr(config, "attention_bias", False):
+        raise ConfigurationError(
+            f"a {config.model_type} is a Mixtral only with experts in every layer (moe_every=1) and no attention "
+            "biases: keep the Lightning checkpoint of this one"
+        )
+    experts = {"num_local_experts": upcycling.num_experts, "num_experts_per_tok": upcycling.router.top_k}
+    others = {"sliding_window": getattr(config, "sliding_window", None)}
+    return _moe_config("mixtral", config, upcycling, experts | others)
+
+
+def _as_qwen3_moe(config: Any, upcycling: UpcyclingConfig) -> tuple[Any, Family]:
+    """Qwen3-MoE is Qwen3 with experts in some layers."""
+    if config.use_sliding_window:
+        raise ConfigurationError(
+            "use_sliding_window=true means other layers in Qwen3-MoE than in Qwen3: keep the Lightning checkpoint"
+        )
+    layers = range(config.num_hidden_layers)
+    others = {
+        "num_experts": upcycling.num_experts,
+        "num_experts_per_tok": upcycling.router.top_k,
+        "moe_intermediate_size": config.intermediate_size,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [layer for layer in layers if (layer + 1) % upcycling.moe_every],
+        "attention_bias": config.attention_bias,
+    }
+    return _moe_config("qwen3_moe", config, upcycling, others)
+
+
+def _moe_config(
+    model_type: str, config: Any, upcycling: UpcyclingConfig, others: Mapping[str, Any]
+) -> tuple[Any, Family]:
+    """The configuration of the same model with experts, where its router is the one that this family has."""
     from moe_lightning.models.huggingface.loading import config_from
 
     router = upcycling.router
-    same_weights = router.score == "softmax" and (router.softmax_after_top_k or router.normalize_top_k)
-    same_choice = router.num_groups == 1 and not router.bias_update_rate and not router.noisy_top_k
-    if upcycling.moe_every != 1 or not same_weights or not same_choice or config.attention_bias:
+    if router.score != "softmax" or router.num_groups > 1 or router.bias_update_rate or router.noisy_top_k:
         raise ConfigurationError(
-            "only a LLaMA with experts in every layer (moe_every=1), a plain softmax router and no attention biases "
-            "is a Mixtral: keep the Lightning checkpoint of this one"
+            f"{model_type} has a plain softmax router, without groups, selection bias and learned noise: keep the "
+            "Lightning checkpoint of this one"
         )
-    values: Mapping[str, Any] = config.to_dict()
+    values = config.to_dict()
     shared = {name: values[name] for name in _LLAMA_KEYS if name in values}
-    experts = {"num_local_experts": upcycling.num_experts, "num_experts_per_tok": router.top_k}
-    return config_from({"model_type": "mixtral", "sliding_window": None, **shared, **experts}), FAMILIES["mixtral"]
+    return config_from({"model_type": model_type, **shared, **others}), FAMILIES[model_type]
 
 
 _LLAMA_KEYS = (
@@ -250,7 +279,17 @@ _LLAMA_KEYS = (
     "attention_dropout",
     "dtype",
 )
-"""What a Mixtral takes over from a LLaMA."""
+"""What a model with experts takes over from the dense one."""
+
+
+def _llama_like(exported: Callable[[Any, UpcyclingConfig], tuple[Any, Family]]) -> DenseFamily:
+    return DenseFamily(
+        reader=GatedFeedForward(),
+        layers=_llama_layers,
+        activation=lambda config: str(config.hidden_act),
+        exported=exported,
+    )
+
 
 DENSE_FAMILIES: dict[str, DenseFamily] = {
     "gpt2": DenseFamily(
@@ -258,12 +297,9 @@ DENSE_FAMILIES: dict[str, DenseFamily] = {
         layers=_gpt2_layers,
         activation=lambda config: str(config.activation_function),
     ),
-    "llama": DenseFamily(
-        reader=GatedFeedForward(),
-        layers=_llama_layers,
-        activation=lambda config: str(config.hidden_act),
-        exported=_as_mixtral,
-    ),
+    "llama": _llama_like(_as_mixtral),
+    "mistral": _llama_like(_as_mixtral),
+    "qwen3": _llama_like(_as_qwen3_moe),
     "swinv2": DenseFamily(
         reader=PlainFeedForward(up="intermediate.dense", down="output.dense", is_transposed=True),
         layers=_swin_layers,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.distributed.balanced_training import Moving
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import RandomTokens, Recorder, make_trainer, replicas_of
 from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
@@ -48,7 +49,14 @@ class Probe(pl.Callback):
         export_to_huggingface(trainer, self._folder / when)
 
 
-def train(rank: int, world_size: int, root: Path, names: tuple[str, ...], strategy: dict[str, Any]) -> dict[str, Any]:
+def train(
+    rank: int,
+    world_size: int,
+    root: Path,
+    names: tuple[str, ...],
+    strategy: dict[str, Any],
+    moving: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Train every architecture for some steps; what the probe saw, by name."""
     from moe_lightning.models.huggingface.module import HuggingFaceModule
     from moe_lightning.models.huggingface.weights import WeightsFolder
@@ -64,17 +72,25 @@ def train(rank: int, world_size: int, root: Path, names: tuple[str, ...], strate
                 return f(self, key, row)
 
             patch.setattr(WeightsFolder, "read", recorded)
-            results[name] = _train_one(rank, world_size, root, name, strategy, HuggingFaceModule)
+            mover = [] if moving is None else [Moving(**moving)]
+            results[name] = _train_one(rank, world_size, root, name, strategy, HuggingFaceModule, mover)
         results[name]["experts_read"] = {key for key in read if ".experts." in key}
     return results
 
 
 def _train_one(
-    rank: int, world_size: int, root: Path, name: str, strategy: dict[str, Any], module_class: Any
+    rank: int,
+    world_size: int,
+    root: Path,
+    name: str,
+    strategy: dict[str, Any],
+    module_class: Any,
+    mover: list[Moving],
 ) -> dict[str, Any]:
-    probe, recorder = Probe(name, root / name / f"{world_size}"), Recorder()
-    probe._folder.mkdir(parents=True, exist_ok=True)
-    options = {"max_steps": STEPS, "gradient_clip_val": 1.0, "callbacks": [probe, recorder]}
+    folder = root / name / f"{world_size}{'m' * len(mover)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    probe, recorder = Probe(name, folder), Recorder()
+    options = {"max_steps": STEPS, "gradient_clip_val": 1.0, "callbacks": [probe, recorder, *mover]}
     trainer = make_trainer(rank, world_size, strategy, **options)
     router = {"bias_update_rate": 0.01} if name == "deepseek" else {"aux_loss_coef": 0.05}
     pretrained = str(root / name / "theirs")
@@ -85,6 +101,7 @@ def _train_one(
         "logits": probe.logits,
         "slots": probe.slots,
         "replicas": replicas_of(module),
+        "moved": sum(callback.moved_states + callback.visitors for callback in mover),
     }
 
 
@@ -106,9 +123,9 @@ def assert_close(actual: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * max(1.0, float(np.abs(expected).max())))
 
 
-def check(name: str, root: Path, reference: dict[str, Any], ranks: list[dict[str, Any]], world_size: int) -> None:
+def check(name: str, root: Path, reference: dict[str, Any], ranks: list[dict[str, Any]], run: str) -> None:
     """All that must hold of one architecture on some ranks."""
-    ours, expected = root / name / f"{world_size}", logits_of(reloaded(root / name / "theirs"), inputs_for(name))
+    ours, expected = root / name / run, logits_of(reloaded(root / name / "theirs"), inputs_for(name))
     files_equal(root / name / "theirs", ours / "start")
     for result in ranks:
         assert_close(result[name]["logits"][0], expected.numpy())
@@ -136,17 +153,25 @@ def check_shards(name: str, ranks: list[dict[str, Any]]) -> None:
 
 def test_one_rank(root: Path, reference: dict[str, Any]) -> None:
     for name in NAMES:
-        check(name, root, reference, [reference], 1)
+        check(name, root, reference, [reference], "1")
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, {}), (4, {"copies": 2, "zero1": True, "slots": 4})])
 def test_ranks(world_size: int, strategy: dict[str, Any], root: Path, reference: dict[str, Any]) -> None:
     ranks = run_ranks(world_size, train, root, NAMES, strategy)
     for name in NAMES:
-        check(name, root, reference, ranks, world_size)
+        check(name, root, reference, ranks, f"{world_size}")
         if "slots" not in strategy:
             assert all(len(slots) == 3 for slots in ranks[0][name]["slots"].values())
         check_shards(name, [{name: _without_vacant(result[name])} for result in ranks])
+
+
+def test_experts_that_move_and_visit(root: Path, reference: dict[str, Any]) -> None:
+    moving = {"move_at": (1, 3), "slots": 5, "visit": True}
+    ranks = run_ranks(2, train, root, NAMES, {"slots": 5}, moving)
+    for name in NAMES:
+        assert ranks[0][name]["moved"] > 0
+        check(name, root, reference, ranks, "2m")
 
 
 def _without_vacant(result: dict[str, Any]) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def edited(folder: Path, **values: Any) -> None:
     ("config", "options", "message"),
     [
         ({"model_type": "bert"}, {}, "model_type='bert' .* is not known: use one of mixtral, olmoe"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, {}, r"quantised \(mxfp4\)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, {}, r"quantised \(gptq\), and only mxfp4 and fp8"),
         ({"hidden_act": "relu"}, {}, "hidden_act='relu' .* is not known"),
         ({"hidden_size": "wide"}, {}, "transformers refuses this configuration"),
         ({}, {"context_length": 65}, "context_length=65 exceeds the 64 positions"),
@@ -211,7 +211,11 @@ def edited(folder: Path, **values: Any) -> None:
         ({}, {"router": {"aux_loss_coef": -1.0}}, "aux_loss_coef=-1.0 must be 0"),
         ({}, {"router": {"bias_update_rate": 0.1}}, "needs a selection bias, which mixtral has no room for"),
         ({}, {"overrides": {"dropout": 0.0}}, "has no 'dropout'"),
-        ({}, {"upcycling": {"num_experts": 4}}, "model_type='mixtral' .* use one of gpt2, llama, swinv2"),
+        (
+            {},
+            {"upcycling": {"num_experts": 4}},
+            "model_type='mixtral' .* use one of gpt2, llama, mistral, qwen3, sw",
+        ),
         ({}, {"pretrained": "nowhere"}, "nowhere/config.json does not exist"),
     ],
 )
@@ -256,6 +260,18 @@ def test_damaged_weights_are_one_sentence(damage: str, message: str, tmp_path: P
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
+
+
+def test_configurations_of_older_versions(tmp_path: Path) -> None:
+    """Names that have changed since; and router logits that nobody reads."""
+    make_checkpoint("mixtral", tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    del values["rope_parameters"], values["dtype"]
+    old = {"rope_theta": 7.0, "rope_scaling": None, "torch_dtype": "float32", "output_router_logits": True}
+    file.write_text(json.dumps(values | old))
+    inputs = inputs_for("mixtral")
+    assert_same_logits(load(tmp_path), logits_of(reloaded(tmp_path), inputs), inputs)
 
 
 def test_a_folder_without_safetensors(tmp_path: Path) -> None:

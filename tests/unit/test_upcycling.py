@@ -15,7 +15,7 @@ from moe_lightning.models.upcycling import UpcyclingConfig
 from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.modules.router import RouterConfig
 from tests.huggingface_models import DENSE, inputs_for, logits_of, make_checkpoint, reloaded
-from tests.unit.test_huggingface import TOLERANCE, assert_same_logits, fit, load, save
+from tests.unit.test_huggingface import TOLERANCE, assert_same_logits, edited, fit, load, save
 
 ROUTERS: list[dict[str, Any]] = [
     {"softmax_after_top_k": True},
@@ -53,23 +53,34 @@ def test_a_checkpoint_of_the_bare_model(tmp_path: Path) -> None:
     assert_same_logits(module, logits_of(theirs, inputs), inputs)
 
 
-def test_llama_becomes_a_mixtral(tmp_path: Path) -> None:
-    theirs, inputs = make_checkpoint("llama", tmp_path / "llama"), inputs_for("llama")
-    module = load(tmp_path / "llama", upcycling={"num_experts": 4})
+@pytest.mark.parametrize(
+    ("name", "moe_every", "family", "block"),
+    [
+        ("llama", 1, "mixtral", "model.layers.0.mlp"),
+        ("mistral", 1, "mixtral", "model.layers.0.mlp"),
+        ("qwen3_dense", 1, "qwen3_moe", "model.layers.0.mlp"),
+        ("qwen3_dense", 2, "qwen3_moe", "model.layers.1.mlp"),
+    ],
+)
+def test_upcycled_models_are_those_of_transformers(
+    name: str, moe_every: int, family: str, block: str, tmp_path: Path
+) -> None:
+    theirs, inputs = make_checkpoint(name, tmp_path / "dense"), inputs_for(name)
+    module = load(tmp_path / "dense", upcycling={"num_experts": 4, "moe_every": moe_every})
     save(module, tmp_path / "at_start")
-    mixtral = reloaded(tmp_path / "at_start")
-    assert mixtral.config.model_type == "mixtral"
+    sparse = reloaded(tmp_path / "at_start")
+    assert sparse.config.model_type == family
     expected = logits_of(theirs, inputs)
-    error = (logits_of(mixtral, inputs) - expected).abs().max()
+    error = (logits_of(sparse, inputs) - expected).abs().max()
     assert error <= TOLERANCE * float(expected.abs().max())
 
     fit(module, steps=4)
-    stack = module.architecture.layers["model.layers.0.mlp"].experts.w_up
+    stack = module.architecture.layers[block].experts.w_up
     assert not torch.equal(stack[0], stack[1]), "experts drift apart"
     save(module, tmp_path / "trained")
     assert_same_logits(module.eval(), logits_of(reloaded(tmp_path / "trained"), inputs), inputs)
     again = load(tmp_path / "trained")
-    assert torch.equal(again.architecture.layers["model.layers.0.mlp"].experts.w_up, stack)
+    assert torch.equal(again.architecture.layers[block].experts.w_up, stack)
 
 
 def test_images_train(tmp_path: Path) -> None:
@@ -122,8 +133,16 @@ def test_what_transformers_has_no_class_for_is_not_exported(tmp_path: Path) -> N
     with pytest.raises(ConfigurationError, match="has no gpt2 with experts"):
         save(module, tmp_path / "ours")
     make_checkpoint("llama", tmp_path / "llama")
-    for upcycling in ({"moe_every": 2}, {"router": RouterConfig(score="sigmoid")}):
-        module = load(tmp_path / "llama", upcycling=UpcyclingConfig(**upcycling))  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match="is a Mixtral: keep the Lightning checkpoint"):
+    make_checkpoint("qwen3_dense", tmp_path / "qwen3")
+    for dense, options, message in (
+        ("llama", {"moe_every": 2}, "is a Mixtral only with experts in every layer"),
+        ("llama", {"router": RouterConfig(score="sigmoid")}, "mixtral has a plain softmax router"),
+        ("qwen3", {"router": RouterConfig(bias_update_rate=0.1)}, "qwen3_moe has a plain softmax router"),
+    ):
+        module = load(tmp_path / dense, upcycling=UpcyclingConfig(**options))  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=message):
             save(module, tmp_path / "ours")
+    edited(tmp_path / "qwen3", use_sliding_window=True)
+    with pytest.raises(ConfigurationError, match="use_sliding_window=true means other layers"):
+        save(load(tmp_path / "qwen3", upcycling={}), tmp_path / "ours")
     assert not (tmp_path / "ours").exists()

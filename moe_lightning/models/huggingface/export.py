@@ -52,7 +52,8 @@ class Export:
         Raises:
             ConfigurationError: the folder exists already.
         """
-        refuse_existing(path)
+        if path.exists():
+            raise existing(path)
         staged = path.with_name(f".{path.name}.{os.getpid()}.new")
         staged.mkdir(parents=True)
         try:
@@ -95,10 +96,9 @@ def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None 
     return Export(config=config, family=family, dense=names, blocks=tuple(architecture.layers), dtype=chosen)
 
 
-def refuse_existing(path: Path) -> None:
-    """Raise ConfigurationError where an export would overwrite something."""
-    if path.exists():
-        raise ConfigurationError(f"{path} exists already: name another folder")
+def existing(path: Path) -> ConfigurationError:
+    """What an export answers where it would overwrite something."""
+    return ConfigurationError(f"{path} exists already: name another folder")
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -27,6 +27,9 @@ from moe_lightning.modules.stream import SampleStream, attach_stream
 _DERIVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
 """Tensors of older checkpoints that models compute themselves today."""
 
+QUANTISATIONS = ("mxfp4", "fp8")
+"""What can be dequantised, by the quant_method of config.json."""
+
 _LOADED = "_is_hf_initialized"
 """Marks a tensor that transformers must not initialise."""
 
@@ -54,8 +57,8 @@ def read_config(path: Path, known: tuple[str, ...], overrides: Mapping[str, Any]
         overrides: values to set in it, such as dropout probabilities.
 
     Raises:
-        ConfigurationError: no config.json, one that transformers refuses, an unknown or quantised model, or a key
-            that the configuration lacks.
+        ConfigurationError: no config.json, one that transformers refuses, an unknown model or quantisation, or a
+            key that the configuration lacks.
     """
     file = path / "config.json"
     if not file.is_file():
@@ -67,10 +70,12 @@ def read_config(path: Path, known: tuple[str, ...], overrides: Mapping[str, Any]
         raise ConfigurationError(f"{file} is not a model's configuration: {error}") from error
     if model_type not in known:
         raise ConfigurationError(f"model_type={model_type!r} of {path} is not known: use one of {', '.join(known)}")
-    if values.get("quantization_config"):
+    values.pop("auto_map", None)  # names code of the checkpoint
+    quantisation = values.pop("quantization_config", None)  # weights are dequantised as they are read
+    if quantisation and quantisation.get("quant_method") not in QUANTISATIONS:
         raise ConfigurationError(
-            f"{path} is quantised ({values['quantization_config'].get('quant_method')}): "
-            "load it with transformers in bfloat16 and save it with save_pretrained"
+            f"{path} is quantised ({quantisation.get('quant_method')}), and only {' and '.join(QUANTISATIONS)} can be "
+            "read: load it with transformers in bfloat16 and save it with save_pretrained"
         )
     config = config_from(values)
     for name, value in (overrides or {}).items():
@@ -86,9 +91,8 @@ def config_from(values: Mapping[str, Any]) -> Any:
     Raises:
         ConfigurationError: transformers refuses it.
     """
-    rest = {name: value for name, value in values.items() if name not in ("model_type", "transformers_version")}
     try:
-        return transformers().AutoConfig.for_model(values["model_type"], **rest)
+        return transformers().CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
     except Exception as error:  # each configuration class has its own
         reason = str(error).strip().splitlines()
         raise ConfigurationError(
@@ -99,6 +103,7 @@ def config_from(values: Mapping[str, Any]) -> Any:
 def build_skeleton(architecture: Architecture) -> Any:
     """The model on the meta device with deferred MoE layers installed: names and shapes, no memory."""
     config = copy.deepcopy(architecture.config)  # transformers notes the dtype in it; exports need the original's
+    config.output_router_logits = False  # auxiliary losses are ours
     auto_class = getattr(transformers(), architecture.auto_class)
     with torch.device("meta"):
         model = auto_class.from_config(config, dtype=torch.get_default_dtype())
@@ -119,7 +124,8 @@ def load_model(architecture: Architecture, weights: WeightsFolder) -> Any:
     used = _load_dense(model, architecture, weights)
     for block, layer in architecture.layers.items():
         prefix = architecture.disk_prefix(block)
-        used |= {weights.find(name) for name in architecture.reader.names(prefix, layer.num_experts)}
+        names = architecture.reader.names(prefix, layer.num_experts)
+        used |= {part for name in names for part in weights.parts(name)}
         layer.experts.source = partial(architecture.reader.read, weights, prefix)
         if not experts_are_deferred():
             layer.experts.place(range(layer.num_experts), torch.device("cpu"))
@@ -156,15 +162,16 @@ def dense_tensors(model: nn.Module, architecture: Architecture) -> Iterator[tupl
 
 
 @torch.no_grad()
-def _load_dense(model: nn.Module, architecture: Architecture, weights: WeightsFolder) -> set[str | None]:
-    used: set[str | None] = set()
+def _load_dense(model: nn.Module, architecture: Architecture, weights: WeightsFolder) -> set[str]:
+    """Fill everything but the experts; the names of the tensors on disk that were used."""
+    used: set[str] = set()
     for tensor, names in dense_tensors(model, architecture):
         wanted = [name for name in map(architecture.disk_name, names) if name is not None]
         if not wanted:
             continue
-        found = [there for there in map(weights.find, wanted) if there is not None]
-        used.update(found)
-        values = weights.read(found[0] if found else wanted[0])
+        found = [name for name in wanted if weights.parts(name)]
+        used |= {part for name in found for part in weights.parts(name)}
+        values = weights.read((found or wanted)[0])
         if values.shape != tensor.shape:
             raise CheckpointError(
                 f"{found[0]!r} of {weights.path} has shape {list(values.shape)}, the model's {list(tensor.shape)}: "
@@ -175,7 +182,7 @@ def _load_dense(model: nn.Module, architecture: Architecture, weights: WeightsFo
     return used
 
 
-def _report_unused(model: Any, weights: WeightsFolder, used: set[str | None]) -> None:
+def _report_unused(model: Any, weights: WeightsFolder, used: set[str]) -> None:
     ignored = re.compile("|".join((*_DERIVED, *(model._keys_to_ignore_on_load_unexpected or ()))))
     unused = sorted(name for name in set(weights.files) - used if not ignored.search(name))
     if unused:

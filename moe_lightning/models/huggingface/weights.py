@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.models.huggingface.quantised import FP8_SCALE, MXFP4_BLOCKS, MXFP4_SCALES, from_fp8, from_mxfp4
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -66,25 +67,34 @@ class WeightsFolder:
                 raise CheckpointError(f"{self.path / INDEX} lists {file!r}, which is not in the folder")
         return files
 
-    def find(self, name: str) -> str | None:
-        """What a tensor is called here; None where there is none."""
-        if name in self.files:
-            return name
-        bare = name.removeprefix(self.optional_prefix)
-        return bare if bare in self.files else None
+    def parts(self, name: str) -> tuple[str, ...]:
+        """The tensors on disk that make up a tensor: itself, or its values and scales where it is quantised; none where
+        it is not there.
+        """
+        for known in dict.fromkeys((name, name.removeprefix(self.optional_prefix))):
+            for ends in (("", FP8_SCALE), ("",), (MXFP4_BLOCKS, MXFP4_SCALES)):
+                if all(f"{known}{end}" in self.files for end in ends):
+                    return tuple(f"{known}{end}" for end in ends)
+        return ()
 
     def read(self, name: str, row: int | None = None) -> Tensor:
-        """A tensor, or one row of it, in the dtype on disk; only these bytes are read.
+        """A tensor, or one row of a stack, in the dtype on disk or dequantised; only these bytes are read.
 
         Raises:
             CheckpointError: there is no such tensor or row, or the file is damaged.
         """
-        found = self.find(name)
-        if found is None:
+        parts = self.parts(name)
+        if not parts:
             raise CheckpointError(f"{self.path} has no tensor {name!r}: it is incomplete, or of another architecture")
-        file = self._file(self.files[found])
+        values = [self._read(part, row) for part in parts]
+        if len(parts) == 1:
+            return values[0]
+        return from_mxfp4(*values) if parts[0].endswith(MXFP4_BLOCKS) else from_fp8(*values)
+
+    def _read(self, name: str, row: int | None) -> Tensor:
+        file = self._file(self.files[name])
         try:
-            tensor: Tensor = file.get_tensor(found) if row is None else file.get_slice(found)[row]
+            tensor: Tensor = file.get_tensor(name) if row is None else file.get_slice(name)[row]
         except (SafetensorError, IndexError) as error:
             raise CheckpointError(f"{name!r} cannot be read from {self.path}: {error}") from error
         return tensor
