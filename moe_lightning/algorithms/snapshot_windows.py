@@ -1,0 +1,92 @@
+"""Hierarchical asynchronous snapshotting: which part of a snapshot is copied in which window of a training step.
+
+First the idle time (pipeline bubbles, waiting for data), then computation, then communication, which may be used only
+where training and snapshot take different ways (NVLink and PCIe); what is left stalls training.
+Source: REFT 4.1, Alg. 1; ALGORITHMS 7.1. Ours: bytes instead of elements, the third window (in the paper's text, not in
+its algorithm), the rest as a stall, guards for empty snapshots and single stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_lightning.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotWindows:
+    """Bytes of a snapshot by the window in which they are copied, and the seconds that training waits for the rest."""
+
+    idle_bytes: int
+    compute_bytes: int
+    communication_bytes: int
+    stall_bytes: int
+    stall_s: float
+
+    @property
+    def total_bytes(self) -> int:
+        return self.idle_bytes + self.compute_bytes + self.communication_bytes + self.stall_bytes
+
+
+def pipeline_bubble_s(stage: int, num_stages: int, micro_batch_s: float) -> float:
+    """Idle seconds of a pipeline stage in one 1F1B step.
+
+    At stage 0 this is exactly (P - 1) * (forward + backward); the discount of 0.2 of a micro-batch for each further
+    stage is the paper's.
+
+    Args:
+        stage: 0-based.
+        num_stages: P; without pipeline, 1, there is no bubble.
+        micro_batch_s: the mean of forward and backward time of one micro-batch.
+
+    Raises:
+        ConfigurationError: no such stage, or negative time.
+    """
+    if not 0 <= stage < num_stages:
+        raise ConfigurationError(f"stage={stage} is not one of {num_stages} pipeline stages: count them from 0")
+    if micro_batch_s < 0:
+        raise ConfigurationError(f"micro_batch_s={micro_batch_s} must be 0 or more seconds")
+    return 0.0 if num_stages == 1 else (0.8 * stage + 2 * num_stages - stage - 2) * micro_batch_s
+
+
+def schedule_snapshot(
+    snapshot_bytes: int,
+    *,
+    bytes_per_s: float,
+    idle_s: float,
+    compute_s: float,
+    communication_s: float = 0.0,
+    separate_link: bool = False,
+) -> SnapshotWindows:
+    """Fill the windows of one step in order.
+
+    Args:
+        snapshot_bytes: to be copied until the next update; 0 needs no window.
+        bytes_per_s: of the copy.
+        idle_s, compute_s, communication_s: of a step.
+        separate_link: training communicates over another link than the copy takes.
+
+    Raises:
+        ConfigurationError: no bandwidth, or a negative size or time.
+    """
+    for name, value in (
+        ("snapshot_bytes", snapshot_bytes),
+        ("idle_s", idle_s),
+        ("compute_s", compute_s),
+        ("communication_s", communication_s),
+    ):
+        if value < 0:
+            raise ConfigurationError(f"{name}={value} must be 0 or more")
+    if not bytes_per_s > 0:
+        raise ConfigurationError(f"bytes_per_s={bytes_per_s} copies nothing: measure the bandwidth of a copy")
+    left, parts = snapshot_bytes, []
+    for window_s in (idle_s, compute_s, communication_s if separate_link else 0.0):
+        parts.append(int(min(left, window_s * bytes_per_s)))
+        left -= parts[-1]
+    return SnapshotWindows(
+        idle_bytes=parts[0],
+        compute_bytes=parts[1],
+        communication_bytes=parts[2],
+        stall_bytes=left,
+        stall_s=left / bytes_per_s,
+    )
