@@ -5,7 +5,7 @@ Inventories travel as JSON; `to_json` and `from_json` are each other's inverse.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -124,3 +124,13 @@ class RankInventory:
                 "snapshots": tuple(SnapshotInventory.from_json(item) for item in data["snapshots"]),
             }
         )
+
+
+def without_snapshots(
+    inventories: Iterable[RankInventory], damaged: Collection[tuple[str, str, int, int]]
+) -> list[RankInventory]:
+    """The inventories less the snapshots that turned out to be unreadable, given as (node, kind, writer, step)."""
+    return [
+        inventory.with_snapshots(s for s in inventory.snapshots if (inventory.node, *s.place) not in damaged)
+        for inventory in inventories
+    ]

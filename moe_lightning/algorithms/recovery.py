@@ -19,7 +19,7 @@ Shapes: L MoE layers, E experts, N ranks of the new world, W writers (ranks of t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -27,7 +27,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.inventory import RankInventory, SnapshotInventory, StorageInventory
+from moe_lightning.algorithms.inventory import RankInventory, SnapshotInventory, StorageInventory, without_snapshots
 from moe_lightning.algorithms.placement import IntArray
 
 __all__ = [
@@ -191,16 +191,6 @@ def plan_recovery(
     newest, whole = candidates[-1], next((c for c in reversed(candidates) if not c.num_stale), None)
     too_old = whole is None or (storage is not None and whole.key < (storage.session, storage.step))
     return search.plan(newest if whole is None or too_old else whole)
-
-
-def without_snapshots(
-    inventories: Iterable[RankInventory], damaged: Collection[tuple[str, str, int, int]]
-) -> list[RankInventory]:
-    """The inventories less the snapshots that turned out to be unreadable, given as (node, kind, writer, step)."""
-    return [
-        inventory.with_snapshots(s for s in inventory.snapshots if (inventory.node, *s.place) not in damaged)
-        for inventory in inventories
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
