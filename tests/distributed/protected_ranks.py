@@ -32,7 +32,9 @@ def node_arenas(base: Path, node: int | str) -> Path:
     return arenas
 
 
-def snapshotter_of(arenas: Path, rank: int, world_size: int, session: str = "1") -> Snapshotter:
+def snapshotter_of(
+    arenas: Path, rank: int, world_size: int, session: str = "1", object_bytes: int = 4096
+) -> Snapshotter:
     return Snapshotter(
         arena_path(arenas, rank),
         run=RUN,
@@ -40,18 +42,25 @@ def snapshotter_of(arenas: Path, rank: int, world_size: int, session: str = "1")
         rank=rank,
         world_size=world_size,
         state=state_of(rank, world_size, 0),
-        object_bytes=4096,
+        object_bytes=object_bytes,
         objects=2,
     )
 
 
-def snapshot(snapshotter: Snapshotter, rank: int, world_size: int, step: int, fresh: set[int] | None = None) -> None:
+def snapshot(
+    snapshotter: Snapshotter,
+    rank: int,
+    world_size: int,
+    step: int,
+    fresh: set[int] | None = None,
+    objects: dict[str, Any] | None = None,
+) -> None:
     """Publish the state after a step; `fresh` are the experts that are copied (None: all)."""
     snapshotter.start(
         step,
         state_of(rank, world_size, step),
         fresh=None if fresh is None else expert_keys(fresh),
-        objects={f"rng/{rank}": {"state": torch.tensor([rank, step])}},
+        objects=objects or {f"rng/{rank}": {"state": torch.tensor([rank, step])}},
     )
     snapshotter.wait_before_update()
     snapshotter.finish()

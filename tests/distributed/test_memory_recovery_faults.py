@@ -1,0 +1,211 @@
+"""Protection that was interrupted, snapshots that are damaged, sessions that follow each other, and live survivors."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_lightning.algorithms.protection import aec_layout, arc_layout, no_protection
+from moe_lightning.algorithms.recovery import (
+    Origin,
+    RankInventory,
+    RecoveryPlan,
+    plan_recovery,
+    without_snapshots,
+)
+from moe_lightning.checkpoint.arena import Arena
+from moe_lightning.checkpoint.inventory import COPIES, PARITIES, copy_path, local_inventory, parity_path
+from moe_lightning.checkpoint.protection import Protector
+from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
+from moe_lightning.checkpoint.room import ARENAS
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.errors import ConfigurationError
+from tests.distributed.harness import connect, run_ranks
+from tests.distributed.protected_ranks import (
+    ALL,
+    RUN,
+    assert_holds,
+    node_arenas,
+    protect,
+    recover,
+    snapshot,
+    snapshotter_of,
+)
+from tests.unit.checkpoint_state import EXPERTS, LAYERS
+
+AEC = aec_layout(range(3))
+
+
+def interrupted(rank: int, world_size: int, base: str, late: int) -> None:
+    """Everybody begins to protect step 6; one rank never finishes."""
+    world = connect()
+    snapshotter = snapshotter_of(node_arenas(Path(base), rank), rank, world_size)
+    protector = Protector(snapshotter.arena, AEC, world)
+    for step in (4, 5, 6):
+        snapshot(snapshotter, rank, world_size, step)
+        assert protector.start(step)
+    if rank != late:
+        protector.finish()
+    all_gather_json(0, world)
+    protector.close()
+    for step in (7, 8, 9):
+        snapshot(snapshotter, rank, world_size, step)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_version_that_not_all_have_finished_does_not_count(tmp_path: Path, lost: int) -> None:
+    """Rank 1 did not finish: its parity is torn. Without rank 0 that parity is needed, without rank 1 it is not."""
+    run_ranks(3, interrupted, str(tmp_path), 1)
+    shutil.rmtree(tmp_path / f"node{lost}")
+    alive = [node for node in range(3) if node != lost]
+    assert run_ranks(2, recover, str(tmp_path), alive)[0].version == (5 if lost == 0 else 6)
+
+
+def damage(path: Path, step: int) -> None:
+    """Flip one byte of the first payload of a version."""
+    arena = Arena(path)
+    placed = next(table for table in arena.tables() if table.step == step).placed[0]
+    arena.memory[placed.block] ^= 1
+    arena.close()
+
+
+def plan_around(rank: int, world_size: int, base: str, nodes: list[int]) -> tuple[list[str], int]:
+    """Plan and fetch until no snapshot turns out to be damaged; the names of those that were."""
+    world = connect()
+    arenas = node_arenas(Path(base), nodes[rank])
+    own = RankInventory(rank=rank, node=f"node{nodes[rank]}").with_snapshots(local_inventory(arenas, RUN))
+    inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
+    found: list[str] = []
+    while True:
+        plan = plan_recovery(inventories, None, num_layers=LAYERS, num_experts=EXPERTS)
+        if plan.level == "nothing":
+            return found, -1
+        try:
+            source = fetch(plan, world, arenas, ALL)
+        except DamagedSnapshots as error:
+            found += sorted(":".join(map(str, place)) for place in error.damaged)
+            inventories = without_snapshots(inventories, error.damaged)
+        else:
+            assert_holds(source, dict.fromkeys(range(EXPERTS), plan.version), ALL)
+            return found, plan.version
+
+
+def test_a_damaged_snapshot_is_named_on_every_rank_and_the_one_before_is_used(tmp_path: Path) -> None:
+    run_ranks(3, protect, str(tmp_path), AEC, [5, 6])
+    damage(copy_path(tmp_path / "node1", "1", 1, 1), 6)
+    damage(parity_path(tmp_path / "node2", "1", 2), 5)
+    shutil.rmtree(tmp_path / "node0")
+    results = run_ranks(2, plan_around, str(tmp_path), [1, 2])
+    assert results[0] == results[1]
+    named, version = results[0]
+    assert set(named) == {"node1:arena:1:6", "node1:copy:1:6", "node2:parity:0:5"}
+    assert version == -1
+
+
+def test_a_damaged_copy_is_not_needed_where_a_parity_is_whole(tmp_path: Path) -> None:
+    run_ranks(3, protect, str(tmp_path), AEC, [5, 6])
+    damage(copy_path(tmp_path / "node1", "1", 1, 1), 6)
+    for path in tmp_path.glob(f"*/{ARENAS}"):
+        path.unlink()
+    assert run_ranks(3, plan_around, str(tmp_path), [0, 1, 2]) == [(["node1:arena:1:6"], 6)] * 3
+
+
+def live_and_lost(rank: int, world_size: int, base: str, version: int) -> RecoveryPlan:
+    """Survivors of three nodes hold the experts of their own live; node 2 held the others alone."""
+    world = connect()
+    arenas = node_arenas(Path(base), rank)
+    mine = tuple(sorted((layer, expert) for layer, expert in ALL if expert % 3 == rank))
+    own = RankInventory(rank=rank, node=f"node{rank}", live_version=version, experts=mine)
+    own = own.with_snapshots(local_inventory(arenas, RUN))
+    inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
+    plan = plan_recovery(inventories, None, num_layers=LAYERS, num_experts=EXPERTS)
+    needed = {pair for pair in ALL if pair[1] % 3 == 2 and pair[0] % 2 == rank}
+    source = fetch(plan, world, arenas, needed)
+    if plan.level == "live":
+        assert source.keys() == source.keys("expert/0/2/") + source.keys("expert/1/2/"), "only what is not live"
+        for layer, expert in needed:
+            assert source.version(f"expert/{layer}/{expert}/weight/w1") == version
+            source.read(f"expert/{layer}/{expert}/weight/w1")
+    return plan
+
+
+def test_survivors_keep_their_state_where_lost_experts_are_protected_at_its_version(tmp_path: Path) -> None:
+    run_ranks(3, protect, str(tmp_path), AEC, [5, 6])
+    shutil.rmtree(tmp_path / "node2")
+    plan = run_ranks(2, live_and_lost, str(tmp_path), 6)[0]
+    assert plan.describe() == "6 experts from replicas, 2 from parity, 0 stale"
+    assert plan.counts([(0, 2), (1, 2)]) == {Origin.PARITY: 2}
+    rolled_back = run_ranks(2, live_and_lost, str(tmp_path), 7)[0]
+    assert (rolled_back.level, rolled_back.version) == ("memory", 6)
+
+
+def second_session(rank: int, world_size: int, base: str, finish: int) -> list[str]:
+    """After session 1 of three ranks, session 2 of two protects `finish` versions."""
+    world = connect()
+    arenas = node_arenas(Path(base), rank)
+    snapshotter = snapshotter_of(arenas, rank, world_size, "2")
+    protector = Protector(snapshotter.arena, aec_layout(range(2)), world)
+    for step in range(10, 10 + finish):
+        snapshot(snapshotter, rank, world_size, step)
+        assert protector.start(step)
+        protector.finish()
+    all_gather_json(0, world)
+    protector.close()
+    return sorted({s.session for s in local_inventory(arenas, RUN) if s.kind == "parity"})
+
+
+def test_the_former_sessions_protection_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    run_ranks(3, protect, str(tmp_path), AEC, [5])
+    shutil.rmtree(tmp_path / "node2")
+    run_ranks(2, second_session, str(tmp_path), 0)
+    assert run_ranks(2, recover, str(tmp_path), [0, 1])[0].version == 5
+    assert run_ranks(2, second_session, str(tmp_path), 1) == [["1", "2"]] * 2
+    assert run_ranks(2, second_session, str(tmp_path), 2) == [["2"]] * 2
+    files = [path for pattern in (COPIES, PARITIES) for path in tmp_path.glob(f"*/{pattern}")]
+    assert {path.name.split(".")[1] for path in files} == {"2"}
+
+
+def growing(rank: int, world_size: int, base: str) -> int:
+    """Objects that outgrow the files' room."""
+    world = connect()
+    arenas = node_arenas(Path(base), rank)
+    snapshotter = snapshotter_of(arenas, rank, world_size, object_bytes=1 << 20)
+    protector = Protector(snapshotter.arena, arc_layout(range(world_size)), world)
+    for step, size in ((1, 10), (2, 100_000), (3, 10)):
+        snapshot(snapshotter, rank, world_size, step, objects={f"rng/{rank}": {"state": torch.zeros(size)}})
+        assert protector.start(step)
+        report = protector.finish()
+        assert report is not None
+        assert (report.sent_bytes > 400_000) == (size == 100_000)
+    steps = [s.step for s in local_inventory(arenas, RUN) if s.kind == "copy"]
+    protector.close()
+    return steps
+
+
+def test_a_snapshot_may_outgrow_its_room(tmp_path: Path) -> None:
+    assert run_ranks(2, growing, str(tmp_path)) == [[3, 2]] * 2
+
+
+def refusals(rank: int, world_size: int, base: str) -> None:
+    world = connect()
+    snapshotter = snapshotter_of(node_arenas(Path(base), rank), rank, world_size)
+    with pytest.raises(ConfigurationError, match="laid out for 3 ranks, the world has 2"):
+        Protector(snapshotter.arena, AEC, world)
+    assert not Protector(snapshotter.arena, no_protection(range(2)), world).start(1)
+    protector = Protector(snapshotter.arena, arc_layout(range(2)), world)
+    if rank == 0:
+        snapshot(snapshotter, rank, world_size, 1)
+    assert not protector.start(1), "rank 1 has no snapshot"
+    if rank == 1:
+        snapshot(snapshotter, rank, world_size, 1)
+        copy_path(snapshotter.arena.path.parent, "1", 1, 0).with_suffix(".alive").mkdir()
+    with pytest.raises(ConfigurationError, match="rank 1 cannot keep protected snapshots"):
+        protector.start(1)
+    protector.close()
+
+
+def test_what_cannot_be_protected_is_refused_by_all_ranks_alike(tmp_path: Path) -> None:
+    run_ranks(2, refusals, str(tmp_path))
