@@ -2,9 +2,10 @@
 
 At a fixed point of a step every rank calls `start` with the step of a published snapshot. Its own packed snapshot is
 kept aside, and one asynchronous exchange on the background group carries it to the ranks that keep copies (ARC), or
-its sub-shards to the members of its sharding group (AEC), which keep their XOR and all tables of contents. `collect`,
-at a later fixed point, takes what arrived to a thread that publishes it. A protected version needs nothing but these
-files, so that arenas may go on meanwhile; one that not all ranks have finished is torn, and the one before it counts.
+its sub-shards to the members of its sharding group (AEC), which keep their XOR and all tables of contents. A thread
+waits for what arrives and publishes it; the next `start` waits for the thread. A protected version needs nothing but
+these files, so that arenas may go on meanwhile; one that not all ranks have finished is torn, and the one before it
+counts.
 Sources: REFT 4.1-4.3; ALGORITHMS 7.2, 7.3.
 """
 
@@ -41,9 +42,9 @@ class ProtectionReport:
         step: of the snapshot.
         sent_bytes, received_bytes: of copies and sub-shards.
         table_bytes: sent beside them.
-        start_s: training waited for sizes and for its own snapshot to be packed.
-        collect_s: training waited for the exchange.
-        publish_s: copies and parities were made of what arrived; training went on.
+        start_s: training waited: for the version before, for the sizes, for its own snapshot to be packed.
+        exchange_s: until everything had arrived; training went on.
+        publish_s: until copies and parities were made of it; training went on.
     """
 
     step: int
@@ -51,7 +52,7 @@ class ProtectionReport:
     received_bytes: int
     table_bytes: int
     start_s: float
-    collect_s: float
+    exchange_s: float
     publish_s: float
 
 
@@ -88,7 +89,6 @@ class Protector:
         self._limits: list[tuple[int, int]] = []
         self._files: dict[int, ProtectedFile] = {}
         self._parity: ProtectedFile | None = None
-        self._flight: _Flight | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._report: ProtectionReport | None = None
@@ -126,7 +126,7 @@ class Protector:
         sub = self._sub_bytes(sizes, self._world.rank)
         blob = self._keep_own(table, nbytes, sub * (len(self._group) - 1))
         ways = self._ways()
-        self._flight = _Flight(
+        flight = _Flight(
             table=table,
             tables=self._send(ways, lambda writer, _: int(told[writer][0]), lambda _: _bytes(text)),
             payloads=self._send(
@@ -138,28 +138,9 @@ class Protector:
             sub_bytes=sub,
             start_s=time.perf_counter() - began,
         )
-        return True
-
-    def collect(self) -> None:
-        """Take what arrived to the publishing thread; waits for the exchange."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        began = time.perf_counter()
-        tables = {flight.ways[at]: data for at, data in flight.tables.wait().items()}
-        payloads = {flight.ways[at]: data for at, data in flight.payloads.wait().items()}
-        report = ProtectionReport(
-            step=flight.table.step,
-            sent_bytes=flight.payloads.sent_bytes,
-            received_bytes=sum(data.numel() for data in payloads.values()),
-            table_bytes=flight.tables.sent_bytes,
-            start_s=flight.start_s,
-            collect_s=time.perf_counter() - began,
-            publish_s=0.0,
-        )
-        arguments = (flight, tables, payloads, report)
-        self._thread = threading.Thread(target=self._publish, args=arguments, name="protection", daemon=True)
+        self._thread = threading.Thread(target=self._complete, args=(flight,), name="protection", daemon=True)
         self._thread.start()
+        return True
 
     def finish(self) -> ProtectionReport | None:
         """Wait until what was begun is published; the report of the newest version.
@@ -167,7 +148,6 @@ class Protector:
         Raises:
             RuntimeError: it could not be published.
         """
-        self.collect()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -177,11 +157,11 @@ class Protector:
         return self._report
 
     def close(self) -> None:
-        """Abandon what is on its way and let go of the files, which stay for recovery."""
-        self._flight = None
+        """Let go of the files, which stay for recovery; what is on its way ends, or fails with its connections."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._failure = None  # it would keep the groups of a broken world alive
         self._close_files()
 
     # ------------------------------------------------------------------ who sends what
@@ -257,27 +237,29 @@ class Protector:
         file.publish(relocated(table, file.base))
         return room
 
-    def _publish(
-        self,
-        flight: _Flight,
-        tables: dict[tuple[int, int], torch.Tensor],
-        payloads: dict[tuple[int, int], torch.Tensor],
-        report: ProtectionReport,
-    ) -> None:
-        """The publishing thread: keep copies, and the XOR of the sub-shards of the group."""
-        began = time.perf_counter()
+    def _complete(self, flight: _Flight) -> None:
+        """The thread: wait for what arrives and make copies and parities of it."""
         try:
-            texts = {writer: data.numpy().tobytes() for (writer, _), data in tables.items()}
-            for (writer, _), data in payloads.items():
-                if writer not in self._group:
-                    file = self._files[writer]
-                    file.begin()[: data.numel()] = data
-                    file.publish(relocated(Table.parse(texts[writer]), file.base))
+            began = time.perf_counter()
+            texts = {flight.ways[at][0]: data.numpy().tobytes() for at, data in flight.tables.wait().items()}
+            payloads = {flight.ways[at][0]: data for at, data in flight.payloads.wait().items()}
+            arrived = time.perf_counter()
+            for writer in payloads.keys() - set(self._group):
+                file = self._files[writer]
+                file.begin()[: payloads[writer].numel()] = payloads[writer]
+                file.publish(relocated(Table.parse(texts[writer]), file.base))
             if self._parity is not None:
-                self._publish_parity(
-                    self._parity, flight, texts, [payloads[j, i] for j, i in payloads if j in self._group]
-                )
-            self._report = replace(report, publish_s=time.perf_counter() - began)
+                shares = [payloads[member] for member in self._group if member != self._world.rank]
+                self._publish_parity(self._parity, flight, texts, shares)
+            self._report = ProtectionReport(
+                step=flight.table.step,
+                sent_bytes=flight.payloads.sent_bytes,
+                received_bytes=sum(data.numel() for data in payloads.values()),
+                table_bytes=flight.tables.sent_bytes,
+                start_s=flight.start_s,
+                exchange_s=arrived - began,
+                publish_s=time.perf_counter() - arrived,
+            )
         except BaseException as error:  # handed to the training thread, which raises it
             self._failure = error
 

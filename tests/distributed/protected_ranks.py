@@ -77,7 +77,6 @@ def protect(
     for step in steps:
         snapshot(snapshotter, rank, world_size, step)
         assert protector.start(step)
-        protector.collect()
         report = protector.finish()
         assert report is not None
         reports.append(dict(vars(report)))

@@ -18,6 +18,7 @@ from moe_lightning.algorithms.recovery import (
 )
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.inventory import COPIES, PARITIES, copy_path, local_inventory, parity_path
+from moe_lightning.checkpoint.protected_files import ProtectedFile
 from moe_lightning.checkpoint.protection import Protector
 from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
 from moe_lightning.checkpoint.room import ARENAS
@@ -40,19 +41,29 @@ AEC = aec_layout(range(3))
 
 
 def interrupted(rank: int, world_size: int, base: str, late: int) -> None:
-    """Everybody begins to protect step 6; one rank never finishes."""
+    """Everybody protects step 6, but one rank comes no further than to open its parity."""
     world = connect()
     snapshotter = snapshotter_of(node_arenas(Path(base), rank), rank, world_size)
     protector = Protector(snapshotter.arena, AEC, world)
-    for step in (4, 5, 6):
+    for step in (4, 5):
         snapshot(snapshotter, rank, world_size, step)
         assert protector.start(step)
-    if rank != late:
-        protector.finish()
-    all_gather_json(0, world)
+    protector.finish()
+    snapshot(snapshotter, rank, world_size, 6)
+    if rank == late:
+        protector._publish_parity = lose_heart  # type: ignore[method-assign]
+    assert protector.start(6)
+    if rank == late:
+        with pytest.raises(RuntimeError, match="a snapshot could not be protected: on the way"):
+            protector.finish()
     protector.close()
     for step in (7, 8, 9):
         snapshot(snapshotter, rank, world_size, step)
+
+
+def lose_heart(file: ProtectedFile, *_: object) -> None:
+    file.begin().fill_(1)
+    raise OSError("on the way")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
