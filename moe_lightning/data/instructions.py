@@ -1,8 +1,8 @@
 """Instruction tuning: conversations of a JSONL file as token windows in which only the answers are predicted.
 
 A line is {"messages": [{"role", "content"}, ...]}, {"prompt", "response"}, or {"instruction", "output"} with an
-"input" or without. It is written out as in OLMoE-Instruct and Tulu: each turn after a line <|role|>, each answer ended by
-the end token.
+"input" or without. It is written out as in OLMoE-Instruct and Tulu: each turn after a line <|role|>, each answer ended
+by the end token.
 """
 
 from __future__ import annotations

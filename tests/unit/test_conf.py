@@ -81,7 +81,7 @@ def test_keys_are_the_arguments(path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_compose_and_fit_their_constructors(recipe: str, tmp_path: Path) -> None:
-    filled = ["data.source=text.txt"] if recipe in ("text", "upcycle_gpt2") else []
+    filled = ["data.source=text.txt"] if recipe == "text" else []
     filled += ["model.router.forced.path=trace.npz"] if recipe == "trace_routing" else []
     filled += ["model.pretrained=folder"] if recipe in ("olmoe_finetune", "upcycle_gpt2") else []
     filled += ["data.path=instructions.jsonl"] if recipe == "olmoe_finetune" else []

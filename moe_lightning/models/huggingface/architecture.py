@@ -88,7 +88,7 @@ class SparseArchitecture(Architecture):
 
     Args:
         config: a transformers configuration of one of the `FAMILIES`.
-        router: training options of the routers.
+        router: training options of the routers; None values leave them as they are.
 
     Raises:
         ConfigurationError: an option that would change what the pretrained router computes, or that its checkpoints
@@ -100,7 +100,7 @@ class SparseArchitecture(Architecture):
         self.family = FAMILIES[config.model_type]
         self.reader = self.family.layout
         self._arguments = self.family.describe(config)
-        options = dict(router or {})
+        options = {name: value for name, value in (router or {}).items() if value is not None}
         for name in options:
             if name not in TRAINING_OPTIONS:
                 raise ConfigurationError(

@@ -33,7 +33,7 @@ class HuggingFaceConfig:
         context_length: most tokens in a sequence; the data are cut to it.
         router: training options of the routers of a pretrained MoE: aux_loss_coef (by default what the checkpoint
             says, brought to the scale of our loss), aux_loss_scope, z_loss_coef, bias_update_rate, jitter,
-            capacity_factor, drop_policy, forced.
+            capacity_factor, drop_policy, forced. None: as in the checkpoint.
         overrides: values to set in the checkpoint's configuration, such as dropout probabilities. nn.Dropout gives up
             the same loss on any number of ranks, so set them to 0 where that matters.
         gradient_checkpointing: recompute layers in the backward pass instead of keeping their activations.
@@ -53,7 +53,7 @@ class HuggingFaceConfig:
     def __post_init__(self) -> None:
         if self.upcycling is not None:
             object.__setattr__(self, "upcycling", build_config(UpcyclingConfig, self.upcycling))
-            if self.router:
+            if any(value is not None for value in self.router.values()):
                 raise ConfigurationError("router belongs to pretrained experts: set upcycling.router instead")
         if self.context_length < 1:
             raise ConfigurationError(f"context_length={self.context_length} must be at least 1")
