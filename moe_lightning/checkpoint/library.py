@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from moe_lightning.algorithms.recovery import Origin, Read
 from moe_lightning.checkpoint.inventory import open_arenas, units_of
 from moe_lightning.checkpoint.records import Piece
-from moe_lightning.checkpoint.table import Table, digest_of
+from moe_lightning.checkpoint.table import Placed, Table, digest_of
 from moe_lightning.kernels import pack
 
 _ORIGINS = {"arena": Origin.ARENA, "copy": Origin.COPY}
@@ -27,7 +28,7 @@ class Snapshot:
 
     def payloads(self) -> list[torch.Tensor]:
         """uint8 bytes of all pieces, in the order of the table."""
-        return [self.memory[p.block : p.block + p.piece.nbytes] for p in self.table.placed]
+        return [self._payload(placed) for placed in self.table.placed]
 
     def packed(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """uint8 [packed_bytes_of(pieces)]: all payloads one behind the other, as `relocated` describes them."""
@@ -36,8 +37,15 @@ class Snapshot:
 
     def unit(self, expert: tuple[int, int] | None) -> list[tuple[Piece, torch.Tensor]]:
         """Pieces and bytes of an expert, or of everything else."""
-        pieces, payloads = [placed.piece for placed in self.table.placed], self.payloads()
-        return [(pieces[index], payloads[index]) for index in units_of(pieces).get(expert, [])]
+        chosen = [self.table.placed[index] for index in self._units.get(expert, [])]
+        return [(placed.piece, self._payload(placed)) for placed in chosen]
+
+    @cached_property
+    def _units(self) -> dict[tuple[int, int] | None, list[int]]:
+        return units_of(placed.piece for placed in self.table.placed)
+
+    def _payload(self, placed: Placed) -> torch.Tensor:
+        return self.memory[placed.block : placed.block + placed.piece.nbytes]
 
 
 class Library:
