@@ -19,7 +19,7 @@ from moe_lightning.models.huggingface.architecture import Architecture, ExpertRe
 from moe_lightning.models.huggingface.blocks import SparseBlock
 from moe_lightning.models.huggingface.families import FAMILIES, OUR_ROUTER, Family
 from moe_lightning.models.huggingface.layouts import GatedFeedForward, PlainFeedForward
-from moe_lightning.modules.experts import Activation, deferred_experts
+from moe_lightning.modules.experts import Activation
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
 
@@ -144,15 +144,14 @@ class UpcycledArchitecture(Architecture):
                 f"moe_every={upcycling.moe_every} leaves no MoE layer among {len(found)}: lower it"
             )
         for layer in found[upcycling.moe_every - 1 :: upcycling.moe_every]:
-            with deferred_experts():
-                moe = MoELayer(
-                    layer.d_model,
-                    layer.d_hidden,
-                    upcycling.num_experts,
-                    upcycling.router,
-                    activation=self._activation,
-                    bias=isinstance(self.reader, PlainFeedForward),
-                )
+            moe = MoELayer(
+                layer.d_model,
+                layer.d_hidden,
+                upcycling.num_experts,
+                upcycling.router,
+                activation=self._activation,
+                bias=isinstance(self.reader, PlainFeedForward),
+            )
             layer.replace(moe)
             self.layers[layer.block] = moe
             self._prefixes[layer.block] = layer.prefix

@@ -163,7 +163,8 @@ class Router(nn.Module):
         config.check(num_experts)
         self.config = config
         self.num_experts = num_experts
-        self.weight = nn.Parameter(torch.randn(num_experts, d_model) * init_std)
+        self._init_std = init_std
+        self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, d_model)) if config.noisy_top_k else None
         self.has_selection_bias = selection_bias or config.bias_update_rate > 0
@@ -174,6 +175,14 @@ class Router(nn.Module):
         self.stream = SampleStream()
         self.tag = 0
         self._popularity: Popularity | None = None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights from the global generator; everything else starts at zero."""
+        for _, tensor in (*self.named_parameters(), *self.named_buffers()):
+            tensor.zero_()
+        self.weight.copy_(torch.randn_like(self.weight) * self._init_std)
 
     def forward(self, x_TD: Tensor) -> Routing:
         config = self.config

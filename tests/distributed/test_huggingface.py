@@ -4,6 +4,7 @@ transformers, a round trip changes no bit, and training gives one loss sequence 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from tests.huggingface_models import files_equal, inputs_for, logits_of, make_ch
 
 TOLERANCE = 1e-5
 NAMES = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "gpt_oss")
+UPCYCLED = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "llama": {}}
 STEPS = 4
 OPTIMIZER = {"lr": 1e-3, "warmup_steps": 2, "decay": "constant"}
 
 
 class Probe(pl.Callback):
-    """Takes the logits of one batch, exports the model, and notes which experts live here."""
+    """Takes the logits of one batch, exports the model where a folder is given, and notes which experts live here."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path | None) -> None:
         self._inputs, self._folder = inputs_for(name), folder
         self.logits: list[Any] = []
         self.slots: dict[str, tuple[int, ...]] = {}
@@ -46,7 +48,8 @@ class Probe(pl.Callback):
         with torch.no_grad():
             self.logits.append(module(self._inputs).numpy())
         module.train()
-        export_to_huggingface(trainer, self._folder / when)
+        if self._folder is not None:
+            export_to_huggingface(trainer, self._folder / when)
 
 
 def train(
@@ -89,12 +92,19 @@ def _train_one(
 ) -> dict[str, Any]:
     folder = root / name / f"{world_size}{'m' * len(mover)}"
     folder.mkdir(parents=True, exist_ok=True)
-    probe, recorder = Probe(name, folder), Recorder()
-    options = {"max_steps": STEPS, "gradient_clip_val": 1.0, "callbacks": [probe, recorder, *mover]}
-    trainer = make_trainer(rank, world_size, strategy, **options)
+    probe = Probe(name, folder)
     router = {"bias_update_rate": 0.01} if name == "deepseek" else {"aux_loss_coef": 0.05}
     pretrained = str(root / name / "theirs")
-    module = module_class({"pretrained": pretrained, "context_length": 16, "router": router}, OPTIMIZER)
+    config = {"pretrained": pretrained, "context_length": 16, "router": router}
+    return _fit(rank, world_size, strategy, module_class(config, OPTIMIZER), probe, mover)
+
+
+def _fit(
+    rank: int, world_size: int, strategy: dict[str, Any], module: Any, probe: Probe, mover: Sequence[Moving] = ()
+) -> dict[str, Any]:
+    recorder = Recorder()
+    options = {"max_steps": STEPS, "gradient_clip_val": 1.0, "callbacks": [probe, recorder, *mover]}
+    trainer = make_trainer(rank, world_size, strategy, **options)
     trainer.fit(module, DataLoader(RandomTokens(48), batch_size=12, shuffle=True))
     return {
         "losses": recorder.losses,
@@ -105,10 +115,23 @@ def _train_one(
     }
 
 
+def upcycle(rank: int, world_size: int, root: Path, strategy: dict[str, Any]) -> dict[str, Any]:
+    """Train upcycled models for some steps; what the probe saw, by name."""
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    results = {}
+    for name, overrides in UPCYCLED.items():
+        torch.manual_seed(11)
+        config = {"pretrained": str(root / name / "theirs"), "context_length": 16, "overrides": overrides}
+        module = HuggingFaceModule({**config, "upcycling": {"num_experts": 4}}, OPTIMIZER)
+        results[name] = _fit(rank, world_size, strategy, module, Probe(name, None))
+    return results
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("huggingface")
-    for name in NAMES:
+    for name in (*NAMES, *UPCYCLED):
         make_checkpoint(name, folder / name / "theirs")
     return folder
 
@@ -137,7 +160,6 @@ def check(name: str, root: Path, reference: dict[str, Any], ranks: list[dict[str
 
 def check_shards(name: str, ranks: list[dict[str, Any]]) -> None:
     """Ranks read the experts of their slots, and replicas hold the same bytes."""
-    seen: dict[str, bytes] = {}
     for result in ranks:
         assert result[name]["slots"]
         for block, slots in result[name]["slots"].items():
@@ -146,7 +168,14 @@ def check_shards(name: str, ranks: list[dict[str, Any]]) -> None:
             by_row = {int(key.rpartition("/")[2]) for key in keys if not key.endswith("/None")}
             by_name = {int(key.split(".experts.")[1].split(".")[0]) for key in keys if key.endswith("/None")}
             assert by_row | by_name == set(slots)
-        for parameter, experts in result[name]["replicas"].items():
+    check_replicas([result[name]["replicas"] for result in ranks])
+
+
+def check_replicas(ranks: list[dict[str, dict[int, bytes]]]) -> None:
+    """Replicas hold the same bytes."""
+    seen: dict[str, bytes] = {}
+    for held in ranks:
+        for parameter, experts in held.items():
             for expert, content in experts.items():
                 assert seen.setdefault(f"{parameter}/{expert}", content) == content, f"{parameter} of expert {expert}"
 
@@ -172,6 +201,20 @@ def test_experts_that_move_and_visit(root: Path, reference: dict[str, Any]) -> N
     for name in NAMES:
         assert ranks[0][name]["moved"] > 0
         check(name, root, reference, ranks, "2m")
+
+
+def test_upcycled_models(root: Path) -> None:
+    """Every rank copies the dense layer into its own slots; routers start alike; one loss sequence."""
+    reference = run_ranks(1, upcycle, root, {})[0]
+    ranks = run_ranks(2, upcycle, root, {"copies": 2})
+    for name in UPCYCLED:
+        dense = make_checkpoint(name, root / name / "again")
+        expected = logits_of(dense, inputs_for(name)).numpy()
+        for result in (reference, *ranks):
+            assert_close(result[name]["logits"][0], expected)
+            np.testing.assert_allclose(result[name]["losses"], reference[name]["losses"], rtol=0, atol=TOLERANCE)
+            assert np.abs(result[name]["logits"][1] - expected).max() > 0.01
+        check_replicas([result[name]["replicas"] for result in ranks])
 
 
 def _without_vacant(result: dict[str, Any]) -> dict[str, Any]:

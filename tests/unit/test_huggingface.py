@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError
 from moe_lightning.modules.losses import mean_over_samples
-from tests.huggingface_models import SPARSE, files_equal, inputs_for, logits_of, make_checkpoint, reloaded
+from tests.huggingface_models import (
+    SPARSE,
+    files_equal,
+    inputs_for,
+    logits_of,
+    make_checkpoint,
+    reloaded,
+    transformers,
+)
 
 TOLERANCE = 1e-5
 """Of logits, relative to the largest: these models' reach about ten."""
@@ -115,6 +123,31 @@ def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not layers["model.layers.0.mlp"].experts.w_up[1].any()
 
 
+@pytest.mark.parametrize(
+    ("config", "sizes", "parameters"),
+    [
+        ("OlmoeConfig", {"intermediate_size": 1024}, 6.919e9),
+        ("MixtralConfig", {}, 46.70e9),
+        ("GptOssConfig", {}, 116.83e9),
+        ("DeepseekV3Config", {}, 671.03e9),
+    ],
+)
+def test_skeletons_need_no_memory(config: str, sizes: dict[str, int], parameters: float) -> None:
+    """The models as they were published, which no test machine could hold."""
+    from moe_lightning.models.huggingface.architecture import SparseArchitecture
+    from moe_lightning.models.huggingface.loading import build_skeleton
+
+    skeleton = build_skeleton(SparseArchitecture(getattr(transformers, config)(**sizes)))
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+    assert sum(parameter.numel() for parameter in skeleton.parameters()) == pytest.approx(parameters, rel=1e-3)
+
+
+def test_generation_is_that_of_transformers(tmp_path: Path) -> None:
+    theirs, inputs = make_checkpoint("gpt_oss", tmp_path), inputs_for("gpt_oss")
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(load(tmp_path).model.generate(inputs, **options), theirs.generate(inputs, **options))
+
+
 def test_loaded_models_can_be_copied(tmp_path: Path) -> None:
     make_checkpoint("mixtral", tmp_path)
     module = load(tmp_path)
@@ -211,6 +244,7 @@ def edited(folder: Path, **values: Any) -> None:
         ({}, {"router": {"aux_loss_coef": -1.0}}, "aux_loss_coef=-1.0 must be 0"),
         ({}, {"router": {"bias_update_rate": 0.1}}, "needs a selection bias, which mixtral has no room for"),
         ({}, {"overrides": {"dropout": 0.0}}, "has no 'dropout'"),
+        ({}, {"overrides": {"hidden_size": "wide"}}, "transformers refuses this configuration"),
         (
             {},
             {"upcycling": {"num_experts": 4}},

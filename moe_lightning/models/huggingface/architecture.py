@@ -13,7 +13,6 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.blocks import SparseBlock
 from moe_lightning.models.huggingface.families import FAMILIES, MODEL_BLOCK, Family
 from moe_lightning.models.huggingface.weights import WeightsFolder
-from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
 
@@ -64,7 +63,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def install(self, model: nn.Module) -> None:
-        """Put deferred MoE layers in the places of the model's blocks."""
+        """Put MoE layers in the places of the model's blocks; they are built as the caller's context says."""
 
     @abstractmethod
     def disk_name(self, name: str) -> str | None:
@@ -117,8 +116,7 @@ class SparseArchitecture(Architecture):
         for name, block in list(model.named_modules()):
             if not name.endswith(f".{MODEL_BLOCK}") or not hasattr(block, "experts"):
                 continue
-            with deferred_experts():
-                moe = MoELayer(**self._arguments)
+            moe = MoELayer(**self._arguments)
             shared = getattr(block, "shared_experts", None)
             returns = self.family.returns_scores
             model.set_submodule(name, SparseBlock(moe, shared_experts=shared, returns_scores=returns))

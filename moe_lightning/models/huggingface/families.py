@@ -55,6 +55,7 @@ class Family:
 
 def _mixtral(config: Any) -> dict[str, Any]:
     _require(config, hidden_act="silu")
+    # Theirs jitters what the experts see as well; ours only what the router sees, as in the Switch Transformer.
     router = {"softmax_after_top_k": True, "jitter": config.router_jitter_noise}
     return _layer(config, config.num_local_experts, config.intermediate_size, **router)
 

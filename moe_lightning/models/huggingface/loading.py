@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.weights import WeightsFolder
-from moe_lightning.modules.experts import Experts, experts_are_deferred
+from moe_lightning.modules.experts import Experts, deferred_experts, experts_are_deferred
 from moe_lightning.modules.stream import SampleStream, attach_stream
 
 _DERIVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
@@ -78,11 +78,10 @@ def read_config(path: Path, known: tuple[str, ...], overrides: Mapping[str, Any]
             "read: load it with transformers in bfloat16 and save it with save_pretrained"
         )
     config = config_from(values)
-    for name, value in (overrides or {}).items():
+    for name in overrides or {}:
         if not hasattr(config, name):
             raise ConfigurationError(f"the configuration of {path} has no {name!r}: see its config.json")
-        setattr(config, name, value)
-    return config
+    return config_from(values | dict(overrides)) if overrides else config
 
 
 def config_from(values: Mapping[str, Any]) -> Any:
@@ -105,9 +104,9 @@ def build_skeleton(architecture: Architecture) -> Any:
     config = copy.deepcopy(architecture.config)  # transformers notes the dtype in it; exports need the original's
     config.output_router_logits = False  # auxiliary losses are ours
     auto_class = getattr(transformers(), architecture.auto_class)
-    with torch.device("meta"):
+    with torch.device("meta"), deferred_experts():
         model = auto_class.from_config(config, dtype=torch.get_default_dtype())
-    architecture.install(model)
+        architecture.install(model)
     attach_stream(model, SampleStream())
     return model
 
@@ -121,6 +120,8 @@ def load_model(architecture: Architecture, weights: WeightsFolder) -> Any:
     model = build_skeleton(architecture)
     weights.optional_prefix = f"{model.base_model_prefix}."
     _materialise(model)
+    for layer in architecture.layers.values():
+        layer.router.reset_parameters()
     used = _load_dense(model, architecture, weights)
     for block, layer in architecture.layers.items():
         prefix = architecture.disk_prefix(block)
@@ -130,7 +131,7 @@ def load_model(architecture: Architecture, weights: WeightsFolder) -> Any:
         if not experts_are_deferred():
             layer.experts.place(range(layer.num_experts), torch.device("cpu"))
     _report_unused(model, weights, used)
-    model.initialize_weights()  # what no file holds: rotary tables, new routers
+    model.initialize_weights()  # what no file holds, such as rotary tables
     return model
 
 
