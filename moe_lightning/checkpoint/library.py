@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,8 +32,7 @@ class Snapshot:
 
     def packed(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """uint8 [packed_bytes_of(pieces)]: all payloads one behind the other, as `relocated` describes them."""
-        payloads = self.payloads()
-        return pack(payloads, out) if payloads else torch.empty(0, dtype=torch.uint8)
+        return packed(self.payloads(), out)
 
     def unit(self, expert: tuple[int, int] | None) -> list[tuple[Piece, torch.Tensor]]:
         """Pieces and bytes of an expert, or of everything else."""
@@ -84,13 +83,19 @@ class Library:
         pieces = ((s, [p.piece for p in s.table.placed]) for s in candidates)
         return next((s for s, p in pieces if _intact(zip(p, s.payloads(), strict=True))), None)
 
-    def read(self, read: Read, *, verify: bool) -> list[tuple[Piece, torch.Tensor]] | None:
-        """The pieces of a unit; None where it is not here, or, with `verify`, where its bytes are damaged."""
+    def read(self, read: Read) -> list[tuple[Piece, torch.Tensor]] | None:
+        """The pieces of a unit, verified; None where it is not here or damaged."""
         for snapshot in self._snapshots[read.origin, read.writer, read.step]:
             unit = snapshot.unit(read.expert)
-            if unit and (not verify or _intact(unit)):
+            is_there = bool(unit) or read.expert is None  # a writer may have nothing but experts
+            if is_there and _intact(unit):
                 return unit
         return None
+
+
+def packed(payloads: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """uint8 [packed_bytes_of(pieces)]: payloads one behind the other."""
+    return pack(payloads, out) if payloads else torch.empty(0, dtype=torch.uint8)
 
 
 def packed_bytes_of(pieces: Iterable[Piece]) -> int:

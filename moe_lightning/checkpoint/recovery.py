@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from moe_lightning.algorithms.recovery import Expert, Origin, Read, RecoveryPlan
+from moe_lightning.algorithms.recovery import Expert, Origin, RecoveryPlan
 from moe_lightning.checkpoint.decoding import decode_snapshots
-from moe_lightning.checkpoint.library import Library, packed_bytes_of
+from moe_lightning.checkpoint.library import Library, packed, packed_bytes_of
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory_checkpoint import FetchedPiece, MemoryCheckpoint
 from moe_lightning.checkpoint.parcels import Parcel, exchange_parcels
@@ -27,7 +27,6 @@ from moe_lightning.checkpoint.records import Piece
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
-from moe_lightning.kernels import pack
 
 _KINDS = {Origin.ARENA: "arena", Origin.COPY: "copy", Origin.PARITY: "parity"}
 
@@ -74,11 +73,14 @@ def fetch(
     library = Library(arenas, plan.session)
     problems = [(plan.nodes[rank], *place) for rank, place in decode_snapshots(plan.decodes, library, world)]
     _raise_if_damaged(problems)
-    served = {i: library.read(r, verify=True) for i, r in enumerate(plan.reads) if r.reader == world.rank}
+    wanted = {i for i, read in enumerate(plan.reads) if read.expert is None or read.expert in needed_experts}
+    here = {i for i, read in enumerate(plan.reads) if read.node == plan.nodes[world.rank]} & wanted
+    served = {i for i, read in enumerate(plan.reads) if read.reader == world.rank}
+    units = {i: library.read(plan.reads[i]) for i in here | served}
     own = {
         "experts": sorted(needed_experts),
-        "pieces": {i: [piece.to_json() for piece, _ in unit] for i, unit in served.items() if unit is not None},
-        "damaged": [i for i, unit in served.items() if unit is None],
+        "pieces": {i: [piece.to_json() for piece, _ in units[i] or ()] for i in served},
+        "damaged": [i for i, unit in units.items() if unit is None],
     }
     told = all_gather_json(own, world)
     bad = [plan.reads[index] for entry in told for index in entry["damaged"]]
@@ -89,15 +91,13 @@ def fetch(
         Parcel(source=plan.reads[index].reader, target=target, nbytes=packed_bytes_of(listing[index]))
         for index, target in deliveries
     ]
-    arrived = exchange_parcels(parcels, lambda at: pack([data for _, data in served[deliveries[at][0]] or ()]), world)
-    unpacked = {deliveries[at][0]: _split(data, listing[deliveries[at][0]]) for at, data in arrived.items()}
+    arrived = exchange_parcels(parcels, lambda at: packed([data for _, data in units[deliveries[at][0]] or ()]), world)
+    units |= {deliveries[at][0]: _split(data, listing[deliveries[at][0]]) for at, data in arrived.items()}
+    pieces = [FetchedPiece(piece=piece, data=data) for unit in units.values() for piece, data in unit or ()]
+    elsewhere = [FetchedPiece(piece=piece, data=None) for i in listing.keys() - units.keys() for piece in listing[i]]
     return MemoryCheckpoint(
         plan.version,
-        [
-            FetchedPiece(piece=piece, data=data)
-            for index, read in enumerate(plan.reads)
-            for piece, data in _local(read, library, plan, world.rank) or unpacked.get(index) or _absent(listing[index])
-        ],
+        pieces + elsewhere,
         versions=plan.versions,
         storage=storage,
         experts_on_storage=plan.from_storage,
@@ -119,12 +119,6 @@ def _deliveries(plan: RecoveryPlan, needs: list[set[Any]]) -> Iterator[tuple[int
                 yield index, rank
 
 
-def _local(read: Read, library: Library, plan: RecoveryPlan, rank: int) -> list[tuple[Piece, torch.Tensor]] | None:
-    """A unit that lies on this node; its reader has verified it."""
-    is_here = rank == read.reader or plan.nodes[rank] == read.node
-    return library.read(read, verify=False) if is_here else None
-
-
 def _split(data: torch.Tensor, pieces: list[Piece]) -> list[tuple[Piece, torch.Tensor]]:
     """The pieces of a packed unit."""
     found, start = [], 0
@@ -132,7 +126,3 @@ def _split(data: torch.Tensor, pieces: list[Piece]) -> list[tuple[Piece, torch.T
         found.append((piece, data[start : start + piece.nbytes]))
         start += packed_bytes_of([piece])
     return found
-
-
-def _absent(pieces: list[Piece]) -> list[tuple[Piece, None]]:
-    return [(piece, None) for piece in pieces]

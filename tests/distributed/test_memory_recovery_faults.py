@@ -21,7 +21,8 @@ from moe_lightning.checkpoint.inventory import COPIES, PARITIES, copy_path, loca
 from moe_lightning.checkpoint.protected_files import ProtectedFile
 from moe_lightning.checkpoint.protection import Protector
 from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
-from moe_lightning.checkpoint.room import ARENAS
+from moe_lightning.checkpoint.room import ARENAS, arena_path
+from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import connect, run_ranks
@@ -122,6 +123,55 @@ def test_a_damaged_copy_is_not_needed_where_a_parity_is_whole(tmp_path: Path) ->
     for path in tmp_path.glob(f"*/{ARENAS}"):
         path.unlink()
     assert run_ranks(3, plan_around, str(tmp_path), [0, 1, 2]) == [(["node1:arena:1:6"], 6)] * 3
+
+
+def same_step_twice(rank: int, world_size: int, base: str) -> None:
+    """The newest step is in the arena and protected."""
+    world = connect()
+    snapshotter = snapshotter_of(node_arenas(Path(base), rank), rank, world_size)
+    protector = Protector(snapshotter.arena, aec_layout(range(world_size)), world)
+    snapshot(snapshotter, rank, world_size, 7)
+    assert protector.start(7)
+    protector.finish()
+
+
+def test_a_damaged_arena_does_not_matter_where_the_protected_version_is_whole(tmp_path: Path) -> None:
+    run_ranks(2, same_step_twice, str(tmp_path))
+    damage(arena_path(tmp_path / "node0", 0), 7)
+    assert run_ranks(2, plan_around, str(tmp_path), [0, 1]) == [([], 7)] * 2
+    damage(copy_path(tmp_path / "node0", "1", 0, 0), 7)
+    assert run_ranks(2, plan_around, str(tmp_path), [0, 1]) == [(["node0:arena:0:7"], 7)] * 2, "from the parity"
+
+
+def lopsided(rank: int, world_size: int, base: str, nodes: list[int], recovers: bool) -> list[str]:
+    """Writer 0 has an expert and nothing else, writer 1 has everything but experts, writer 2 has nothing."""
+    world = connect()
+    arenas = node_arenas(Path(base), nodes[rank])
+    if recovers:
+        own = RankInventory(rank=rank, node=f"node{nodes[rank]}").with_snapshots(local_inventory(arenas, RUN))
+        inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
+        plan = plan_recovery(inventories, None, num_layers=1, num_experts=1)
+        found = fetch(plan, world, arenas, {(0, 0)})
+        return [f"{key}={found.read(key).tolist()}" for key in found.keys("")]
+    state = [{"expert/0/0/weight/w": torch.ones(3)}, {"dense/w/weight": torch.ones(2)}, {}][rank]
+    snapshotter = Snapshotter(
+        arena_path(arenas, rank), run=RUN, session="1", rank=rank, world_size=world_size, state=state, objects=1
+    )
+    protector = Protector(snapshotter.arena, AEC, world)
+    snapshotter.start(1, state)
+    snapshotter.finish()
+    assert protector.start(1)
+    protector.finish()
+    return []
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_writers_may_have_experts_only_or_nothing(tmp_path: Path, lost: int) -> None:
+    run_ranks(3, lopsided, str(tmp_path), [0, 1, 2], False)
+    shutil.rmtree(tmp_path / f"node{lost}")
+    alive = [node for node in range(3) if node != lost]
+    found = run_ranks(2, lopsided, str(tmp_path), alive, True)
+    assert found == [["dense/w/weight=[1.0, 1.0]", "expert/0/0/weight/w=[1.0, 1.0, 1.0]"]] * 2
 
 
 def live_and_lost(rank: int, world_size: int, base: str, version: int) -> RecoveryPlan:
