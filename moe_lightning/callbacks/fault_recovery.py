@@ -7,16 +7,26 @@ memory, else from storage; then the failed step runs again with the same samples
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from moe_lightning.algorithms.protection import (
+    ProtectionLayout,
+    aec_layout,
+    arc_layout,
+    choose_protection,
+    no_protection,
+)
+from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryReport, WorldChanged
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+_Protection = Literal["auto", "arc", "aec", "none"]
 
 
 class FaultRecovery(Callback):
@@ -32,6 +42,10 @@ class FaultRecovery(Callback):
     Args:
         min_replicas: nodes that hold each expert where slots allow; any smaller number of them may be lost at once
             without a snapshot. Unless the strategy names copies or a placement, it starts with so many.
+        protection: how snapshots of a PartialExpertsCheckpoint outlive their node: "arc" (copies), "aec" (parities),
+            "none", or "auto": none where every expert is on more than `failures` nodes, else the cheapest that
+            survives so many lost nodes.
+        failures: nodes that may be lost at once without falling back to storage.
         max_recoveries: recoveries after which the run gives up.
 
     Attributes:
@@ -41,11 +55,22 @@ class FaultRecovery(Callback):
         ConfigurationError: a value outside its range, another strategy, dispatch groups, or manual optimization.
     """
 
-    def __init__(self, *, min_replicas: int = 2, max_recoveries: int = 100) -> None:
-        for name, value in (("min_replicas", min_replicas), ("max_recoveries", max_recoveries)):
+    def __init__(
+        self,
+        *,
+        min_replicas: int = 2,
+        protection: _Protection = "auto",
+        failures: int = 1,
+        max_recoveries: int = 100,
+    ) -> None:
+        if protection not in get_args(_Protection):
+            raise ConfigurationError(f"protection={protection!r} is not known: use one of {get_args(_Protection)}")
+        numbers = {"min_replicas": min_replicas, "failures": failures, "max_recoveries": max_recoveries}
+        for name, value in numbers.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(f"{name}={value!r} must be an integer of at least 1")
         self._min_replicas = min_replicas
+        self._protection, self._failures = protection, failures
         self._max_recoveries = max_recoveries
         self._committed = -1
         self.reports: list[RecoveryReport] = []
@@ -76,8 +101,28 @@ class FaultRecovery(Callback):
             )
         elastic.min_replicas, elastic.max_recoveries = self._min_replicas, self._max_recoveries
         elastic.observers = [partial(self._note, trainer)]
+        checkpoint = next((c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)), None)  # type: ignore[attr-defined]
+        if checkpoint is not None:
+            assert isinstance(trainer.strategy, ExpertParallelStrategy)
+            checkpoint.protect_with(self._layout)
+            elastic.sources = checkpoint.recovery_sources(trainer.strategy)
+            elastic.publish_snapshots = checkpoint.settle_snapshots
         loop = trainer.fit_loop
         loop.run = partial(elastic.run, loop.run)  # type: ignore[method-assign]
+
+    def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
+        """Who protects whose snapshots in the present world."""
+        node_of = strategy.node_of
+        if self._protection == "none" or len(set(node_of)) == 1:
+            return no_protection(node_of)
+        if self._protection == "arc":
+            return arc_layout(node_of, shifts=min(self._failures, len(set(node_of)) - 1))
+        if self._protection == "aec":
+            return aec_layout(node_of)
+        holders = [p.holders(e) for p in strategy.experts.placements for e in range(p.num_experts)]
+        replicated = all(len({node_of[rank] for rank in ranks}) > self._failures for ranks in holders)
+        failures = min(self._failures, len(set(node_of)) - 1)
+        return choose_protection(node_of, replicated=replicated and not strategy.shards_optimizers, failures=failures)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

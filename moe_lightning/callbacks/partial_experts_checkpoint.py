@@ -10,7 +10,7 @@ K_persist; the others stay at their last version, and the tokens that a restore 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +21,14 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.dynamic_k import DynamicK
 from moe_lightning.checkpoint.books import Books
-from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.plan import Order
+from moe_lightning.checkpoint.recovery_sources import RecoverySources
 from moe_lightning.checkpoint.session import CheckpointSession, CheckpointSettings
+from moe_lightning.checkpoint.source import CheckpointSource
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
@@ -91,6 +93,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._timeout_s = timeout_s
         self.session: CheckpointSession | None = None
         self.books: Books | None = None
+        self._strategy: ExpertParallelStrategy | None = None
+        self._layout: Callable[[ExpertParallelStrategy], ProtectionLayout] | None = None
+        self._received_books: dict[str, Any] | None = None
+        self._is_interrupted = False
         self._counts: Tensor | None = None
         self._saved_at = -1
         self._experts_moved = False
@@ -116,13 +122,60 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._saved_at = trainer.global_step
         self._step_ended = time.perf_counter()
         assert isinstance(trainer.strategy, ExpertParallelStrategy)
-        trainer.strategy.before_replacing.append(self._settle)
+        self._strategy = trainer.strategy
+        if self._settle not in trainer.strategy.before_replacing:
+            trainer.strategy.before_replacing.append(self._settle)
+            trainer.strategy.entered_world.append(self._enter_world)
 
     def _settle(self) -> None:
         """Experts are about to move: finish the copy of their rows. Their writers change, so a new session begins."""
         if self.session is not None:
             self.session.wait_before_update()
             self._experts_moved = True
+
+    # ------------------------------------------------------------------ another world
+
+    def protect_with(self, layout: Callable[[ExpertParallelStrategy], ProtectionLayout]) -> None:
+        """Let every snapshot be protected as the layout says, which is asked for when a session opens."""
+        self._layout = layout
+
+    def recovery_sources(self, strategy: ExpertParallelStrategy) -> RecoverySources:
+        """Where a recovery finds what was saved."""
+        return RecoverySources(
+            root=self._root.absolute(),
+            name=self._run_name,
+            node=strategy.node_name,
+            fallback=Path(self.settings.fallback_dir or self._root.absolute()),
+            report=rank_zero_warn,
+        )
+
+    def settle_snapshots(self) -> None:
+        """Publish what is being copied, so that a recovery may read it."""
+        if self.session is not None:
+            self.session.settle()
+
+    @property
+    def _run_name(self) -> str:
+        return self._root.absolute().parent.name or "run"
+
+    def _enter_world(self) -> None:
+        """Other ranks write from now on: the session ends where it is, and the next checkpoint opens another."""
+        self._close(wait=False)
+        self._experts_moved = False
+        self._is_interrupted = True
+        assert self._strategy is not None
+        if self._strategy.has_rolled_back:
+            self.books, self._counts = None, None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The books, for a rank that joins a running world; checkpoints hold them in a place of their own."""
+        is_elastic = self._strategy is not None and self._strategy.elastic is not None
+        return {"books": self.books.state_dict()} if is_elastic and self.books is not None else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._received_books = state_dict.get("books")
 
     @property
     def plt(self) -> float:
@@ -150,6 +203,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             return
         now = time.perf_counter()
         self._step_s, self._step_ended = now - self._step_ended, now
+        if self.session is not None and not self._experts_moved:
+            self.session.protect()
         if self.session is None or trainer.global_step - self._saved_at >= self._interval():
             self.save(trainer, pl_module)
 
@@ -181,13 +236,14 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             self.books.ledger.record(counted)
         self._counts = None
         self._adapt()
+        self._is_interrupted = False
         self.session.save(trainer.global_step, self.books, strategy.training_objects(), full=full)
         self._saved_at = trainer.global_step
         self._log(trainer, pl_module)
 
     def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy, counted: Any) -> None:
         state = strategy.training_state()
-        restored = strategy.restored_checkpoint if self.books is None else None
+        restored = strategy.restored_checkpoint if self.books is None and self._received_books is None else None
         if self.books is not None:
             self.books.reassign(state.owners())
         elif state.num_experts and counted is not None:
@@ -195,14 +251,18 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             planned = counted.sum(axis=1) // steps_counted * _planned_steps(trainer)
             scopes = parse_scopes(self.settings.scopes)
             self.books = state.books(planned.clip(min=1), scopes=scopes, order=self.settings.order)
+            if self._received_books is not None:
+                self.books.load_state_dict(self._received_books)
+        self._received_books = None
         self.session = CheckpointSession(
             state,
             strategy.world,
             self._root,
-            self._root.absolute().parent.name or "run",
+            self._run_name,
             self.settings,
-            local_rank=strategy.local_rank,
-            ranks_per_node=strategy.num_processes,
+            node_peers=strategy.node_peers,
+            node=strategy.node_name,
+            layout=self._layout(strategy) if self._layout is not None else None,
         )
         if self.books is not None:
             lost = self._count_losses(restored) if restored is not None and restored.keys("ledger") else 0.0
@@ -229,10 +289,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             )
         self.session.raise_k(k)
 
-    def _count_losses(self, restored: Checkpoint) -> float:
+    def _count_losses(self, restored: CheckpointSource) -> float:
         """Account for experts that came back older than the checkpoint; the PLT that this restore cost."""
         assert self.books is not None
-        lost = self.books.restore(restored.read_object("ledger"), restored.manifest.step, restored.expert_versions())
+        lost = self.books.restore(restored.read_object("ledger"), restored.step, restored.expert_versions())
         if lost.any():
             stale = int((lost > 0).sum())
             rank_zero_warn(
@@ -275,10 +335,12 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.session is None:
+        if self.session is None and not self._is_interrupted:
             return
-        if self._save_on_train_end and (trainer.global_step != self._saved_at or self.session.was_partial):
-            self.session.wait_before_update()
+        was_partial = self.session is None or self.session.was_partial
+        if self._save_on_train_end and (trainer.global_step != self._saved_at or was_partial):
+            if self.session is not None:
+                self.session.wait_before_update()
             self.save(trainer, pl_module, full=True)
         self._close(wait=True)
 

@@ -248,7 +248,8 @@ class Agent:
         job.checked = now
         missing = missing_ranks(staging_path(self.root, job.session, job.step), job.world_size)
         newer = [step for step in steps_in_staging(self.root, job.session) if step > job.step]
-        if all(self._waits_for_newer_session(arena, job.session) for arena in self._arenas.values()):
+        live = [arena for arena in self._arenas.values() if arena.writer_alive]
+        if live and all(self._waits_for_newer_session(arena, job.session) for arena in live):
             self._end_job(success=False, keep=False)  # training was rolled back: what this session left is void
         elif any(rank_of(path) in missing and _passed_by(arena, job.step) for path, arena in self._arenas.items()):
             self._end_job(success=False)

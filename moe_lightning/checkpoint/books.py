@@ -98,6 +98,22 @@ class Books:
             "history": torch.from_numpy(np.stack([self._history[s] for s in steps])),
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, for a process that joins the run; tensors and plain values."""
+        return {
+            "ledger": {name: torch.from_numpy(table) for name, table in self.ledger.state_dict().items()},
+            "ordinal": self._ordinal,
+            "persisted_version": torch.from_numpy(self._persisted_version.copy()),
+            "history": {step: torch.from_numpy(counts.copy()) for step, counts in self._history.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another process is."""
+        self.ledger.load_state_dict(state["ledger"])
+        self._ordinal = int(state["ordinal"])
+        self._persisted_version = np.asarray(state["persisted_version"], dtype=np.int64)
+        self._history = {int(step): np.asarray(counts, np.int64) for step, counts in state["history"].items()}
+
     def restore(self, saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:
         """Go on after a restore of the checkpoint at `step` in which expert (l, e) has version `versions[l, e]`.
 

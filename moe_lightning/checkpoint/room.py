@@ -9,6 +9,8 @@ from moe_lightning.errors import ConfigurationError
 
 ARENAS = "rank*.arena"
 
+_MEMORY = Path("/dev/shm")
+
 
 def arena_path(directory: Path, rank: int) -> Path:
     """The arena file of a rank."""
@@ -20,7 +22,16 @@ def rank_of(path: Path) -> int:
     return int(path.stem.removeprefix("rank"))
 
 
-def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Path = Path("/dev/shm")) -> Path:
+def existing_arenas(name: str, fallback: Path) -> Path | None:
+    """The directory that `arena_directory` made for this name; None where there is none of this user's."""
+    for room in (_MEMORY, fallback):
+        path = room / f"moe-lightning-{name}"
+        if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
+            return path
+    return None
+
+
+def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Path = _MEMORY) -> Path:
     """A private directory for arenas: in shared memory, or under `fallback` where that is missing or too small.
 
     Raises:

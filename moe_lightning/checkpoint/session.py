@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
+from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.checkpoint.agent_control import (
     STOP,
@@ -29,7 +30,9 @@ from moe_lightning.checkpoint.agent_control import (
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.plan import Order
+from moe_lightning.checkpoint.protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.records import describe
+from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.room import ARENAS, arena_directory, arena_path
 from moe_lightning.checkpoint.snapshotter import SnapshotReport, Snapshotter
 from moe_lightning.checkpoint.store import claim, run_of
@@ -100,7 +103,9 @@ class CheckpointSession:
         root: directory of the checkpoints.
         name: of the run; names the arenas.
         settings: how to save.
-        local_rank, ranks_per_node: place of this rank on its node.
+        node_peers: the ranks of this rank's node, ascending; the first one keeps the agent.
+        node: name of the node where several may share a machine; else empty.
+        layout: who protects whose snapshots; None: nobody.
 
     Attributes:
         k_snapshot, k_persist: in force now; 0 for a dense model.
@@ -119,8 +124,9 @@ class CheckpointSession:
         name: str,
         settings: CheckpointSettings,
         *,
-        local_rank: int,
-        ranks_per_node: int,
+        node_peers: Sequence[int],
+        node: str = "",
+        layout: ProtectionLayout | None = None,
     ) -> None:
         self._state, self._world, self._root, self._settings = state, world, root.absolute(), settings
         experts = state.num_experts
@@ -133,8 +139,8 @@ class CheckpointSession:
         self._is_first = True
         self.was_partial = False
         self._agent: subprocess.Popen[bytes] | None = None
-        self._keeps_agent = local_rank == 0
-        self._run, self._session, self._arenas = self._open(name, local_rank, ranks_per_node)
+        self._keeps_agent = world.rank == node_peers[0]
+        self._run, self._session, self._arenas = self._open(name, node, node_peers)
         self._snapshotter = Snapshotter(
             arena_path(self._arenas, world.rank),
             run=self._run,
@@ -145,19 +151,21 @@ class CheckpointSession:
             objects=_OBJECTS,
             object_bytes=_OBJECT_BYTES,
         )
+        self._protector = Protector(self._snapshotter.arena, layout, world) if layout is not None else None
+        self._unprotected: int | None = None
 
-    def _open(self, name: str, local_rank: int, ranks_per_node: int) -> tuple[str, str, Path]:
+    def _open(self, name: str, node: str, node_peers: Sequence[int]) -> tuple[str, str, Path]:
         """Agree on run, session and the node's arenas; the first rank of a node starts its agent."""
         opening = all_gather_json([self._needed_bytes(), uuid.uuid4().hex, time.time_ns() // 1000], self._world)
         session = f"{int(opening[0][2]):020d}"
-        first = self._world.rank - local_rank
+        first = node_peers[0]
         room: str | None = None
         problem: str | None = None
         try:
             run = run_of(self._root) or str(opening[0][1])
-            if local_rank == 0:
-                needed = sum(int(entry[0]) for entry in opening[first : first + ranks_per_node])
-                room = str(self._start_agent(f"{name}-{run[:8]}", run, needed))
+            if self._keeps_agent:
+                needed = sum(int(opening[rank][0]) for rank in node_peers)
+                room = str(self._start_agent(arenas_name(name, run, node), run, needed))
         except (ConfigurationError, CheckpointError, OSError) as error:
             problem = str(error)
         answers = all_gather_json([room, problem], self._world)
@@ -219,8 +227,29 @@ class CheckpointSession:
             step, self._tensors, fresh=fresh, persist=persist, objects=objects, groups=groups, extra=extra
         )
         self._is_first = False
+        self._unprotected = step
         if self._keeps_agent:
             self._ensure_agent(self._arenas)
+
+    def protect(self) -> None:
+        """Begin to protect the last snapshot, if it is published and not protected yet; collective, between two steps.
+
+        Nothing happens where no layout was given.
+        """
+        if self._protector is None or self._unprotected is None:
+            return
+        self._snapshotter.finish()
+        self._protector.start(self._unprotected)
+        self._unprotected = None
+
+    @property
+    def protection(self) -> ProtectionReport | None:
+        """What protecting the last snapshot took; None before the first."""
+        return self._protector.report if self._protector is not None else None
+
+    def settle(self) -> None:
+        """Publish what is being copied, so that a recovery may read it; local."""
+        self._snapshotter.finish()
 
     def wait_before_update(self) -> float:
         """Wait until the live tensors may change; seconds waited."""
@@ -287,6 +316,8 @@ class CheckpointSession:
             CheckpointError: the agent could not write in time; the last committed checkpoint is as it was.
         """
         report = self._snapshotter.finish()
+        if self._protector is not None:
+            self._protector.close()
         self._snapshotter.close()
         if not wait:
             return self.status()

@@ -11,7 +11,7 @@ bytes of experts per checkpoint, because an arena reserves room for the keys of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +204,20 @@ class TrainingState:
                     state |= _read_dense_states(checkpoint, keys, dense_names[id(parameter)], parameter)
                 if state:
                     optimizer.state[parameter] = state
+
+    @torch.no_grad()
+    def restore_experts(self, checkpoint: CheckpointSource, experts: Collection[tuple[int, int]]) -> None:
+        """Fill the rows of some (layer, expert) pairs that live here, weights and optimizer states, in place; the
+        optimizers must have made their states.
+
+        Raises:
+            CheckpointError: a tensor is missing or of another shape.
+        """
+        for index, layer in enumerate(self._layers):
+            for slot, expert in enumerate(layer.rows.slot_experts):
+                if (index, expert) in experts:
+                    for key, stack in self._expert_stacks(index, expert):
+                        checkpoint.read_into(key, stack[slot])
 
     def _read_stack(self, checkpoint: CheckpointSource, layer: int, scope: str, name: str, out_SX: Tensor) -> None:
         for slot, expert in enumerate(self._layers[layer].rows.slot_experts):

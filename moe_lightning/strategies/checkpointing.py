@@ -30,6 +30,7 @@ from moe_lightning.checkpoint.full_state import (
 )
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.source import CheckpointSource
 from moe_lightning.checkpoint.training_state import ExpertLayer, TrainingState
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
@@ -37,7 +38,7 @@ from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.step_data import StepData, loader_states
 from moe_lightning.strategies.zero import DenseOptimizerShards
 
-_LOADERS_KEY = "step_loaders"
+LOADERS_KEY = "step_loaders"
 """Where a checkpoint keeps the position of each training loader."""
 
 
@@ -46,12 +47,12 @@ class CheckpointingStrategy(DDPStrategy):
     checkpoints.
 
     Attributes:
-        restored_checkpoint: the directory checkpoint that this run came from; None otherwise.
+        restored_checkpoint: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
     """
 
     _optimizer_groups: list[list[list[nn.Parameter]]]
     _shards: DenseOptimizerShards | None
-    restored_checkpoint: Checkpoint | None = None
+    restored_checkpoint: CheckpointSource | None = None
     _without_state = False
 
     @property
@@ -99,7 +100,7 @@ class CheckpointingStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write on rank 0, with the position of the training data: Lightning itself leaves it out between epochs."""
         assert self.lightning_module is not None
-        checkpoint[_LOADERS_KEY] = loader_states(self.lightning_module.trainer.train_dataloader)
+        checkpoint[LOADERS_KEY] = loader_states(self.lightning_module.trainer.train_dataloader)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -119,7 +120,7 @@ class CheckpointingStrategy(DDPStrategy):
             checkpoint = self.restored_checkpoint.read_object("trainer")
         else:
             checkpoint = read_checkpoint(path)
-        self._step_data().restore(checkpoint.get(_LOADERS_KEY, []))
+        self._step_data().restore(checkpoint.get(LOADERS_KEY, []))
         return checkpoint
 
     @override
@@ -179,7 +180,7 @@ class CheckpointingStrategy(DDPStrategy):
             kept = {key: value for key, value in dump.items() if key not in ("state_dict", "optimizer_states")}
             # Lightning looks for both keys before it asks the strategy, which reads them from the directory.
             kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self.optimizers]}
-            kept[_LOADERS_KEY] = loader_states(trainer.train_dataloader)
+            kept[LOADERS_KEY] = loader_states(trainer.train_dataloader)
             objects["trainer"] = kept
         return objects | self.training_state().objects()
 
@@ -218,7 +219,7 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def _restore_random_state(checkpoint: Checkpoint, world: World) -> None:
+def _restore_random_state(checkpoint: CheckpointSource, world: World) -> None:
     """Continue this rank's generators; a rank that the checkpoint does not know keeps its own."""
     key = f"rng/{world.rank}"
     if key not in checkpoint.keys("rng/"):

@@ -16,8 +16,9 @@ import contextlib
 import gc
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +27,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.inventory import RankInventory
-from moe_lightning.algorithms.recovery import RecoveryPlan, plan_recovery
+from moe_lightning.algorithms.inventory import RankInventory, StorageInventory
+from moe_lightning.algorithms.recovery import RecoveryPlan, plan_recovery, without_snapshots
 from moe_lightning.algorithms.repair import Repair, repair_placements
 from moe_lightning.checkpoint.live_state import (
     adopt_optimizers,
@@ -35,6 +36,10 @@ from moe_lightning.checkpoint.live_state import (
     broadcast_object,
     optimizer_schema,
 )
+from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
+from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
+from moe_lightning.checkpoint.recovery_sources import RecoverySources, storage_inventory
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
@@ -111,6 +116,9 @@ class ElasticWorlds:
         version: committed optimizer steps of the live state.
         is_newcomer: this process holds nothing of the run yet.
         change_is_due: the ranks agreed to form another world before the next step.
+        sources: where saved state lies; None where nothing is saved.
+        publish_snapshots: called before snapshots are looked for: one may be half done.
+        has_rolled_back: the last change of the world went back to a saved state.
         observers: called with the report of every recovery.
         report: of the last recovery; None before the first.
     """
@@ -124,12 +132,16 @@ class ElasticWorlds:
         self.is_newcomer = False
         self.change_is_due = False
         self.observers: list[Callable[[RecoveryReport], None]] = []
+        self.sources: RecoverySources | None = None
+        self.publish_snapshots: Callable[[], None] = lambda: None
+        self.has_rolled_back = False
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
         self._progress: FitProgress | None = None
         self._recoveries = 0
         self._is_torn = False
         self._own_forward: Any = None
+        self._storage: Checkpoint | None = None
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
 
@@ -211,6 +223,8 @@ class ElasticWorlds:
         assert self._strategy.lightning_module is not None
         self._own_forward = self._strategy.lightning_module.__dict__.get("forward")
         fault: BaseException | None = None
+        if self.is_newcomer:
+            self._strategy.trainer.fit_loop.setup_data()
         while True:
             if fault is not None or self.is_newcomer:
                 self._recover(fault)
@@ -287,27 +301,26 @@ class ElasticWorlds:
             dist.destroy_process_group()
         # What a failed backward pass left in autograd's queue of this thread goes with the next pass; until then it
         # keeps the gradient accumulators of parameters alive, which remember the old number of slots.
-        torch.zeros((), requires_grad=True).backward()
+        torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
         gc.collect()  # what is still tied to the old groups: graphs of the failed step, their threads and connections
 
     def _settle_in(self, watch: _Watch) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""
         strategy = self._strategy
         world = self._join(watch)
-        with watch.phase("plan"):
-            inventories = [RankInventory.from_json(entry) for entry in all_gather_json(self._inventory(world), world)]
-            plan = self._plan(inventories)
-            repair = self._repair(plan)
-        if world.rank in plan.apply_prepared:
-            self._make_up()
-        with watch.phase("movement"):
-            self._is_torn = plan.level != "live"
-            self._share_state(plan, world)
-            strategy.experts.enter_world(world, repair.placements, plan.held, strategy.optimizers)
-            if plan.reads or plan.from_storage:
-                self._restore(plan, world)
+        inventories = [RankInventory.from_json(entry) for entry in all_gather_json(self._inventory(world), world)]
+        while True:
+            with watch.phase("plan"):
+                plan, inventories = self._plan(inventories, world)
+                repair = self._repair(plan)
+            try:
+                with watch.phase("movement"):
+                    self._move(plan, repair, world)
+                break
+            except DamagedSnapshots as damage:
+                inventories = without_snapshots(inventories, damage.damaged)
         with watch.phase("settling"):
-            self.version = plan.version
+            self.version, self.has_rolled_back = plan.version, plan.level != "live"
             self._share_progress(plan, world)
             strategy.enter_world(world)
             assert self._progress is not None
@@ -315,6 +328,44 @@ class ElasticWorlds:
         self.is_newcomer = self.change_is_due = self._is_torn = False
         self._pending = None
         return plan, repair
+
+    def _move(self, plan: RecoveryPlan, repair: Repair, world: World) -> None:
+        """Bring the state of the plan's version to where the placements want it."""
+        strategy = self._strategy
+        if world.rank in plan.apply_prepared:
+            self._make_up()
+        saved = self._fetch(plan, repair, world)
+        self._is_torn = True
+        if plan.level == "live":
+            self._share_state(plan, world)
+        strategy.experts.enter_world(world, repair.placements, plan.held, strategy.optimizers)
+        strategy.take_place(world)
+        if plan.level != "live":
+            assert saved is not None
+            strategy.training_state().restore_model(saved)
+            strategy.training_state().restore_optimizers(saved)
+            strategy.restored_checkpoint = saved
+        elif saved is not None:
+            missing = {(la, e) for la, e in np.argwhere(~plan.held.any(axis=2)).tolist()}
+            strategy.training_state().restore_experts(saved, missing)
+        self._is_torn = False
+
+    def _fetch(self, plan: RecoveryPlan, repair: Repair, world: World) -> MemoryCheckpoint | None:
+        """What the plan takes from snapshots and from storage, as far as this rank needs it; None where it is nothing.
+
+        Raises:
+            DamagedSnapshots: on every rank.
+        """
+        if plan.level == "live" and not plan.reads and not plan.from_storage:
+            return None
+        assert self.sources is not None
+        needed = {
+            (index, expert)
+            for index, placement in enumerate(repair.placements)
+            for expert in placement.experts_on(world.rank)
+            if not plan.held[index, expert].any()
+        }
+        return fetch(plan, world, self.sources.arenas, needed, storage=self._storage)
 
     def _inventory(self, world: World) -> dict[str, Any]:
         """What this rank brings along, as JSON."""
@@ -330,11 +381,50 @@ class ElasticWorlds:
             experts=tuple(held),
         ).to_json()
 
-    def _plan(self, inventories: Sequence[RankInventory]) -> RecoveryPlan:
+    def _plan(self, inventories: list[RankInventory], world: World) -> tuple[RecoveryPlan, list[RankInventory]]:
+        """Choose the version to go on from: the live one where nothing of it is lost, else with what was saved.
+
+        Raises:
+            ConfigurationError: no source is left.
+        """
         layers = self._strategy.experts.layers
-        num_experts = max((layer.num_experts for layer in layers), default=0)
-        plan = plan_recovery(inventories, None, num_layers=len(layers), num_experts=num_experts)
-        return plan
+        shape = {"num_layers": len(layers), "num_experts": max((layer.num_experts for layer in layers), default=0)}
+        plan = plan_recovery(inventories, None, **shape)
+        if plan.level == "live" and not plan.reads and not plan.stale:
+            return plan, inventories
+        if self.sources is not None:
+            if not any(inventory.snapshots for inventory in inventories):
+                inventories = self._with_snapshots(inventories, self.sources, world)
+            plan = plan_recovery(inventories, self._storage_inventory(self.sources, world), **shape)
+        if plan.level == "nothing" and all(inventory.live_version < 0 for inventory in inventories):
+            fresh = [replace(inventory, live_version=0) for inventory in inventories]
+            plan = plan_recovery(fresh, None, **shape)  # nobody has trained yet: what was built is the state
+        if plan.level == "nothing":
+            raise ConfigurationError(
+                f"no rank, snapshot or checkpoint holds every expert any more, the last committed step was "
+                f"{self.version}: raise min_replicas, or add a PartialExpertsCheckpoint"
+            )
+        return plan, inventories
+
+    def _with_snapshots(
+        self, inventories: list[RankInventory], sources: RecoverySources, world: World
+    ) -> list[RankInventory]:
+        """The first rank of every node reports what lies in its memory."""
+        self.publish_snapshots()
+        found = sources.snapshots() if world.rank == self.node_peers[0] else []
+        mine = inventories[world.rank].with_snapshots(found).to_json()
+        return [RankInventory.from_json(entry) for entry in all_gather_json(mine, world)]
+
+    def _storage_inventory(self, sources: RecoverySources, world: World) -> StorageInventory | None:
+        """The newest whole checkpoint, as rank 0 finds it."""
+        checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
+        own = [str(checkpoint.path), storage_inventory(checkpoint).to_json()] if checkpoint is not None else None
+        path_and_inventory = all_gather_json(own, world)[0]
+        self._storage = None
+        if path_and_inventory is None:
+            return None
+        self._storage = checkpoint or Checkpoint(Path(path_and_inventory[0]))
+        return StorageInventory.from_json(path_and_inventory[1])
 
     def _repair(self, plan: RecoveryPlan) -> Repair:
         assert self.members is not None
@@ -361,7 +451,7 @@ class ElasticWorlds:
     def _share_state(self, plan: RecoveryPlan, world: World) -> None:
         """Newcomers get what every rank has; those that made up for an update get what went with it."""
         newcomers = _newcomers(plan, world)
-        if plan.level != "live" or not (newcomers or plan.apply_prepared):
+        if not (newcomers or plan.apply_prepared):
             return
         strategy, source = self._strategy, plan.live_ranks[0]
         layouts = strategy.optimizer_layouts()
@@ -375,6 +465,12 @@ class ElasticWorlds:
     def _share_progress(self, plan: RecoveryPlan, world: World) -> None:
         """The fit loop's progress at the version, from whoever has it."""
         trainer = self._strategy.trainer
+        if plan.level != "live":
+            saved = self._strategy.restored_checkpoint
+            assert isinstance(saved, MemoryCheckpoint)
+            self._progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
+            saved.release()
+            return
         source = next(rank for rank in plan.live_ranks if rank not in plan.apply_prepared)
         if world.rank == source and (self._progress is None or self._progress.step != plan.version):
             self._progress = FitProgress.of(trainer)  # it failed between the update and the end of its step

@@ -22,11 +22,11 @@ from typing_extensions import override
 
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.checkpoint.full_state import OptimizerLayout
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World, join_launched_world
 from moe_lightning.data.step_sampler import StepSlice
-from moe_lightning.checkpoint.full_state import OptimizerLayout
 from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
@@ -146,7 +146,7 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         reset_seed()
         if self._elastic is None and (engine := ElasticEngine.from_environment()) is not None:
             self._elastic = ElasticWorlds(self, engine)
-            self._take_place(self._elastic.enter())
+            self.take_place(self._elastic.enter())
         if self._elastic is not None:
             return
         self.set_world_ranks()
@@ -159,13 +159,13 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         ):
             super().setup_distributed()
 
-    def _take_place(self, world: World) -> None:
+    def take_place(self, world: World) -> None:
         """This process's rank and the number of ranks, for us and for Lightning."""
         assert self.cluster_environment is not None
         self._world = world
         self.cluster_environment.set_world_size(world.size)
         self.cluster_environment.set_global_rank(world.rank)
-        rank_zero_only.rank = world.rank
+        rank_zero_only.rank = world.rank  # type: ignore[attr-defined]
         self._process_group_backend = self.collectives_backend
 
     @override
@@ -187,7 +187,7 @@ class ExpertParallelStrategy(CheckpointingStrategy):
             super(DDPStrategy, self).setup(trainer)  # DDP's own would look for a process group
         self.precision_plugin.clip_grad_by_norm = self._clip_by_global_norm  # type: ignore[method-assign]
         if self._elastic is not None:
-            self.precision_plugin._after_closure = self._after_closure  # type: ignore[method-assign]
+            self.precision_plugin._after_closure = self._after_closure  # type: ignore[method-assign, assignment]
             if self._elastic.is_newcomer:
                 trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
 
@@ -340,6 +340,30 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         first = self.global_rank - self.local_rank
         return tuple(range(first, first + self.num_processes))
 
+    @property
+    def node_name(self) -> str:
+        """Name of this rank's failure domain in an elastic run, where several may share a machine; else empty."""
+        return self._elastic.engine.node if self._elastic is not None else ""
+
+    @property
+    def node_of(self) -> tuple[int, ...]:
+        """The number of each rank's node."""
+        if self._elastic is None or self._elastic.members is None:
+            return tuple(rank // self.num_processes for rank in range(self.world.size))
+        nodes = self._elastic.members.nodes
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        return tuple(numbers[node] for node in nodes)
+
+    @property
+    def shards_optimizers(self) -> bool:
+        """Whether one rank keeps the optimizer state of each dense parameter for all (ZeRO-1)."""
+        return self._shards is not None
+
+    @property
+    def has_rolled_back(self) -> bool:
+        """Whether the last change of the world went back to a saved state."""
+        return self._elastic is not None and self._elastic.has_rolled_back
+
     def optimizer_layouts(self) -> list[tuple[Optimizer, OptimizerLayout]]:
         """The optimizers with what belongs where in them."""
         return [(optimizer, self._layout(optimizer)) for optimizer in self.optimizers]
@@ -351,17 +375,19 @@ class ExpertParallelStrategy(CheckpointingStrategy):
             own_forward: the module's own attribute `forward`, None where it has that of its class; Lightning leaves
                 its own there when DDP fails.
         """
+        for settle in self.before_replacing:
+            settle()
         assert self.lightning_module is not None
         self.lightning_module.__dict__.pop("forward", None)
         if own_forward is not None:
-            self.lightning_module.forward = own_forward
+            self.lightning_module.forward = own_forward  # type: ignore[method-assign]
         self.model = self.lightning_module  # DDP's reducer holds a group
         self._sync_blocked, self._slice = False, None
         self.experts.forget_step()
 
     def enter_world(self, world: World) -> None:
         """Go on among other ranks, whose state is this rank's by now; collective."""
-        self._take_place(world)
+        self.take_place(world)
         module = self.lightning_module
         assert module is not None
         for parameter in module.parameters():

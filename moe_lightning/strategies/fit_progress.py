@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.checkpointing import LOADERS_KEY
 from moe_lightning.strategies.step_data import loader_states
 
 _LOOPS, _LOADERS, _SCHEDULERS, _CALLBACKS = "loops", "loaders", "lr_schedulers", "callbacks"
@@ -57,9 +58,20 @@ class FitProgress:
     def adopt(cls, dump: dict[str, Any], trainer: pl.Trainer, *, with_callbacks: bool) -> FitProgress:
         """Take over another rank's progress, and the state of its callbacks where this rank has none of the run."""
         if with_callbacks:
-            call._call_callbacks_on_load_checkpoint(trainer, dump)
             call._call_callbacks_load_state_dict(trainer, dump)
         return cls(step=dump["step"], loops=dump[_LOOPS], loaders=dump[_LOADERS], lr_schedulers=dump[_SCHEDULERS])
+
+    @classmethod
+    def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
+        """The progress in a checkpoint of Lightning's, with the state of the callbacks taken over."""
+        call._call_callbacks_on_load_checkpoint(trainer, dump)
+        call._call_callbacks_load_state_dict(trainer, dump)
+        return cls(
+            step=dump["global_step"],
+            loops=dump["loops"]["fit_loop"],
+            loaders=dump[LOADERS_KEY],
+            lr_schedulers=dump["lr_schedulers"],
+        )
 
     def restore(self, trainer: pl.Trainer) -> None:
         """Set the fit loop back to this progress; its next run goes on from here.
@@ -74,7 +86,7 @@ class FitProgress:
         loop.load_state_dict(copy.deepcopy(self.loops))
         for config, state in zip(trainer.lr_scheduler_configs, self.lr_schedulers, strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
-        loaders = [leaf for leaf in pytree.tree_leaves(trainer.train_dataloader)]
+        loaders = list(pytree.tree_leaves(trainer.train_dataloader))
         if not all(isinstance(loader, StepLoader) for loader in loaders):
             raise ConfigurationError(
                 "in-process recovery needs training loaders that can go back to a step: return a torch DataLoader "

@@ -160,6 +160,22 @@ class PlacedExperts:
             dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after))
         return self._move(placements, dispatchers, before, held, optimizers, began)
 
+    def hand_over(
+        self, staying: Sequence[int], placements: Sequence[Placement], optimizers: Sequence[Optimizer]
+    ) -> MigrationReport:
+        """Bring the experts that only leaving ranks hold to the others, still in the present world; collective.
+
+        Args:
+            staying: the ranks that stay.
+            placements: over those, in their order.
+        """
+        wide = []
+        for placement in placements:
+            replicas = np.zeros((placement.num_experts, self.world.size), dtype=np.int64)
+            replicas[:, list(staying)] = placement.replicas
+            wide.append(Placement(replicas=replicas))
+        return self.enter_world(self.world, wide, held_states(self.placements), optimizers)
+
     def _move(
         self,
         placements: Sequence[Placement],

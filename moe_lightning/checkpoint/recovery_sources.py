@@ -1,0 +1,59 @@
+"""Where the saved state of a run lies, as one node sees it: snapshots in its memory, checkpoints on storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_lightning.algorithms.inventory import SnapshotInventory, StorageInventory
+from moe_lightning.checkpoint.inventory import local_inventory
+from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.room import existing_arenas
+from moe_lightning.checkpoint.store import run_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoverySources:
+    """What a recovery may read.
+
+    Attributes:
+        root: directory of the checkpoints.
+        name: of the run's arenas on this node, without the run's number.
+        node: of this process.
+        fallback: room for arenas beside shared memory.
+        report: told what is wrong with a damaged checkpoint that is passed over.
+    """
+
+    root: Path
+    name: str
+    node: str
+    fallback: Path
+    report: Callable[[str], None]
+
+    @property
+    def arenas(self) -> Path | None:
+        """This node's arenas; None where there are none."""
+        run = run_of(self.root)
+        return None if run is None else existing_arenas(arenas_name(self.name, run, self.node), self.fallback)
+
+    def snapshots(self) -> list[SnapshotInventory]:
+        """Whole snapshots on this node."""
+        run, arenas = run_of(self.root), self.arenas
+        return local_inventory(arenas, run) if run is not None and arenas is not None else []
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """The newest whole checkpoint on storage."""
+        run = run_of(self.root)
+        return find_newest(self.root, run=run, report=self.report).checkpoint if run is not None else None
+
+
+def arenas_name(name: str, run: str, node: str) -> str:
+    """Names a run's arenas on a node; nodes have names where several may share a machine."""
+    return "-".join(part for part in (name, run[:8], node) if part)
+
+
+def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:
+    """What a checkpoint can contribute to a recovery."""
+    versions = tuple(tuple(int(v) for v in layer) for layer in checkpoint.expert_versions())
+    return StorageInventory(session=checkpoint.manifest.session, step=checkpoint.step, versions=versions)
