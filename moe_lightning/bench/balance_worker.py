@@ -9,12 +9,14 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
@@ -36,6 +38,8 @@ from moe_lightning.strategies.placed_experts import PlacedExperts
 
 CONTENDERS: dict[str, Strategy | None] = {**STRATEGIES, "ours": None}
 """What is compared: the strategies of `algorithms.balancing`, and LoadBalancer as it comes."""
+
+Summary = Callable[[Sequence[float]], float]
 
 WARMUP_STEPS = 12
 """A balancer places experts at step 8 and has measured dense layers before."""
@@ -72,9 +76,9 @@ class Watch(pl.Callback):
             self.rows.append({"step_s": step_s, "cpu_s": cpu_s} | _layers(strategy.experts) | _copies(trainer))
         self._last_end, self._last_cpu = time.perf_counter(), time.process_time()  # without what was noted here
 
-    def medians(self, strategy: ExpertParallelStrategy) -> dict[str, float]:
+    def summary(self, strategy: ExpertParallelStrategy, over_steps: Summary = statistics.median) -> dict[str, float]:
         """Over steps; of the slowest rank for times, summed over ranks for bytes. Collective."""
-        mine = {name: statistics.median(row[name] for row in self.rows) for name in self.rows[0]}
+        mine = {name: over_steps([row[name] for row in self.rows]) for name in self.rows[0]}
         ranks = all_gather_json(mine, strategy.world)
         return {name: (sum if name.endswith("_bytes") else max)(rank[name] for rank in ranks) for name in mine}
 
@@ -84,9 +88,10 @@ def _layers(experts: PlacedExperts) -> dict[str, float]:
     before, after, quotients, sent_bytes = [], [], [], 0
     for layer in experts.layers:
         assert layer.statistics is not None
-        loads = layer.dispatcher.last_rank_loads
-        assert loads is not None
         tokens = layer.statistics.computed_NE.numpy().sum(axis=0)
+        loads = layer.dispatcher.last_rank_loads
+        if loads is None:  # a world of one rank
+            loads = tokens.sum(keepdims=True)
         plain = balanced_quota(tokens, uniform_placement(len(tokens), len(loads)).replicas).sum(axis=0)
         before.append(imbalance(plain))
         after.append(imbalance(loads))
@@ -115,13 +120,20 @@ def _copies(trainer: pl.Trainer) -> dict[str, float]:
     }
 
 
-def measure(name: str, trace: str, options: dict[str, Any]) -> dict[str, float]:
-    """Train under one contender and one recorded popularity of experts."""
+def measure(
+    name: str,
+    trace: str,
+    options: dict[str, Any],
+    *,
+    extra: Sequence[pl.Callback] = (),
+    over_steps: Summary = statistics.median,
+) -> dict[str, float]:
+    """Train under one contender and one recorded popularity of experts; `extra` callbacks work beside the watch."""
     pl.seed_everything(0, verbose=False)
     ways = CONTENDERS[name]
     strategy = _strategy(ways, options["slots"])
     watch = Watch()
-    callbacks: list[pl.Callback] = [watch]
+    callbacks: list[pl.Callback] = [watch, *extra]
     if ways is None:
         callbacks.append(LoadBalancer())
     elif name not in ("plain", "padded"):
@@ -142,7 +154,7 @@ def measure(name: str, trace: str, options: dict[str, Any]) -> dict[str, float]:
         max_steps=steps,
         callbacks=callbacks,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in extra),
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=steps + 1,
@@ -162,9 +174,9 @@ def measure(name: str, trace: str, options: dict[str, Any]) -> dict[str, float]:
     ids = torch.randint(0, 256, (batch * steps, options["context"] + 1))
     loader = DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch)
     trainer.fit(GPTModule(config, OptimizerConfig(lr=1e-4, warmup_steps=0)), loader)
-    medians = watch.medians(strategy)
+    found = watch.summary(strategy, over_steps)
     strategy.world.close()
-    return medians
+    return found
 
 
 def _strategy(ways: Strategy | None, slots: int) -> ExpertParallelStrategy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
@@ -25,7 +26,7 @@ def load_hardware(path: Path, ranks: int | None = None) -> Hardware:
     """
     try:
         data = json.loads(path.read_text())
-        machines = {int(number): values for number, values in data["ranks"].items()}
+        machines: dict[int, dict[str, Any]] = {int(number): dict(values) for number, values in data["ranks"].items()}
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror}): run moe-bench calibrate") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

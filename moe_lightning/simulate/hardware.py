@@ -28,6 +28,8 @@ class Hardware:
         latency_s: of one exchange.
         expert_s: fixed forward cost of each expert that a rank computes.
         step_s: fixed cost of a step: launching, data, logging.
+        overlap: share of the computations' time that may hide copies and transfers: 1 where engines of their own move
+            data, 0 where that takes the cores that compute.
         memory_bytes_per_s: of the rank's own memory; bounds the optimizer's update.
         host_copy_bytes_per_s: of one rank into host memory, for snapshots.
         storage_bytes_per_s: of one node to storage.
@@ -48,6 +50,7 @@ class Hardware:
     latency_s: float = 20e-6
     expert_s: float = 5e-6
     step_s: float = 0.0
+    overlap: float = 1.0
     memory_bytes_per_s: float
     host_copy_bytes_per_s: float
     storage_bytes_per_s: float = 1e9
@@ -62,14 +65,14 @@ class Hardware:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
                 raise ConfigurationError(f"hardware.{field.name}={value!r} is not a number: give a measured rate")
-            if field.name in ("latency_s", "expert_s", "step_s"):
+            if field.name in ("latency_s", "expert_s", "step_s", "overlap"):
                 if value < 0:
-                    raise ConfigurationError(f"hardware.{field.name}={value} is negative: give 0 s or more")
+                    raise ConfigurationError(f"hardware.{field.name}={value} is negative: give 0 or more")
             elif value <= 0:
                 raise ConfigurationError(f"hardware.{field.name}={value} must be above 0: give a measured rate or size")
         if not isinstance(self.ranks_per_node, int):
             raise ConfigurationError(f"hardware.ranks_per_node={self.ranks_per_node} must be a whole number of ranks")
-        for name in ("utilization", "expert_utilization"):
+        for name in ("utilization", "expert_utilization", "overlap"):
             if getattr(self, name) > 1:
                 raise ConfigurationError(f"hardware.{name}={getattr(self, name)} is a share: use at most 1")
 

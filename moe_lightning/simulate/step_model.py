@@ -40,6 +40,7 @@ class StepCost:
         imbalance: busiest rank over mean, mean of layers.
         balance_ratio: RB of Pro-Prophet, median of layers.
         exchange_bytes: of all ranks.
+        hiding: share of the passes that may hide copies.
     """
 
     step_s: float
@@ -52,11 +53,12 @@ class StepCost:
     imbalance: float
     balance_ratio: float
     exchange_bytes: float
+    hiding: float = 1.0
 
     @property
     def overlap_s(self) -> float:
         """Forward and backward passes, under which a snapshot may hide."""
-        return self.dense_s + self.experts_s + self.exchange_s + self.copies_s
+        return self.hiding * (self.dense_s + self.experts_s + self.exchange_s + self.copies_s)
 
 
 class StepModel:
@@ -174,7 +176,9 @@ class StepModel:
         layers = range(self.routing.num_layers)
         tokens = [self.routing.tokens(now, layer, assignments, judged) for layer in layers]
         shadows = plan_shadows(np.stack(tokens), placements, [costs] * len(layers), strategy.shadows)
-        reports = [evaluate(tokens[i], placements[i], shadows[i], costs, strategy) for i in layers]
+        reports = [
+            evaluate(tokens[i], placements[i], shadows[i], costs, strategy, self.hardware.overlap > 0) for i in layers
+        ]
         scale = self.workload.num_layers / len(layers)
         dense_s = self.workload.num_layers * (costs.dense_forward_s + costs.dense_backward_s)
         blocks_s = scale * sum(report.block_s for report in reports)
@@ -194,6 +198,7 @@ class StepModel:
             update_s=update_s,
             imbalance=float(np.mean([report.imbalance for report in reports])),
             balance_ratio=float(np.median([report.balance_ratio for report in reports])),
+            hiding=self.hardware.overlap,
             exchange_bytes=scale * sum(report.exchange_bytes for report in reports) * ranks / judged,
         )
 
@@ -209,7 +214,7 @@ class StepModel:
             holders = held.sum(axis=1) * copies
             shared += (2 * (holders - 1) / holders) @ held
         experts = scale * float(shared.max()) * self.workload.expert_params * numbers / bytes_per_s
-        return max(0.0, dense - dense_s * 2 / 3) + experts
+        return max(0.0, dense - self.hardware.overlap * dense_s * 2 / 3) + experts
 
     def _bytes_per_s(self, ranks: int) -> float:
         machine = self.hardware

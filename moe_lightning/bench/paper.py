@@ -1,0 +1,44 @@
+"""moe-bench paper NAME: figures and tables of the papers, recomputed with this library's algorithms and simulator."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moe_lightning.bench import paper_lazarus, paper_moc, paper_pec, paper_prophet, paper_recovery, paper_reft
+from moe_lightning.bench.paper_table import Reproduction, Sources
+from moe_lightning.errors import ConfigurationError
+
+ALL = "all"
+PAPERS: dict[str, Reproduction] = {
+    **paper_pec.PAPERS,
+    **paper_recovery.PAPERS,
+    **paper_lazarus.PAPERS,
+    **paper_moc.PAPERS,
+    **paper_reft.PAPERS,
+    **paper_prophet.PAPERS,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("figure", metavar="NAME", help=f"{ALL}, or one of: {', '.join(PAPERS)}")
+    parser.add_argument("--routing", type=Path, help="recorded routing trace (.npz with counts and iteration)")
+    parser.add_argument("--spot", type=Path, help="trace of spot instances (.csv: milliseconds,add|remove,node)")
+    parser.add_argument("--plots", type=Path, help="folder for a picture of each (.svg)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the tables; 0 on success."""
+    if options.figure not in PAPERS and options.figure != ALL:
+        raise ConfigurationError(f"{options.figure!r} is no reproduction: use {ALL} or one of {list(PAPERS)}")
+    if options.plots is not None:
+        options.plots.mkdir(parents=True, exist_ok=True)
+    sources = Sources(routing=options.routing, spot=options.spot)
+    for name in PAPERS if options.figure == ALL else [options.figure]:
+        table = PAPERS[name](sources)
+        print(f"== {name}\n{table.text()}\n", flush=True)
+        if options.plots is not None and table.chart:
+            path = options.plots / f"{name}.svg"
+            path.write_text(table.chart)
+    return 0

@@ -1,0 +1,98 @@
+"""A paper's figure beside ours: what it prints, what we compute, their ratio, and why they differ where they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_lightning.errors import ConfigurationError
+
+_CLOSE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One printed value.
+
+    Attributes:
+        what: in the paper's words, short.
+        printed: by the paper; None where it shows a curve without numbers.
+        ours: computed.
+        unit: of both.
+        why: where ours differs by more than five percent: the reason, in one line.
+    """
+
+    what: str
+    printed: float | None
+    ours: float
+    unit: str = ""
+    why: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return self.ours / self.printed if self.printed else None
+
+    @property
+    def agrees(self) -> bool:
+        """Within five percent of what is printed; nothing printed is nothing to contradict."""
+        return self.ratio is None or abs(self.ratio - 1) <= _CLOSE
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperTable:
+    """One reproduction.
+
+    Attributes:
+        title: paper and item.
+        rows: values.
+        assumptions: what the paper leaves open, one line each.
+        chart: a picture as SVG text.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    assumptions: tuple[str, ...] = ()
+    chart: str = ""
+
+    def text(self) -> str:
+        width = max(len(row.what) for row in self.rows)
+        lines = [self.title, f"{'':<{width}}{'paper':>11}{'ours':>11}{'ratio':>8}"]
+        for row in self.rows:
+            printed = f"{row.printed:>11.4g}" if row.printed is not None else f"{'-':>11}"
+            ratio = f"{row.ratio:>8.3f}" if row.ratio is not None else f"{'':>8}"
+            lines.append(f"{row.what:<{width}}{printed}{row.ours:>11.4g}{ratio}  {row.unit:<9}{row.why}".rstrip())
+        return "\n".join([*lines, *(f"assumed: {line}" for line in self.assumptions)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Files of third parties that some reproductions need."""
+
+    routing: Path | None = None
+    spot: Path | None = None
+
+    def routing_path(self) -> Path:
+        """The recorded routing.
+
+        Raises:
+            ConfigurationError: none was given.
+        """
+        return _given(self.routing, "--routing")
+
+    def spot_path(self) -> Path:
+        """The trace of spot instances.
+
+        Raises:
+            ConfigurationError: none was given.
+        """
+        return _given(self.spot, "--spot")
+
+
+def _given(path: Path | None, option: str) -> Path:
+    if path is None or not path.is_file():
+        raise ConfigurationError(f"this figure needs a recorded trace, not {path}: give it with {option} PATH")
+    return path
+
+
+Reproduction = Callable[[Sources], PaperTable]

@@ -1,0 +1,112 @@
+"""The papers' figures, recomputed: values that need no cluster agree, and every other one says why it differs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from moe_lightning.bench import paper
+from moe_lightning.bench.paper_lazarus import shrunk
+from moe_lightning.bench.paper_table import PaperTable, Row, Sources
+from moe_lightning.cli.bench import main
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.failures import Event, check_events
+
+DATA = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
+SOURCES = Sources(routing=DATA / "routing_trace_gpt_32e.npz", spot=DATA / "spot_trace_p3.csv")
+WITHOUT_TRACES = (
+    "pec-sizes",
+    "lazarus-sizes",
+    "moc-sizes",
+    "moc-sharding",
+    "moc-scaling",
+    "moc-plt",
+    "reft-survival",
+    "reft-measured",
+    "prophet-arithmetic",
+)
+QUICK = ("lazarus-transfers", "prophet-components", "prophet-balance")
+SLOW = tuple(sorted(set(paper.PAPERS) - set(WITHOUT_TRACES) - set(QUICK)))
+
+
+def _traces() -> Sources:
+    if not (DATA / "routing_trace_gpt_32e.npz").is_file():
+        pytest.skip(f"no recorded traces in {DATA}: set MOE_LIGHTNING_TRACES")
+    return SOURCES
+
+
+def _check(table: PaperTable) -> None:
+    assert table.rows
+    for row in table.rows:
+        assert row.agrees or row.why, f"{row.what}: {row.ours} is not {row.printed}, and no reason is given"
+    text = table.text()
+    assert all(row.what in text for row in table.rows)
+    assert not table.chart or table.chart.startswith("<svg")
+
+
+@pytest.mark.parametrize("name", WITHOUT_TRACES)
+def test_recomputed(name: str) -> None:
+    _check(paper.PAPERS[name](Sources()))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_recomputed_on_the_recorded_routing(name: str) -> None:
+    _check(paper.PAPERS[name](_traces()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_recomputed_by_simulation(name: str) -> None:
+    _check(paper.PAPERS[name](_traces()))
+
+
+def test_what_must_be_exact_is() -> None:
+    rows = {row.what: row for name in ("lazarus-sizes", "moc-sizes") for row in paper.PAPERS[name](Sources()).rows}
+    assert rows["Fig. 5: fatal of 10 sets, groups 2 and 3"].ours == pytest.approx(4)
+    assert rows["nodes that DS uses of 10, GPT-L"].ours == 8
+    assert rows["replicas promised on 5 nodes, GPT-L"].ours == 1
+    assert rows["Table 3: size with WO, K = 1"].ours == pytest.approx(0.422, abs=5e-4)
+
+
+def test_a_row_that_differs_shows_it() -> None:
+    row = Row(what="x", printed=2.0, ours=3.0, why="because")
+    assert (row.ratio, row.agrees) == (1.5, False)
+    assert Row(what="x", printed=None, ours=3.0).agrees
+    assert "1.500" in PaperTable(title="t", rows=(row,)).text()
+
+
+def test_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paper", "reft-survival", "--plots", str(tmp_path)]) == 0
+    assert "16.22" in capsys.readouterr().out
+    assert (tmp_path / "reft-survival.svg").read_text().count("<polyline") == 2
+
+
+def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paper", "lost"]) == 2
+    assert "'lost' is no reproduction: use all or one of" in capsys.readouterr().err
+    assert main(["paper", "lazarus-recovery", "--routing", "no.npz"]) == 2
+    assert "give it with --routing PATH" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match="--spot"):
+        Sources(routing=Path(__file__)).spot_path()
+
+
+def test_a_large_trace_on_a_small_cluster() -> None:
+    events = [
+        Event(time_ns=0, joined=tuple(range(32))),
+        Event(time_ns=1, failed=(1, 2, 3, 4)),
+        Event(time_ns=2, failed=(5, 6, 7)),
+        Event(time_ns=3, joined=(1, 2)),
+    ]
+    small = shrunk(events, 10, least=5)
+    check_events(small)
+    assert [(len(event.failed), len(event.joined)) for event in small] == [(0, 10), (4, 0), (1, 0), (0, 2)]
+
+
+def test_every_reproduction_has_a_test() -> None:
+    parser = argparse.ArgumentParser()
+    paper.add_arguments(parser)
+    assert set(paper.PAPERS) == {*WITHOUT_TRACES, *QUICK, *SLOW}
+    assert all(name in parser.format_help().replace("\n", "").replace(" ", "") for name in ("pec-sizes", "all"))
