@@ -38,6 +38,8 @@ class _Source(Protocol):
 def export_checkpoint(path: Path, target: Path, *, dtype: str | None = None) -> int:
     """Write the model of a checkpoint for plain transformers; returns the bytes of its tensors.
 
+    Experts that a partial checkpoint left behind come as they were saved last.
+
     Args:
         path: a Lightning checkpoint file, a checkpoint directory, or a directory of these: its newest.
         target: a folder that does not exist.

@@ -19,6 +19,7 @@ from moe_lightning.models.huggingface.architecture import Architecture, ExpertRe
 from moe_lightning.models.huggingface.blocks import SparseBlock
 from moe_lightning.models.huggingface.families import FAMILIES, OUR_ROUTER, Family
 from moe_lightning.models.huggingface.layouts import GatedFeedForward, PlainFeedForward
+from moe_lightning.models.huggingface.loading import config_from
 from moe_lightning.modules.experts import Activation
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
@@ -244,8 +245,6 @@ def _moe_config(
     model_type: str, config: Any, upcycling: UpcyclingConfig, others: Mapping[str, Any]
 ) -> tuple[Any, Family]:
     """The configuration of the same model with experts, where its router is the one that this family has."""
-    from moe_lightning.models.huggingface.loading import config_from
-
     router = upcycling.router
     if router.score != "softmax" or router.num_groups > 1 or router.bias_update_rate or router.noisy_top_k:
         raise ConfigurationError(

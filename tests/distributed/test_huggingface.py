@@ -95,7 +95,14 @@ def _train_one(
     probe = Probe(name, folder)
     router = {"bias_update_rate": 0.01} if name == "deepseek" else {"aux_loss_coef": 0.05}
     pretrained = str(root / name / "theirs")
-    config = {"pretrained": pretrained, "context_length": 16, "router": router}
+    # Recomputing layers in the backward pass repeats their exchanges, and must change nothing.
+    recomputes = world_size > 1 and name in ("mixtral_tied", "deepseek")
+    config = {
+        "pretrained": pretrained,
+        "context_length": 16,
+        "router": router,
+        "gradient_checkpointing": recomputes,
+    }
     return _fit(rank, world_size, strategy, module_class(config, OPTIMIZER), probe, mover)
 
 
@@ -143,7 +150,7 @@ def reference(root: Path) -> dict[str, Any]:
 
 
 def assert_close(actual: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * max(1.0, float(np.abs(expected).max())))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
 
 
 def check(name: str, root: Path, reference: dict[str, Any], ranks: list[dict[str, Any]], run: str) -> None:

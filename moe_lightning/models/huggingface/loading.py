@@ -157,7 +157,7 @@ def dense_tensors(model: nn.Module, architecture: Architecture) -> Iterator[tupl
     experts = tuple(f"{block}.moe.experts." for block in architecture.layers)
     names: dict[Tensor, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not name.startswith(experts or ("\0",)):
+        if not name.startswith(experts):
             names.setdefault(tensor, []).append(name)
     yield from names.items()
 

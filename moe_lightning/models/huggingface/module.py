@@ -18,7 +18,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, adamw_with_schedule
 from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
 from moe_lightning.models.huggingface.families import FAMILIES
-from moe_lightning.models.huggingface.loading import load_model, read_config
+from moe_lightning.models.huggingface.loading import config_from, load_model, read_config
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.modules.losses import auxiliary_loss, mean_over_samples
@@ -67,8 +67,6 @@ class HuggingFaceConfig:
         Raises:
             ConfigurationError: a checkpoint that is not known, or options that it does not fit.
         """
-        from moe_lightning.models.huggingface.loading import config_from
-
         known = tuple(FAMILIES if self.upcycling is None else DENSE_FAMILIES)
         config = read_config(Path(self.pretrained), known, self.overrides) if values is None else config_from(values)
         longest = getattr(config, "max_position_embeddings", self.context_length)
