@@ -116,8 +116,8 @@ class ElasticEngine:
             self._monitor.knock(False)
 
     def world_exists(self) -> bool:
-        """Whether a world of this run has been formed before this process came."""
-        return self._monitor.has_seen_a_world()
+        """Whether this run has a world already, which a process that has not joined yet would come to."""
+        return self._monitor.world_exists()
 
     def guard(self, members: Members, cut: Callable[[], None]) -> None:
         """Watch a world until it breaks or the next one is guarded.

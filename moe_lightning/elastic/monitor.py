@@ -80,12 +80,13 @@ class Monitor:
         self._expelled = False
         self._arrived: set[str] = set()
         self._gone: dict[str, str] = {}  # token -> how
-        self._world_formed = False
+        self._last_world: tuple[str, ...] = ()
         self._knocking = False
         self._knocks = Knocks()
         self._store: TCPStore | None = None
         self._news: News | None = None
         self._connect()
+        self._read_news()  # what happened before is known at once
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-monitor", daemon=True)
         self._thread.start()
@@ -100,16 +101,15 @@ class Monitor:
     def is_start_complete(self) -> bool:
         """Whether all expected workers have arrived, or a world exists already."""
         with self._lock:
+            exists = self.world_exists()
             waiting = {token_of(member) for member in self._arrived} - set(self._gone)
-            return self._world_formed or len(waiting) >= self._task.expected
+            return exists or len(waiting) >= self._task.expected
 
-    def has_seen_a_world(self) -> bool:
-        """Whether a world of the run has been formed, by the news of this moment."""
+    def world_exists(self) -> bool:
+        """Whether a world has formed of whose members not all are known to be gone, by the news of this moment."""
         with self._lock:
-            assert self._news is not None
-            for line in self._news.read():
-                self._hear(line)
-            return self._world_formed
+            self._read_news()
+            return any(token_of(member) not in self._gone for member in self._last_world)
 
     def leave_world(self) -> None:
         """The main thread has come to the join: the former world is over for it."""
@@ -138,7 +138,8 @@ class Monitor:
             ring = Ring(members, self._settings.silence_timeout_s, time.monotonic())
             self._watch = _Watch(members=members, cut=cut, ring=ring)
             self._main_is_here = False
-            self._was_member = self._world_formed = True
+            self._was_member = True
+            self._last_world = members.ids
             self._expelled = False
             self._knocks.forget()
             if members.rank == 0:
@@ -197,19 +198,23 @@ class Monitor:
             self._store, self._news = store, News(store)
 
     def _tick(self, now: float) -> None:
-        assert self._news is not None
         assert self._store is not None
-        for line in self._news.read():
-            self._hear(line)
+        self._read_news()
         self._watch_neighbour(now)
         self._knocks.step(self._store, self._knocking, now)
+
+    def _read_news(self) -> None:
+        if self._news is None:
+            return
+        for line in self._news.read():
+            self._hear(line)
 
     def _hear(self, line: dict[str, str | list[str]]) -> None:
         match line:
             case {"kind": "arrived", "member": str(member)}:
                 self._arrived.add(member)
             case {"kind": "formed", "world": str(world), "ids": list(ids)}:
-                self._world_formed = True
+                self._last_world = tuple(ids)
                 mine = self._watch is not None and self._watch.members.name == world
                 if self._was_member and not mine and self._member_id not in ids:
                     self._expelled = True

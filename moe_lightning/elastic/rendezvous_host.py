@@ -49,6 +49,7 @@ class RendezvousHost:
             self._lighthouse = _lighthouse(bind, port, heartbeat_timeout_s)
             # it names itself by the host name, which may stand for another interface
             self.lighthouse = f"http://{_url_host(bind)}:{self._lighthouse.address().rpartition(':')[2]}"
+        self.store: TCPStore | None
         self.store, self.store_port = bound_store(bind, port + 1 if port else 0)
 
     def __enter__(self) -> Self:
@@ -66,7 +67,7 @@ class RendezvousHost:
         self._lighthouse = self.store = None
 
 
-def bound_store(host: str, port: int = 0) -> tuple[TCPStore | None, int]:
+def bound_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
     """A store that listens on one interface and nowhere else: torch would bind every one, so it is handed a bound
     socket; and its port.
 

@@ -27,7 +27,8 @@ class ElasticSettings:
             Python's lock.
         hang_timeout_s: a member whose main thread does not come to the next join within this time after its world
             broke ends its process, so that the others need not wait for it.
-        build_timeout_s: for building groups; a member that dies in between is noticed then at the latest.
+        build_timeout_s: for building groups. gloo waits this long, and cannot be freed, for a member that is lost just
+            while connections are made; so it is below `hang_timeout_s`.
         join_timeout_s: how long a member waits for a world of at least `min_ranks`.
         join_window_s: newcomers wait at least this long, so that those of one moment join together.
         start_timeout_s: how long the first world waits for all that were started.
@@ -44,7 +45,7 @@ class ElasticSettings:
     heartbeat_timeout_s: float = 0.5
     silence_timeout_s: float = 5.0
     hang_timeout_s: float = 10.0
-    build_timeout_s: float = 10.0
+    build_timeout_s: float = 5.0
     join_timeout_s: float = 600.0
     join_window_s: float = 1.0
     start_timeout_s: float = 120.0
@@ -61,6 +62,10 @@ class ElasticSettings:
                 raise ConfigurationError(f"{name}={value!r} must be a number of seconds above 0")
         if self.heartbeat_timeout_s < 0.1:
             raise ConfigurationError(f"heartbeat_timeout_s={self.heartbeat_timeout_s} is below 0.1: raise it")
+        if self.build_timeout_s >= self.hang_timeout_s:
+            raise ConfigurationError(
+                f"build_timeout_s={self.build_timeout_s} must be below hang_timeout_s={self.hang_timeout_s}: raise that"
+            )
         if isinstance(self.min_ranks, bool) or not isinstance(self.min_ranks, int) or self.min_ranks < 1:
             raise ConfigurationError(f"min_ranks={self.min_ranks!r} must be an integer of at least 1")
         if self.notice_url is not None and not self.notice_url.startswith(("http://", "https://")):

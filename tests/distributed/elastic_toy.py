@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.comm.cut import ConnectionCut
 from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.membership import Members
@@ -34,7 +36,12 @@ _FORKS.set_forkserver_preload(
 )
 
 FAST = ElasticSettings(
-    heartbeat_timeout_s=0.4, silence_timeout_s=1.0, hang_timeout_s=5.0, join_window_s=0.3, start_timeout_s=30.0
+    heartbeat_timeout_s=0.4,
+    silence_timeout_s=1.0,
+    build_timeout_s=2.0,
+    hang_timeout_s=4.0,
+    join_window_s=0.3,
+    start_timeout_s=30.0,
 )
 Event = dict[str, Any]
 
@@ -73,8 +80,7 @@ def _train(engine: ElasticEngine, pipe: Connection, behaviour: str) -> None:
     while not stop:
         members = engine.join()
         joined = time.time()
-        if behaviour == f"die after join {worlds}":
-            os.kill(os.getpid(), signal.SIGKILL)
+        _meet_fate(behaviour, worlds)
         reason = engine.reason
         try:
             _build(engine, members)
@@ -85,7 +91,7 @@ def _train(engine: ElasticEngine, pipe: Connection, behaviour: str) -> None:
                 "joined": joined, "time": time.time(), **resources(),
             })  # fmt: skip
             stop = _steps(engine, members, pipe, behaviour)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, TimeoutError) as error:
             felt = time.time()
             engine.break_up(f"rank {members.rank}: {error}")
             pipe.send({"event": "broken", "time": felt, "error": str(error)})
@@ -96,17 +102,23 @@ def _train(engine: ElasticEngine, pipe: Connection, behaviour: str) -> None:
     engine.close()
 
 
+def _meet_fate(behaviour: str, worlds: int) -> None:
+    """Behaviour "SIGKILL 1 0.003": gets the signal that long after its second join, while it builds groups."""
+    match behaviour.split():
+        case [name, number, delay_s] if name.startswith("SIG") and int(number) == worlds:
+            threading.Timer(float(delay_s), os.kill, (os.getpid(), signal.Signals[name])).start()
+
+
 def _build(engine: ElasticEngine, members: Members) -> None:
+    store = dist.PrefixStore(members.name, engine.store)
     with ConnectionCut() as cut:
         engine.guard(members, cut.cut)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(members.name, engine.store),
-            rank=members.rank,
-            world_size=members.size,
-            timeout=timedelta(seconds=engine.settings.build_timeout_s),
-        )
-        dist.new_group()
+        short = begin_building(store, members.size, engine.settings.build_timeout_s)
+        dist.init_process_group("gloo", store=store, rank=members.rank, world_size=members.size, timeout=short)
+        second = dist.new_group(timeout=short)
+    assert dist.group.WORLD is not None
+    for group in (dist.group.WORLD, second):
+        set_collectives_timeout(group, timedelta(seconds=60))
     cut.confirm(gather_json)
     assert len(cut.connections) >= 2 * (members.size - 1)
 

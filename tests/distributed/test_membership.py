@@ -63,20 +63,13 @@ def test_a_stopped_rank_is_expelled_and_comes_back_as_another_member(engine: boo
         toy.stop(workers)
 
 
-@pytest.mark.parametrize("world", [0, 1])
-def test_a_member_that_dies_while_the_others_build_groups(engine: bool, world: int) -> None:
+@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.004, 0.008])
+@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
+def test_a_member_is_lost_while_groups_are_built(engine: bool, fate: str, delay_s: float) -> None:
     with Toy(lighthouse=engine) as toy:
-        workers = toy.start(3, behaviours={2: f"die after join {world}"})
-        if world:
-            first = toy.wait_for_world(workers)
-            by_rank = {e["rank"]: w for e, w in zip(first, workers, strict=True)}
-            victim = next(w for w in workers[:2])
-            assert victim in by_rank.values()
-            victim.signal(signal.SIGKILL)
-            workers.remove(victim)
-        survivors = [w for w in workers if w is not workers[-1]]
-        toy.wait_for_world(survivors)
-        toy.stop(survivors)
+        workers = toy.start(3, behaviours={1: f"{fate} 0 {delay_s}"})
+        toy.wait_for_world([workers[0], workers[2]])
+        toy.stop([workers[0], workers[2]])
 
 
 def test_a_member_that_hangs_ends_itself(engine: bool) -> None:

@@ -1,0 +1,176 @@
+"""What launchers share: worker processes with their logs, how they end, and what they leave behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from typing_extensions import override
+
+from moe_lightning.elastic.failure import FAILURE_FILE_VARIABLE, RankFailure, read_failure
+
+WORKER_MODULE = "moe_lightning.cli.worker"
+"""What launchers start unless told otherwise."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a run."""
+
+_POLL_S = 0.05
+_TAIL_LINES = 20
+
+Process = subprocess.Popen[bytes]
+
+
+class RanksFailed(Exception):
+    """A worker failed, and the others were ended.
+
+    Attributes:
+        failure: the one that came first.
+    """
+
+    def __init__(self, failure: RankFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class WorkerLogs(LogsSpecs):
+    """Where workers write: one to the terminal, the others to NAME.out and NAME.err; all leave their failure in
+    NAME.failure.json. Readable by their owner only.
+
+    Args:
+        folder: for the files.
+        names: of each worker that is started together.
+        terminal: the worker that writes to the terminal; None for none of them.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str], *, terminal: int | None) -> None:
+        super().__init__(str(folder))
+        self._folder, self._names, self._terminal = folder, names, terminal
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    @override
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    @override
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for rank, environment in envs.items():
+            for path in (self.path(rank, "out"), self.path(rank, "err")):
+                path.unlink(missing_ok=True)
+                if rank != self._terminal:
+                    path.touch(mode=0o600)
+            self.path(rank, "failure.json").unlink(missing_ok=True)
+            environment[FAILURE_FILE_VARIABLE] = str(self.path(rank, "failure.json"))
+        return LogsDest(
+            stdouts={rank: self._output(rank, "out") for rank in envs},
+            stderrs={rank: self._output(rank, "err") for rank in envs},
+            error_files={rank: str(self.path(rank, "failure.json")) for rank in envs},
+        )
+
+    def path(self, rank: int, kind: Literal["out", "err", "failure.json"]) -> Path:
+        """A worker's file."""
+        return self._folder.absolute() / f"{self._names[rank]}.{kind}"
+
+    def failure(self, rank: int, code: int) -> RankFailure:
+        """Why a worker ended with a code other than 0: its own word, else the code or signal and its last lines."""
+        return (read_failure(self.path(rank, "failure.json")) if code > 0 else None) or self._silent(rank, code)
+
+    def _output(self, rank: int, kind: Literal["out", "err"]) -> str:
+        return "" if rank == self._terminal else str(self.path(rank, kind))
+
+    def _silent(self, rank: int, code: int) -> RankFailure:
+        err = self.path(rank, "err")
+        tail = err.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if err.is_file() else []
+        message = f"rank {rank} {how_it_ended(code)}"
+        return RankFailure(rank=rank, kind="death", message=message, details="\n".join(tail), time_s=0.0)
+
+
+def how_it_ended(code: int) -> str:
+    """A process's exit code in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: LogsSpecs) -> dict[int, Process]:
+    """Start the same Python program once for each environment, as sessions of their own.
+
+    Raises:
+        SignalException: a signal came meanwhile; from now on signals raise it in the main thread.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported by us
+    workers = start_processes(
+        name="moe-train",
+        entrypoint=sys.executable,
+        args=dict.fromkeys(environments, tuple(program)),
+        envs=dict(environments),
+        logs_specs=logs,
+    )
+    assert isinstance(workers, SubprocessContext)
+    return {rank: handler.proc for rank, handler in workers.subprocess_handlers.items()}
+
+
+def end(processes: Collection[Process], grace_s: float) -> None:
+    """Interrupt the workers that still run (and their children), then kill them; a second signal kills at once."""
+    try:
+        _signal_groups(processes, signal.SIGINT if grace_s else signal.SIGKILL)
+        deadline = time.monotonic() + grace_s
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    except SignalException:
+        print("moe-train: ending at once", file=sys.stderr)
+    _signal_groups(processes, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def _signal_groups(processes: Collection[Process], number: signal.Signals) -> None:
+    """Signal the groups of the processes that still run; their leaders' children (data loaders) get it too."""
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+
+
+def kill_orphans(process: Process) -> None:
+    """Kill what a dead worker left in its group: its data loaders hold its connections open."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def common_environment(workers: int) -> dict[str, str]:
+    """Variables for workers of one machine that the user has not set."""
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    defaults = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _loopback_interface()}
+    return {name: value for name, value in defaults.items() if value and name not in os.environ}
+
+
+def _loopback_interface() -> str:
+    """Name of the loopback interface; empty where it cannot be told."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
+
+
+@contextmanager
+def restored_signal_handlers() -> Iterator[None]:
+    """torch's elastic processes install handlers and leave them; put the former ones back."""
+    former: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """For the moments that the rest of an end takes."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
