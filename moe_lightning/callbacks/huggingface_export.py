@@ -68,7 +68,7 @@ def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str |
     stacks = _stacks(trainer, module, export)
     if trainer.is_global_zero:
         export.write(path, module.model.state_dict(), stacks)
-        copy_companions(Path(module.config.pretrained), path)
+        copy_companions(module.config.folder, path)
     else:
         for _ in stacks:  # gives rank 0 what it asks for
             continue

@@ -68,7 +68,7 @@ def export_checkpoint(path: Path, target: Path, *, dtype: str | None = None) -> 
             yield {name: source.experts(index, block, name, layer.num_experts) for name in names}
 
     written = export.write(target, {name: source.dense(name) for name in export.dense}, stacks())
-    copy_companions(Path(config.pretrained), target)
+    copy_companions(config.folder, target)
     return written
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.kernels.bodies import ACTIVATIONS, is_gated
 
 Activation = Literal["gelu", "swiglu", "gelu_tanh", "swiglu_clamped"]
@@ -122,7 +122,11 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill every slot from the source, or from its expert's own generator where there is none."""
+        """Fill every slot from the source, or from its expert's own generator where there is none.
+
+        Raises:
+            CheckpointError: the source gives weights of other shapes.
+        """
         if self.source is not None:
             self._read(self.source)
             return
@@ -142,7 +146,15 @@ class Experts(nn.Module):
         for slot, expert in enumerate(self.slot_experts):
             rows = source(expert) if expert != VACANT else {}
             for name, parameter in self.stacked_parameters().items():
-                parameter.data[slot] = rows[name] if rows else 0
+                if not rows:
+                    parameter.data[slot] = 0
+                    continue
+                if rows[name].shape != parameter.shape[1:]:
+                    raise CheckpointError(
+                        f"the first weights of expert {expert} give {name} the shape {list(rows[name].shape)}, the "
+                        f"layer has {list(parameter.shape[1:])}: they belong to another configuration"
+                    )
+                parameter.data[slot] = rows[name]
 
     @torch.no_grad()
     def place(self, slot_experts: Sequence[int], device: torch.device) -> None:

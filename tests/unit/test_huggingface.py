@@ -296,6 +296,16 @@ def test_damaged_weights_are_one_sentence(damage: str, message: str, tmp_path: P
         load(tmp_path)
 
 
+def test_experts_of_another_width(tmp_path: Path) -> None:
+    """A width of one would fit by broadcasting."""
+    make_checkpoint("mixtral", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.0.w2.weight"
+    save_file({**tensors, name: tensors[name][:, :1].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"give w_down the shape \[1, 32\], the layer has \[48, 32\]"):
+        load(tmp_path)
+
+
 def test_configurations_of_older_versions(tmp_path: Path) -> None:
     """Names that have changed since; and router logits that nobody reads."""
     make_checkpoint("mixtral", tmp_path)

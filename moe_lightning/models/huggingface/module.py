@@ -58,6 +58,11 @@ class HuggingFaceConfig:
         if self.context_length < 1:
             raise ConfigurationError(f"context_length={self.context_length} must be at least 1")
 
+    @property
+    def folder(self) -> Path:
+        """Of the checkpoint."""
+        return Path(self.pretrained).expanduser()
+
     def architecture(self, values: Mapping[str, Any] | None = None) -> Architecture:
         """What the checkpoint's configuration becomes.
 
@@ -68,7 +73,7 @@ class HuggingFaceConfig:
             ConfigurationError: a checkpoint that is not known, or options that it does not fit.
         """
         known = tuple(FAMILIES if self.upcycling is None else DENSE_FAMILIES)
-        config = read_config(Path(self.pretrained), known, self.overrides) if values is None else config_from(values)
+        config = read_config(self.folder, known, self.overrides) if values is None else config_from(values)
         longest = getattr(config, "max_position_embeddings", self.context_length)
         if self.context_length > longest:
             raise ConfigurationError(
@@ -121,7 +126,7 @@ class HuggingFaceModule(pl.LightningModule):
     def configure_model(self) -> None:
         if hasattr(self, "model"):
             return
-        self.model = load_model(self.architecture, WeightsFolder(Path(self.config.pretrained)))
+        self.model = load_model(self.architecture, WeightsFolder(self.config.folder))
         self.model.train()
         if self.config.gradient_checkpointing:
             model = self.model  # transformers 5 has renamed the method
