@@ -62,6 +62,33 @@ def test_logits_and_round_trip(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits_of(reloaded(tmp_path / "ours"), inputs), expected)
 
 
+@pytest.mark.parametrize("name", SPARSE)
+def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs, inputs = make_checkpoint(name, tmp_path), inputs_for(name)
+    module = load(tmp_path)
+    targets = inputs.roll(-1, dims=1)
+    mean_over_samples(theirs(inputs).logits, targets).backward()
+    mean_over_samples(module(inputs), targets).backward()
+    expected = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    actual: dict[str, torch.Tensor | None] = {}
+    for key, parameter in module.model.named_parameters():
+        block, is_expert, stack = key.partition("moe.experts.")
+        if not is_expert:
+            actual[key.replace("moe.router", "router" if name == "gpt_oss" else "gate")] = parameter.grad
+            continue
+        assert parameter.grad is not None
+        in_file_order = {"w_up": "gate_up_proj", "b_up": "gate_up_proj_bias", "w_down": "down_proj"}
+        gradient = parameter.grad
+        if name != "gpt_oss":
+            gradient = gradient.transpose(1, 2)
+        elif stack in ("w_up", "b_up"):
+            gradient = torch.stack(gradient.chunk(2, dim=-1), dim=-1).flatten(-2)
+        actual[f"{block}experts.{in_file_order.get(stack, 'down_proj_bias')}"] = gradient
+    assert set(actual) == set(expected)
+    for key, gradient in expected.items():
+        torch.testing.assert_close(actual[key], gradient, rtol=1e-3, atol=1e-5, msg=key)
+
+
 def test_every_tensor_has_its_own_values_when_all_are_different(tmp_path: Path) -> None:
     """A round trip that swapped two experts on the way in and out would go unnoticed in a checkpoint of equals."""
     make_checkpoint("gpt_oss", tmp_path / "theirs")
