@@ -1,11 +1,11 @@
 """Protects snapshots against the loss of their node while training goes on: copies and parities on other nodes.
 
 At a fixed point of a step every rank calls `start` with the step of a published snapshot. Its own packed snapshot is
-kept aside, and one asynchronous exchange on the background group carries it to the ranks that keep copies (ARC), or
-its sub-shards to the members of its sharding group (AEC), which keep their XOR and all tables of contents. A thread
-waits for what arrives and publishes it; the next `start` waits for the thread. A protected version needs nothing but
-these files, so that arenas may go on meanwhile; one that not all ranks have finished is torn, and the one before it
-counts.
+kept aside (`prepare` does that earlier, in the snapshot's thread), and one asynchronous exchange on the background
+group carries it to the ranks that keep copies (ARC), or its sub-shards to the members of its sharding group (AEC),
+which keep their XOR and all tables of contents. A thread waits for what arrives and publishes it; the next `start`
+waits for the thread. A protected version needs nothing but these files, so that arenas may go on meanwhile; one that
+not all ranks have finished is torn, and the one before it counts.
 Sources: REFT 4.1-4.3; ALGORITHMS 7.2, 7.3.
 """
 
@@ -92,12 +92,21 @@ class Protector:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._report: ProtectionReport | None = None
+        self._prepared: int | None = None
+        self._room = torch.empty(0, dtype=torch.uint8)
         self._has_whole_version = False
 
     @property
     def report(self) -> ProtectionReport | None:
         """Of the newest protected version of this rank; None before the first."""
         return self._report
+
+    def prepare(self, table: Table) -> None:
+        """Pack this rank's snapshot, so that `start` need not; local, from the thread that publishes snapshots
+        (`Snapshotter.on_published`). The first snapshot is packed by `start`, which learns what room it takes."""
+        nbytes = _packed_bytes(table)
+        if self._files and nbytes <= self._limits[self._world.rank][1]:
+            self._pack(table, nbytes)
 
     def start(self, step: int) -> bool:
         """Begin to protect the snapshot of a step, after the one before it is finished; collective.
@@ -114,7 +123,7 @@ class Protector:
         finished = self.finish() is not None
         table = next((table for table in self._arena.tables() if table.step == step), None)
         text = b"" if table is None else relocated(table, 0).dump()
-        nbytes = 0 if table is None else packed_bytes_of([placed.piece for placed in table.placed])
+        nbytes = 0 if table is None else _packed_bytes(table)
         told = all_gather_json([len(text), nbytes], self._world)
         if table is None or not all(length for length, _ in told):
             return False
@@ -161,7 +170,7 @@ class Protector:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._failure = None  # it would keep the groups of a broken world alive
+        self._failure = None
         self._close_files()
 
     # ------------------------------------------------------------------ who sends what
@@ -226,16 +235,24 @@ class Protector:
     def _close_files(self) -> None:
         for file in (*self._files.values(), *([self._parity] if self._parity is not None else [])):
             file.close()
-        self._files, self._parity = {}, None
+        self._files, self._parity, self._prepared = {}, None, None
+
+    def _pack(self, table: Table, nbytes: int) -> None:
+        """Into the own file; the version is torn until `_keep_own` publishes it, or packs another one over it."""
+        self._prepared = None
+        self._room = self._files[self._world.rank].begin()
+        Snapshot(table=table, memory=self._arena.memory).packed(self._room[:nbytes])
+        self._prepared = table.step
 
     def _keep_own(self, table: Table, nbytes: int, padded: int) -> torch.Tensor:
         """This rank's packed snapshot, in its own file, padded with zeros."""
+        if self._prepared != table.step:
+            self._pack(table, nbytes)
+        self._prepared = None
+        self._room[nbytes:padded].zero_()
         file = self._files[self._world.rank]
-        room = file.begin()
-        Snapshot(table=table, memory=self._arena.memory).packed(room[:nbytes])
-        room[nbytes:padded].zero_()
         file.publish(relocated(table, file.base))
-        return room
+        return self._room
 
     def _complete(self, flight: _Flight) -> None:
         """The thread: wait for what arrives and make copies and parities of it."""
@@ -261,7 +278,7 @@ class Protector:
                 publish_s=time.perf_counter() - arrived,
             )
         except BaseException as error:  # handed to the training thread, which raises it
-            self._failure = error
+            self._failure = error.with_traceback(None)  # frames would keep the groups of a broken world alive
 
     def _publish_parity(
         self, file: ProtectedFile, flight: _Flight, texts: dict[int, bytes], parts: Sequence[torch.Tensor]
@@ -282,6 +299,10 @@ class Protector:
         tables = [texts[member].decode() for member in self._group]
         placed = (Placed(piece=piece, block=file.base, persist=False),)
         file.publish(replace(flight.table, placed=placed, extra={"members": list(self._group), "tables": tables}))
+
+
+def _packed_bytes(table: Table) -> int:
+    return packed_bytes_of([placed.piece for placed in table.placed])
 
 
 def _bytes(text: bytes) -> torch.Tensor:

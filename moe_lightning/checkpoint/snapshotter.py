@@ -13,7 +13,7 @@ import ctypes
 import re
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,10 @@ class Snapshotter:
         object_bytes: room of each.
         table_bytes: room of a table of contents; None estimates it.
 
+    Attributes:
+        on_published: called in the background thread with the table of every snapshot that is whole, before `finish`
+            returns.
+
     Raises:
         ConfigurationError: the arena does not fit, or a dtype cannot be stored.
     """
@@ -100,6 +104,7 @@ class Snapshotter:
         self._failure: BaseException | None = None
         self._report: SnapshotReport | None = None
         self._newest: Table | None = None
+        self.on_published: Callable[[Table], None] | None = None
 
     def start(
         self,
@@ -288,6 +293,8 @@ class Snapshotter:
         self.arena.finish_table(index, table)
         self.arena.transition(lambda s: s.finish_snapshot(table.step))
         self._newest = table
+        if self.on_published is not None:
+            self.on_published(table)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

@@ -73,6 +73,7 @@ def protect(
     world = connect() if world_size > 1 else World.single()
     snapshotter = snapshotter_of(node_arenas(Path(base), layout.node_of[rank]), rank, world_size, session)
     protector = Protector(snapshotter.arena, layout, world)
+    snapshotter.on_published = protector.prepare
     reports = []
     for step in steps:
         snapshot(snapshotter, rank, world_size, step)

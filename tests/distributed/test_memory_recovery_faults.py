@@ -250,6 +250,28 @@ def test_a_snapshot_may_outgrow_its_room(tmp_path: Path) -> None:
     assert run_ranks(2, growing, str(tmp_path)) == [[3, 2]] * 2
 
 
+def every_third(rank: int, world_size: int, base: str) -> tuple[list[int], list[int]]:
+    """Snapshots of every step are packed ahead, but only every third one is protected."""
+    world = connect()
+    arenas = node_arenas(Path(base), rank)
+    snapshotter = snapshotter_of(arenas, rank, world_size)
+    protector = Protector(snapshotter.arena, arc_layout(range(world_size)), world)
+    snapshotter.on_published = protector.prepare
+    for step in range(1, 12):
+        snapshot(snapshotter, rank, world_size, step)
+        if step % 3 == 0:
+            assert protector.start(step)
+    protector.finish()
+    files = (copy_path(arenas, "1", rank, writer) for writer in (rank, 1 - rank))
+    own, other = ([table.step for table in Arena(path).tables()] for path in files)
+    return own, other
+
+
+def test_packing_ahead_takes_no_protected_version_away(tmp_path: Path) -> None:
+    """Version 11 lies packed in the place of the oldest one, but counts for nothing yet."""
+    assert run_ranks(2, every_third, str(tmp_path)) == [([9, 6], [9, 6, 3])] * 2
+
+
 def refusals(rank: int, world_size: int, base: str) -> None:
     world = connect()
     snapshotter = snapshotter_of(node_arenas(Path(base), rank), rank, world_size)
