@@ -34,6 +34,25 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
+def take_over_terminal() -> bool:
+    """Let this worker write where its launcher writes; for the one that becomes rank 0 after rank 0 was lost.
+
+    Linux only; False where there is no launcher or its output cannot be opened.
+    """
+    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
+    if launcher is None or sys.platform != "linux":
+        return False
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        stream.flush()
+        try:
+            terminal = os.open(f"/proc/{launcher}/fd/{number}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+        except OSError:
+            return False
+        os.dup2(terminal, number)
+        os.close(terminal)
+    return True
+
+
 def leave_process_groups() -> None:
     """End the threads of torch's process groups; call it before the interpreter ends.
 

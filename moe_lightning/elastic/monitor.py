@@ -126,6 +126,7 @@ class Monitor:
         with self._lock:
             self._member_id = member_id
             self._was_member = self._expelled = False
+            self.announce_arrival()  # its launcher takes it for hanging otherwise
 
     def knock(self, on: bool) -> None:
         """Say again and again that somebody waits to be let in, or stop it."""

@@ -15,6 +15,9 @@ from types import FrameType
 
 from moe_lightning.elastic.settings import ElasticSettings
 
+EXIT_PREEMPTED = 76
+"""With this code a worker ends that has handed over and left on notice; nobody is started in its place."""
+
 _URL_TIMEOUT_S = 2.0
 _LONGEST = 200
 # Google's metadata server wants this header and says FALSE as long as nothing happens; the others do not mind it.

@@ -83,18 +83,23 @@ class WorkerLogs(LogsSpecs):
         """A worker's file."""
         return self._folder.absolute() / f"{self._names[rank]}.{kind}"
 
-    def failure(self, rank: int, code: int) -> RankFailure:
-        """Why a worker ended with a code other than 0: its own word, else the code or signal and its last lines."""
-        return (read_failure(self.path(rank, "failure.json")) if code > 0 else None) or self._silent(rank, code)
+    def failure(self, rank: int, code: int, *, called: int | None = None) -> RankFailure:
+        """Why a worker ended with a code other than 0: its own word, else the code or signal and its last lines.
+
+        Args:
+            called: the rank to name, where it is not the index among those that were started together.
+        """
+        told = read_failure(self.path(rank, "failure.json")) if code > 0 else None
+        return told or self._silent(rank, code, rank if called is None else called)
 
     def _output(self, rank: int, kind: Literal["out", "err"]) -> str:
         return "" if rank == self._terminal else str(self.path(rank, kind))
 
-    def _silent(self, rank: int, code: int) -> RankFailure:
+    def _silent(self, rank: int, code: int, called: int) -> RankFailure:
         err = self.path(rank, "err")
         tail = err.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if err.is_file() else []
-        message = f"rank {rank} {how_it_ended(code)}"
-        return RankFailure(rank=rank, kind="death", message=message, details="\n".join(tail), time_s=0.0)
+        message = f"rank {called} {how_it_ended(code)}"
+        return RankFailure(rank=called, kind="death", message=message, details="\n".join(tail), time_s=0.0)
 
 
 def how_it_ended(code: int) -> str:

@@ -1,0 +1,309 @@
+"""Starts workers that survive each other's deaths, and starts dead ones again.
+
+A dead worker is told to the others at once, in the store, with how it died; they go on in a new world while a fresh
+process takes its place and knocks. Nothing is asked of torchrun, which would kill the survivors.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from moe_lightning.elastic import processes
+from moe_lightning.elastic.failure import Interrupted, RankFailure
+from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE
+from moe_lightning.elastic.membership import has_lighthouse, silence_engine, token_of
+from moe_lightning.elastic.news import News
+from moe_lightning.elastic.preemption import EXIT_PREEMPTED
+from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed, WorkerLogs
+from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
+from moe_lightning.errors import ConfigurationError
+
+_POLL_S = 0.01
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(kw_only=True)
+class ElasticLauncher:
+    """Runs `python -m module arguments...` in `num_ranks` workers of this machine, as long as one of them lives.
+
+    Args:
+        num_ranks: workers of this machine.
+        log_dir: gets the output of all but the first worker; a worker started again has files of its own.
+        settings: how long workers wait for whom.
+        module: the workers' main module.
+        max_restarts: workers started again in the whole run; one death more ends it.
+        cool_down_s: from a death to the start of the next process in its place.
+        lighthouse: "host:port" of `moe_lightning.elastic.rendezvous_host` for several machines; None hosts it here.
+        num_nodes: machines that run this command; the first world waits for the workers of all.
+        node: this machine's name as a failure domain; its host name, or "local" without a `lighthouse`.
+        ranks_are_nodes: let every worker be a failure domain of its own, to try the loss of nodes on one machine.
+        grace_s: how long workers may take to end before they are killed.
+    """
+
+    num_ranks: int
+    log_dir: Path
+    settings: ElasticSettings = field(default_factory=ElasticSettings)
+    module: str = WORKER_MODULE
+    max_restarts: int = 20
+    cool_down_s: float = 1.0
+    lighthouse: str | None = None
+    num_nodes: int = 1
+    node: str | None = None
+    ranks_are_nodes: bool = False
+    grace_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.num_nodes < 1:
+            raise ConfigurationError(f"num_ranks={self.num_ranks} and num_nodes={self.num_nodes} must be at least 1")
+        if self.max_restarts < 0 or self.cool_down_s < 0:
+            raise ConfigurationError(
+                f"max_restarts={self.max_restarts} and cool_down_s={self.cool_down_s} must not be negative"
+            )
+        if self.settings.min_ranks > self.num_ranks * self.num_nodes:
+            raise ConfigurationError(
+                f"min_ranks={self.settings.min_ranks} is above the {self.num_ranks * self.num_nodes} ranks that are "
+                "started: lower it"
+            )
+        if self.lighthouse is None and self.num_nodes > 1:
+            raise ConfigurationError(
+                f"num_nodes={self.num_nodes} needs a lighthouse that all nodes reach: run "
+                "`python -m moe_lightning.elastic.rendezvous_host` on a safe host and give its host:port"
+            )
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Start the workers and return when all that live have ended well.
+
+        Raises:
+            RanksFailed: a user's mistake, an exception in the last worker, or more deaths than `max_restarts`.
+            Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
+            ConfigurationError: the lighthouse's address is wrong or does not answer.
+        """
+        with processes.restored_signal_handlers(), self._meeting_point() as (task, store):
+            workers = _Workers(self, task, News(store), ("-m", self.module, *arguments))
+            try:
+                workers.run()
+            except RanksFailed:
+                workers.end(self.grace_s)
+                raise
+            except SignalException as stop:
+                if stop.sigval == signal.SIGTERM and self.settings.notice_on_sigterm:
+                    workers.ask_to_leave(self.grace_s)
+                workers.end(self.grace_s)
+                raise Interrupted(stop.sigval) from None
+            finally:
+                processes.ignore_signals()
+                workers.end(0.0)
+
+    @contextmanager
+    def _meeting_point(self) -> Iterator[tuple[ElasticTask, TCPStore]]:
+        """What all workers are told, and a client of their store."""
+        silence_engine()
+        expected, settings = self.num_ranks * self.num_nodes, self.settings
+        if self.lighthouse is None:
+            with RendezvousHost(heartbeat_timeout_s=settings.heartbeat_timeout_s) as host:
+                assert host.store is not None
+                yield (
+                    ElasticTask(
+                        lighthouse=host.lighthouse,
+                        store_host=host.store_host,
+                        store_port=host.store_port,
+                        node=self.node or "local",
+                        expected=expected,
+                        settings=settings,
+                    ),
+                    host.store,
+                )
+            return
+        host_name, _, port = self.lighthouse.rpartition(":")
+        if not host_name or not port.isdigit():
+            raise ConfigurationError(f"lighthouse={self.lighthouse!r} is not host:port")
+        task = ElasticTask(
+            lighthouse=f"http://{self.lighthouse}" if has_lighthouse() else None,
+            store_host=host_name.strip("[]"),
+            store_port=int(port) + 1,
+            node=self.node or socket.gethostname(),
+            expected=expected,
+            settings=settings,
+        )
+        try:
+            store = TCPStore(
+                task.store_host, task.store_port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
+            )
+        except RuntimeError:
+            raise ConfigurationError(
+                f"nothing answers at {task.store_host}:{task.store_port}, the store beside lighthouse="
+                f"{self.lighthouse}: start `python -m moe_lightning.elastic.rendezvous_host --bind {self.lighthouse}`"
+            ) from None
+        yield task, store
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    """A process in its slot.
+
+    Attributes:
+        token: names it in the news.
+        silent_since: when the others gave it up as silent; None while they did not.
+    """
+
+    process: Process
+    logs: WorkerLogs
+    token: str
+    silent_since: float | None = None
+
+
+class _Workers:
+    """The workers of one run."""
+
+    def __init__(self, launcher: ElasticLauncher, task: ElasticTask, news: News, program: Sequence[str]) -> None:
+        self._launcher, self._task, self._news, self._program = launcher, task, news, program
+        self._running: dict[int, _Worker] = {}
+        self._due: dict[int, float] = {}  # slot -> when it is started again
+        self._starts = dict.fromkeys(range(launcher.num_ranks), 0)
+        self._restarts = 0
+        self._finished = 0
+        self._world: frozenset[str] = frozenset()  # tokens of the last world
+        self._crash: RankFailure | None = None  # the first since the last world
+
+    def run(self) -> None:
+        """Until all that live have ended well."""
+        for slot in self._starts:
+            self._start(slot)
+        while self._running or self._due:
+            for slot, worker in list(self._running.items()):
+                code = worker.process.poll()
+                if code is not None:
+                    del self._running[slot]
+                    self._take_end(slot, worker, code)
+            self._read_news()
+            if self._finished:
+                self._let_finish()
+            for slot, due in list(self._due.items()):
+                if time.monotonic() >= due:
+                    del self._due[slot]
+                    self._start(slot)
+            time.sleep(_POLL_S)
+        if not self._finished:
+            raise Interrupted(signal.SIGTERM)  # all left on notice
+
+    def ask_to_leave(self, grace_s: float) -> None:
+        """Hand a notice of preemption on, and wait until the workers have handed over and left."""
+        for worker in self._running.values():
+            worker.process.terminate()
+        deadline = time.monotonic() + grace_s
+        while any(w.process.poll() is None for w in self._running.values()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def end(self, grace_s: float) -> None:
+        """End all that run."""
+        processes.end([worker.process for worker in self._running.values()], grace_s)
+
+    def _start(self, slot: int) -> None:
+        launcher = self._launcher
+        self._starts[slot] += 1
+        starts = self._starts[slot]
+        name = f"rank{slot}" if starts == 1 else f"rank{slot}.{starts}"
+        logs = WorkerLogs(launcher.log_dir, [name], terminal=0 if slot == 0 and starts == 1 else None)
+        task = ElasticTask(
+            lighthouse=self._task.lighthouse,
+            store_host=self._task.store_host,
+            store_port=self._task.store_port,
+            node=f"{self._task.node}-{slot}" if launcher.ranks_are_nodes else self._task.node,
+            slot=slot,
+            expected=self._task.expected,
+            starts=starts,
+            settings=self._task.settings,
+        )
+        environment = {
+            **processes.common_environment(launcher.num_ranks),
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),  # a cut store prints its stack
+            "RANK": str(slot),
+            "LOCAL_RANK": str(slot),
+            "NODE_RANK": "0",
+            "WORLD_SIZE": str(task.expected),
+            "LOCAL_WORLD_SIZE": str(launcher.num_ranks),
+            LAUNCHER_PID_VARIABLE: str(os.getpid()),
+            **task.to_environment(),
+        }
+        started = processes.start(self._program, {0: environment}, logs)
+        self._running[slot] = _Worker(process=started[0], logs=logs, token=task.token)
+
+    def _take_end(self, slot: int, worker: _Worker, code: int) -> None:
+        """Tell the others of a death, and decide whether a fresh process takes the place."""
+        processes.kill_orphans(worker.process)
+        if code in (0, EXIT_PREEMPTED):
+            self._finished += code == 0
+            return
+        self._news.tell("died", token=worker.token, how=processes.how_it_ended(code))
+        failure = worker.logs.failure(0, code, called=slot)
+        if failure.kind == "crash":
+            self._crash = self._crash or failure
+        if failure.kind == "mistake" or (failure.kind == "crash" and not self._running):
+            raise RanksFailed(failure if failure.kind == "mistake" else self._crash or failure)  # it would come again
+        if self._finished:
+            return
+        limit = self._launcher.max_restarts
+        if self._restarts >= limit:
+            raise RanksFailed(replace(failure, message=f"{failure.message}, after {limit} restarts (max_restarts)"))
+        self._restarts += 1
+        self._due[slot] = time.monotonic() + self._launcher.cool_down_s
+        print(
+            f"moe-train: {failure.message}; started again in {self._launcher.cool_down_s:g} s "
+            f"({self._restarts} of {self._launcher.max_restarts})",
+            file=sys.stderr,
+        )
+
+    def _read_news(self) -> None:
+        """Follow the world, and end a worker that the others gave up and that runs on without a word."""
+        for line in self._news.read():
+            match line:
+                case {"kind": "formed", "ids": list(ids)}:
+                    self._world = frozenset(map(token_of, ids))
+                    self._mark(self._world, None)
+                    self._crash = None
+                case {"kind": "arrived", "member": str(member)}:
+                    self._mark({token_of(member)}, None)
+                case {"kind": "broken", "silent": str(member)}:
+                    self._mark({token_of(member)}, time.monotonic())
+        for worker in self._running.values():
+            since = worker.silent_since
+            if since is not None and time.monotonic() - since > self._launcher.settings.hang_timeout_s:
+                if not _is_stopped(worker.process.pid):
+                    worker.process.kill()
+                worker.silent_since = None
+
+    def _mark(self, tokens: frozenset[str] | set[str], silent_since: float | None) -> None:
+        for worker in self._running.values():
+            if worker.token in tokens:
+                worker.silent_since = silent_since
+
+    def _let_finish(self) -> None:
+        """A worker ended well, so the training is done: nobody is started again, and who was not in the last world
+        has nothing to wait for.
+        """
+        self._due.clear()
+        if not self._world:
+            return
+        late = {slot for slot, worker in self._running.items() if worker.token not in self._world}
+        processes.end([self._running.pop(slot).process for slot in late], 0.0)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal: it may go on, and come back as a new member."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False

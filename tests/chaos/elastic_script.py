@@ -1,0 +1,66 @@
+"""A script for the elastic launcher: sums in a loop until its folder holds a file `stop`, through every world.
+
+    python -m moe_lightning.elastic.run ... tests/chaos/elastic_script.py FOLDER
+
+Each world that has done a step is a line in FOLDER/worlds.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_lightning.comm.building import begin_building, set_collectives_timeout
+from moe_lightning.comm.cut import ConnectionCut
+from moe_lightning.elastic.engine import ElasticEngine
+from moe_lightning.elastic.lifeline import take_over_terminal
+from moe_lightning.elastic.preemption import EXIT_PREEMPTED
+
+folder = Path(sys.argv[1])
+torch.set_num_threads(1)
+engine = ElasticEngine.from_environment()
+assert engine is not None
+print(f"start {engine.task.starts} of worker {engine.task.slot}", flush=True)
+stop, worlds = False, 0
+while not stop:
+    members = engine.join()
+    if members.rank == 0 and (worlds or engine.task.slot):
+        take_over_terminal()
+    reason = engine.reason
+    try:
+        store = dist.PrefixStore(members.name, engine.store)
+        with ConnectionCut() as cut:
+            engine.guard(members, cut.cut)
+            timeout = begin_building(store, members.size, engine.settings.build_timeout_s)
+            dist.init_process_group("gloo", store=store, rank=members.rank, world_size=members.size, timeout=timeout)
+        set_collectives_timeout(dist.group.WORLD, timedelta(seconds=30))
+        state = torch.zeros(3)
+        worlds += 1
+        while not state[0]:
+            wishes = [(folder / "stop").exists(), engine.newcomers(), engine.notice is not None]
+            state = torch.tensor([float(wish) for wish in wishes])
+            dist.all_reduce(state)
+            if worlds:
+                facts = {"rank": members.rank, "size": members.size, "slot": engine.task.slot, "pid": os.getpid()}
+                facts |= {"reason": reason, "starts": engine.task.starts}
+                with (folder / "worlds").open("a") as file:
+                    file.write(json.dumps(facts) + "\n")
+                if members.rank == 0:
+                    print(f"a world of {members.size}", flush=True)
+                worlds, reason = 0, None
+            if state[1] or state[2]:
+                break
+        stop = bool(state[0])
+    except (RuntimeError, TimeoutError) as error:
+        engine.break_up(str(error))
+    worlds += 1
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if engine.notice is not None:
+        engine.close()
+        sys.exit(EXIT_PREEMPTED)
+engine.close()

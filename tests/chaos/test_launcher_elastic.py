@@ -1,0 +1,179 @@
+"""The elastic launcher: dead workers are told of at once and started again, and no process is left however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lightning.elastic.elastic_launcher import ElasticLauncher
+from moe_lightning.elastic.failure import RankFailure
+from moe_lightning.elastic.processes import RanksFailed
+from moe_lightning.elastic.settings import ElasticSettings
+from moe_lightning.errors import ConfigurationError
+
+LAUNCHED = "tests.distributed.launched"
+SCRIPT = Path(__file__).with_name("elastic_script.py")
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and takes the launcher's terminal over")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def launcher(folder: Path, **options: Any) -> ElasticLauncher:
+    defaults: dict[str, Any] = {"num_ranks": 2, "module": LAUNCHED, "cool_down_s": 0.0, "grace_s": 2.0}
+    return ElasticLauncher(**{**defaults, "log_dir": folder / "logs", **options})
+
+
+def failure(folder: Path, behaviour: str, **options: Any) -> RankFailure:
+    with pytest.raises(RanksFailed) as raised:
+        launcher(folder, **options).run([behaviour, str(folder)])
+    return raised.value.failure
+
+
+def test_environment_of_the_workers(tmp_path: Path) -> None:
+    launcher(tmp_path, num_ranks=3, settings=ElasticSettings(min_ranks=2)).run(["environment", str(tmp_path)])
+    seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
+    tasks = [json.loads(e["MOE_LIGHTNING_ELASTIC"]) for e in seen]
+    assert [e["LOCAL_RANK"] for e in seen] == ["0", "1", "2"]
+    assert [t["slot"] for t in tasks] == [0, 1, 2]
+    assert {t["expected"] for t in tasks} == {3}
+    assert {t["settings"]["min_ranks"] for t in tasks} == {2}
+    assert len({t["token"] for t in tasks}) == 3
+    assert {t["store_host"] for t in tasks} == {"127.0.0.1"}
+    assert all("MOE_LIGHTNING_STORE" not in e for e in seen), "that one is for worlds that do not change"
+
+
+def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    told = failure(tmp_path, "mistake")
+    assert (told.kind, told.message) == ("mistake", "a value is wrong")
+
+
+def test_the_same_death_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    told = failure(tmp_path, "killed", max_restarts=2)
+    assert (told.rank, told.message) == (1, "rank 1 was killed by SIGKILL, after 2 restarts (max_restarts)")
+    assert (tmp_path / "logs" / "rank1.3.err").is_file()
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "logs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_ranks": 0}, "num_ranks=0"),
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"num_nodes": 2}, "num_nodes=2 needs a lighthouse"),
+        ({"settings": ElasticSettings(min_ranks=3)}, "min_ranks=3 is above the 2 ranks"),
+        ({"lighthouse": "host"}, "lighthouse='host' is not host:port"),
+    ],
+)
+def test_wrong_options(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        launcher(tmp_path, **options).run(["environment", str(tmp_path)])
+
+
+class Command:
+    """`python -m moe_lightning.elastic.run` on the script."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "moe_lightning.elastic.run", "--log-dir", str(folder / "logs"), *options]
+        for setting in ("heartbeat_timeout_s=0.4", "join_window_s=0.3", "build_timeout_s=4"):
+            command += ["--set", setting]
+        self.process = subprocess.Popen(
+            [*command, str(SCRIPT), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
+        )
+
+    def worlds(self) -> list[dict[str, Any]]:
+        path = self.folder / "worlds"
+        lines = path.read_text().split("\n") if path.exists() else []
+        return [json.loads(line) for line in lines[:-1]]
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, self.worlds()
+            time.sleep(0.02)
+
+    def wait_for_world(self, size: int, *, after: int = 0) -> list[dict[str, Any]]:
+        """The lines of a whole world of that size, beyond the first `after` lines."""
+        self.wait(lambda: sum(w["size"] == size for w in self.worlds()[after:]) >= size)
+        return sorted((w for w in self.worlds()[after:] if w["size"] == size), key=lambda w: int(w["rank"]))
+
+    def end(self) -> tuple[str, str]:
+        """Let it end well; what it printed."""
+        (self.folder / "stop").touch()
+        out, err = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, err
+        return out, err
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    made: list[Command] = []
+
+    def command(*options: str) -> Command:
+        made.append(Command(tmp_path, *options))
+        return made[-1]
+
+    yield command
+    for each in made:
+        each.process.kill()
+        each.process.communicate()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_rank_0_is_killed_and_comes_back(commands: Callable[..., Command]) -> None:
+    command = commands("--ranks", "3")
+    first = command.wait_for_world(3)
+    victim = first[0]
+    os.kill(victim["pid"], signal.SIGKILL)
+    survivors = command.wait_for_world(2, after=3)
+    assert {w["pid"] for w in survivors} == {first[1]["pid"], first[2]["pid"]}
+    assert {w["reason"] for w in survivors} == {"rank 0 on node local was killed by SIGKILL"}
+    again = command.wait_for_world(3, after=5)
+    assert again[2]["slot"] == victim["slot"], "the fresh process is the youngest"
+    assert again[2]["starts"] == 2
+    out, err = command.end()
+    assert "a world of 2" in out, "the new rank 0 writes to the terminal"
+    assert f"rank {victim['slot']} was killed by SIGKILL; started again in 1 s (1 of 20)" in err
+    assert all(is_gone(w["pid"]) for w in command.worlds())
+
+
+def test_a_signal_ends_everything(commands: Callable[..., Command]) -> None:
+    command = commands("--ranks", "2")
+    command.wait_for_world(2)
+    command.process.send_signal(signal.SIGINT)
+    command.process.communicate(timeout=30)
+    assert command.process.returncode == 128 + signal.SIGINT
+    assert all(is_gone(w["pid"]) for w in command.worlds())
+
+
+def test_a_preempted_worker_leaves_and_is_not_replaced(commands: Callable[..., Command]) -> None:
+    command = commands("--ranks", "2", "--set", "notice_on_sigterm=true")
+    first = command.wait_for_world(2)
+    os.kill(first[1]["pid"], signal.SIGTERM)
+    (alone,) = command.wait_for_world(1, after=2)
+    assert alone["pid"] == first[0]["pid"]
+    assert alone["reason"] is None, "nothing broke"
+    _, err = command.end()
+    assert "started again" not in err
