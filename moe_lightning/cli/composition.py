@@ -23,6 +23,7 @@ CONFIG_DIR = Path(__file__).parent.parent / "conf"
 CONFIG_NAME = "train"
 _LONGEST_NAME = 120  # characters; file systems allow 255 bytes
 
+_NAMED_VALUES = re.compile(r"([^=]+)=(\w+=[^'\"{}\[\]()]+)")
 _UNKNOWN_KEY = re.compile(r"Could not (?:override|append to config\.|delete from config)[^']*'([^']+)'")
 
 
@@ -32,6 +33,14 @@ def as_folder_name(text: str) -> str:
     if len(name) <= _LONGEST_NAME:
         return name
     return f"{name[: _LONGEST_NAME - 9]}-{zlib.crc32(text.encode()):08x}"
+
+
+def with_quotes(override: str) -> str:
+    """An override whose value itself reads name=value,...: the shell took its quotes away, and Hydra reads no such
+    value without them.
+    """
+    match = _NAMED_VALUES.fullmatch(override)
+    return f'{match[1]}="{match[2]}"' if match else override
 
 
 def fixed_keys(overrides: Sequence[str]) -> list[str]:

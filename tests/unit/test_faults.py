@@ -1,0 +1,170 @@
+"""Faults as text and the slots of a trace: every text is read as written or refused in one sentence."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lightning.algorithms.faults import (
+    KINDS,
+    PLACES,
+    Absence,
+    Change,
+    Fault,
+    Kind,
+    distinct,
+    next_loss_s,
+    parse_faults,
+    returns_at_s,
+    slot_absences,
+)
+from moe_lightning.errors import ConfigurationError
+
+faults = st.builds(
+    Fault,
+    kind=st.sampled_from(("kill", "stop", "drop_node")),
+    rank=st.integers(0, 7),
+    step=st.integers(0, 99),
+    place=st.sampled_from(PLACES),
+)
+
+
+def text_of(fault: Fault) -> str:
+    seconds = f", seconds = {fault.seconds!r}" if fault.kind == "stop" else ""
+    return f"step={fault.step},rank={fault.rank},place={fault.place}{seconds}"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(faults, max_size=5, unique_by=lambda fault: fault.name))
+def test_what_is_written_is_read(wanted: list[Fault]) -> None:
+    for kind in ("kill", "stop", "drop_node"):
+        mine = [fault for fault in wanted if fault.kind == kind]
+        assert set(parse_faults(kind, "; ".join(map(text_of, mine)) if mine else None)) == set(mine)
+        assert set(parse_faults(kind, [text_of(fault) for fault in mine])) == set(mine)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(KINDS), st.text(max_size=40))
+def test_any_text_is_read_or_refused(kind: Kind, text: str) -> None:
+    refusal, found = None, ()
+    try:
+        found = parse_faults(kind, text)
+    except ConfigurationError as error:
+        refusal = str(error)
+    assert bool(found) != bool(refusal)
+    assert refusal is None or refusal.startswith(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("kill", "rank=1", "kill='rank=1' lacks step: write rank=1,step=30"),
+        ("kill", "1@30", "kill='1@30' cannot be read at '1@30': write rank=1,step=30"),
+        ("kill", "rank=1,step=3,rank=2", "says rank twice"),
+        ("kill", "rank=1,step=3,seconds=2", "seconds is not one of rank, step, place"),
+        ("kill", "rank=one,step=3", "kill: rank=one is not an integer"),
+        ("kill", "rank=-1,step=3", "rank=-1 and step=3 must be at least 0"),
+        ("kill", "rank=1,step=3,place=lunch", "place=lunch is not known: use one of forward, backward"),
+        ("kill", " ; ", "kill=' ; ' names no fault"),
+        ("kill", "rank=1,step=3;rank=1,step=3", "kill strikes rank 1 twice at step 3, forward"),
+        ("stop", "rank=1,step=3,seconds=0", "stop: seconds=0 must be above 0"),
+        ("stop", "rank=1,step=3,seconds=nan", "stop: seconds=nan must be above 0"),
+        ("stop", "rank=1,step=3,seconds=long", "stop: seconds=long is not a number"),
+        ("slow", "rank=1,step=3,factor=0.5", "slow: factor=0.5 must be above 1"),
+        ("slow", "rank=1,step=3,steps=0", "slow: steps=0 must be at least 1"),
+        ("fill_disk", "rank=1,step=3,folder=/tmp", "lacks megabytes: write rank=1,step=30,folder=FOLDER,megabytes=100"),
+        ("fill_disk", "rank=1,step=3,folder=/tmp,megabytes=-1", "megabytes=-1 must name a folder and a finite number"),
+    ],
+)
+def test_wrong_faults(kind: Kind, text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_faults(kind, text)
+
+
+def test_kinds_are_known() -> None:
+    with pytest.raises(ConfigurationError, match="a fault 'melt' is not known: use one of kill, stop"):
+        Fault(kind="melt", rank=0, step=0)  # type: ignore[arg-type]
+
+
+def test_a_fault_is_due_at_its_place_and_step() -> None:
+    fault = Fault(kind="kill", rank=1, step=30, place="backward")
+    assert fault.is_due(step=30, place="backward")
+    assert not fault.is_due(step=31, place="backward")
+    assert not fault.is_due(step=30, place="forward")
+    late = Fault(kind="kill", rank=1, step=30, place="validation")
+    assert late.is_due(step=50, place="validation")
+    assert not late.is_due(step=29, place="validation")
+    slow = Fault(kind="slow", rank=0, step=5, steps=3)
+    assert [step for step in range(20) if slow.slows(step)] == [5, 6, 7]
+    assert not fault.slows(30)
+
+
+def test_kinds_do_not_hide_each_other() -> None:
+    both = distinct([*parse_faults("kill", "rank=0,step=2"), *parse_faults("stop", "rank=0,step=1")])
+    assert [fault.kind for fault in both] == ["stop", "kill"]
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[list[Change], int]:
+    """Changes of a cluster that never has more nodes than slots."""
+    num_slots = draw(st.integers(1, 5))
+    live: list[int] = []
+    changes, time_s, born = [], 0.0, 0
+    for index in range(draw(st.integers(0, 12))):
+        time_s += draw(st.integers(1, 5)) if index else 0
+        failed = tuple(node for node in live if draw(st.booleans())) if index else ()
+        live = [node for node in live if node not in failed]
+        joined = tuple(range(born, born + draw(st.integers(0, num_slots - len(live)))))
+        born += len(joined)
+        live += joined
+        changes.append(Change(time_s=time_s, failed=failed, joined=joined))
+    return changes, num_slots
+
+
+@settings(deadline=None, max_examples=150)
+@given(clusters(), st.sampled_from([0.5, 1.0, 4.0]))
+def test_slots_are_taken_as_often_as_there_are_nodes(cluster: tuple[list[Change], int], speed: float) -> None:
+    changes, num_slots = cluster
+    absences = slot_absences(changes, num_slots, speed=speed)
+    live: set[int] = set()
+    for index, change in enumerate(changes):
+        live = (live - set(change.failed)) | set(change.joined)
+        end_s = changes[index + 1].time_s if index + 1 < len(changes) else change.time_s + 10
+        now_s = (change.time_s + end_s) / 2 / speed
+        free = sum(any(absence.covers(now_s) for absence in slot) for slot in absences)
+        assert free == num_slots - len(live)
+        losses = sum(next_loss_s(slot, change.time_s / speed - 1e-6) == change.time_s / speed for slot in absences)
+        assert losses >= len(change.failed)
+    for slot in absences:
+        assert all(before.to_s <= after.from_s for before, after in pairwise(slot))
+
+
+def test_a_slot_waits_until_its_node_comes() -> None:
+    slot = (Absence(from_s=2.0, to_s=5.0), Absence(from_s=9.0))
+    assert returns_at_s(slot, 1.0) == 1.0
+    assert returns_at_s(slot, 2.0) == 5.0
+    assert returns_at_s(slot, 9.5) == math.inf
+    assert next_loss_s(slot, 0.0) == 2.0
+    assert next_loss_s(slot, 5.0) == 9.0
+    assert next_loss_s(slot, 9.0) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([Change(time_s=0.0, joined=(0, 1, 2))], "node 2 comes at 0 s, but none of 2 slots is free"),
+        ([Change(time_s=3.0, failed=(7,))], "node 7 leaves at 3 s without being there"),
+    ],
+)
+def test_impossible_changes(changes: list[Change], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        slot_absences(changes, 2)
+
+
+def test_speed_is_above_0() -> None:
+    with pytest.raises(ConfigurationError, match="speed=0 must be above 0"):
+        slot_absences([], 2, speed=0)
