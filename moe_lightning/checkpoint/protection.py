@@ -94,7 +94,7 @@ class Protector:
         self._report: ProtectionReport | None = None
         self._prepared: int | None = None
         self._room = torch.empty(0, dtype=torch.uint8)
-        self._has_whole_version = False
+        self._has_begun = self._has_retired = False
 
     @property
     def report(self) -> ProtectionReport | None:
@@ -117,19 +117,21 @@ class Protector:
         Raises:
             ConfigurationError: some rank has no room for what it should keep; raised on all.
         """
-        if self._layout.method == "none":
-            return False
         began = time.perf_counter()
-        finished = self.finish() is not None
         table = next((table for table in self._arena.tables() if table.step == step), None)
+        if self._layout.method == "none":
+            if self._has_begun:  # every rank has published the snapshot before
+                self._retire_older_sessions(table)
+            self._has_begun = True
+            return False
+        is_whole = self.finish() is not None
         text = b"" if table is None else relocated(table, 0).dump()
         nbytes = 0 if table is None else _packed_bytes(table)
         told = all_gather_json([len(text), nbytes], self._world)
         if table is None or not all(length for length, _ in told):
             return False
-        if finished and not self._has_whole_version:  # every rank is here, so every rank has finished one
-            self._has_whole_version = True
-            discard_older_sessions(self._arena.path.parent, table.session)
+        if is_whole:  # every rank is here, so every rank has finished one
+            self._retire_older_sessions(table)
         sizes = [int(size) for _, size in told]
         self._make_room(table.session, [(int(length), size) for (length, _), size in zip(told, sizes, strict=True)])
         sub = self._sub_bytes(sizes, self._world.rank)
@@ -253,6 +255,12 @@ class Protector:
         file = self._files[self._world.rank]
         file.publish(relocated(table, file.base))
         return self._room
+
+    def _retire_older_sessions(self, table: Table | None) -> None:
+        """This session has a version of its own to go back to."""
+        if table is not None and not self._has_retired:
+            self._has_retired = True
+            discard_older_sessions(self._arena.path.parent, table.session)
 
     def _complete(self, flight: _Flight) -> None:
         """The thread: wait for what arrives and make copies and parities of it."""

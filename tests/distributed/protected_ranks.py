@@ -11,6 +11,7 @@ import torch
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.recovery import RankInventory, RecoveryPlan, plan_recovery
 from moe_lightning.checkpoint.inventory import local_inventory
+from moe_lightning.checkpoint.library import packed_bytes_of
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.protection import Protector
 from moe_lightning.checkpoint.records import is_partial, parse_expert_key
@@ -68,24 +69,26 @@ def snapshot(
 
 def protect(
     rank: int, world_size: int, base: str, layout: ProtectionLayout, steps: Sequence[int], session: str = "1"
-) -> list[dict[str, Any]]:
-    """Snapshots of some steps, each of them protected; the arenas then go on to a step that is not."""
+) -> dict[str, Any]:
+    """Snapshots of some steps, each of them protected; the arenas then go on to steps that are not. The last report,
+    with the bytes of the snapshot."""
     world = connect() if world_size > 1 else World.single()
     snapshotter = snapshotter_of(node_arenas(Path(base), layout.node_of[rank]), rank, world_size, session)
     protector = Protector(snapshotter.arena, layout, world)
     snapshotter.on_published = protector.prepare
-    reports = []
+    result: dict[str, Any] = {}
     for step in steps:
         snapshot(snapshotter, rank, world_size, step)
         assert protector.start(step)
         report = protector.finish()
         assert report is not None
-        reports.append(dict(vars(report)))
+        placed = snapshotter.arena.tables()[0].placed
+        result = vars(report) | {"snapshot_bytes": packed_bytes_of([item.piece for item in placed])}
     for step in range(steps[-1] + 1, steps[-1] + 4):  # arenas hold three versions: none of them is protected
         snapshot(snapshotter, rank, world_size, step)
     protector.close()
     snapshotter.close()
-    return reports
+    return result
 
 
 def recover(rank: int, world_size: int, base: str, nodes: Sequence[int]) -> RecoveryPlan:

@@ -24,6 +24,7 @@ from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
 from moe_lightning.checkpoint.room import ARENAS, arena_path
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.protected_ranks import (
@@ -227,6 +228,24 @@ def test_the_former_sessions_protection_stays_until_the_new_one_is_whole(tmp_pat
     assert run_ranks(2, second_session, str(tmp_path), 2) == [["2"]] * 2
     files = [path for pattern in (COPIES, PARITIES) for path in tmp_path.glob(f"*/{pattern}")]
     assert {path.name.split(".")[1] for path in files} == {"2"}
+
+
+def unprotected_session(rank: int, world_size: int, base: str) -> list[list[str]]:
+    """A session without protection after one with it; the sessions of protecting files after each snapshot."""
+    arenas = node_arenas(Path(base), 0)
+    snapshotter = snapshotter_of(arenas, rank, world_size, "2")
+    protector = Protector(snapshotter.arena, no_protection([0]), World.single())
+    left = []
+    for step in (10, 11):
+        snapshot(snapshotter, rank, world_size, step)
+        assert not protector.start(step)
+        left.append(sorted({path.name.split(".")[1] for path in arenas.glob(COPIES)}))
+    return left
+
+
+def test_a_session_without_protection_retires_that_of_the_former_one(tmp_path: Path) -> None:
+    run_ranks(2, protect, str(tmp_path), aec_layout(range(2)), [5])
+    assert run_ranks(1, unprotected_session, str(tmp_path)) == [[["1"], []]]
 
 
 def growing(rank: int, world_size: int, base: str) -> int:

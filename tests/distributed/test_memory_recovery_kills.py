@@ -49,7 +49,7 @@ def survive(seed: int, base: Path) -> tuple[int, int]:
     layout = rng.choice([aec_layout(range(RANKS)), arc_layout(range(RANKS))])
     first = rng.uniform(0.02, 0.4)
     delays_s = [first + rng.uniform(0.0, 0.01) for _ in range(RANKS)]
-    with pytest.raises(RankFailure, match="died without a word|onnection"):
+    with pytest.raises(RankFailure, match=r"died without a word|onnection"):
         run_ranks(RANKS, protect_until_killed, str(base), layout, delays_s)
     marks = [(base / f"finished{rank}").read_bytes() for rank in range(RANKS)]
     everywhere = min(struct.unpack("<q", mark)[0] if mark else 0 for mark in marks)
