@@ -28,6 +28,7 @@ from moe_lightning.comm.cut import ConnectionCut
 from moe_lightning.elastic.membership import LighthouseMembership, Members, Membership, new_member_id
 from moe_lightning.elastic.monitor import Monitor, connect_store
 from moe_lightning.elastic.preemption import PreemptionWatch
+from moe_lightning.elastic.rendezvous import RendezvousMembership
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
 
 _START_POLL_S = 0.01
@@ -102,7 +103,7 @@ class ElasticEngine:
         self._monitor.leave_world()
         if self._monitor.is_expelled():
             self._membership.close()
-            self._membership = self._new_membership()
+            self._membership = self._new_membership(reborn=True)
             self._monitor.rename(self.member_id)
         self._store_cut = ConnectionCut(only_to=self.task.store_port)
         with self._store_cut:
@@ -171,9 +172,10 @@ class ElasticEngine:
         self._membership.close()
         self._store = None
 
-    def _new_membership(self) -> Membership:
-        member_id = new_member_id(self.task.node, self.task.token)
-        assert self.task.lighthouse is not None
+    def _new_membership(self, *, reborn: bool = False) -> Membership:
+        member_id = new_member_id(self.task.node, self.task.token, None if reborn else self.task.birth_ns)
+        if self.task.lighthouse is None:
+            return RendezvousMembership(member_id, connect_store(self.task))
         return LighthouseMembership(
             member_id, lighthouse=self.task.lighthouse, heartbeat_timeout_s=self.settings.heartbeat_timeout_s
         )

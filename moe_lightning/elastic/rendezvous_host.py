@@ -111,11 +111,13 @@ def _url_host(host: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Host until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m moe_lightning.elastic.rendezvous_host", description=__doc__)
-    parser.add_argument("--bind", default=f"{LOOPBACK}:29510", metavar="HOST:PORT", help="the store takes PORT + 1")
+    parser.add_argument(
+        "--bind", default=f"{LOOPBACK}:29510", metavar="HOST:PORT", help="the store takes PORT + 1; 0: any two"
+    )
     parser.add_argument("--heartbeat-timeout-s", type=float, default=0.5)
     options = parser.parse_args(arguments)
     host, _, port = options.bind.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65535:
+    if not host or not port.isdigit() or not 0 <= int(port) < 65535:
         parser.error(f"--bind {options.bind} is not HOST:PORT")
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before threads start, which inherit the mask

@@ -13,10 +13,25 @@ from tests.distributed.elastic_toy import FAST, Toy
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes and looks into /proc")
 
 
-@pytest.fixture(params=["lighthouse"])
+@pytest.fixture(params=["lighthouse", pytest.param("rendezvous", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest) -> bool:
-    """Whether membership is the lighthouse's."""
+    """Whether membership is the lighthouse's; torch's rendezvous polls once a second, so its tests are slow."""
     return bool(request.param == "lighthouse")
+
+
+def slack_s(engine: bool) -> float:
+    """What a join may take beside the timeouts, on a busy machine."""
+    return 3.0 if engine else 9.0
+
+
+def test_the_fallback_survives_too() -> None:
+    with Toy(lighthouse=False) as toy:
+        workers = toy.start(3)
+        first = toy.wait_for_world(workers)
+        killed = workers[0].signal(signal.SIGKILL)
+        after = toy.wait_for_world(workers[1:], after=killed)
+        assert set(after[0]["ids"]) == {e["id"] for e in first[1:]}
+        toy.stop(workers[1:])
 
 
 @pytest.mark.parametrize("victims", [[3], [0], [1, 2], [0, 3]])
@@ -52,7 +67,7 @@ def test_a_stopped_rank_is_expelled_and_comes_back_as_another_member(engine: boo
         stopped = workers[1].signal(signal.SIGSTOP)
         others = [workers[0], workers[2]]
         after = toy.wait_for_world(others, after=stopped)
-        assert max(e["time"] for e in after) - stopped < FAST.silence_timeout_s + 2.0
+        assert max(e["time"] for e in after) - stopped < FAST.silence_timeout_s + slack_s(engine)
         rank = first[1]["rank"]
         for event in after:
             assert event["reason"] == f"rank {rank} on node node1 stopped answering for 1.0 s"
@@ -78,7 +93,7 @@ def test_a_member_that_hangs_ends_itself(engine: bool) -> None:
         toy.wait_for_world(workers)
         killed = workers[2].signal(signal.SIGKILL)
         after = toy.wait_for_world([workers[0]], after=killed)
-        assert after[0]["time"] - killed < FAST.hang_timeout_s + 3.0
+        assert after[0]["time"] - killed < FAST.hang_timeout_s + slack_s(engine)
         workers[1].process.join(timeout=5)
         assert workers[1].process.exitcode == 75
         toy.stop([workers[0]])

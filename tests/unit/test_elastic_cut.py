@@ -1,0 +1,130 @@
+"""Cutting connections: only those made in the block, only connected ones, never a number that means another."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from moe_lightning.comm.cut import ConnectionCut
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+class Peers:
+    """Makes pairs of connected TCP sockets over one listener."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.port = self.listener.getsockname()[1]
+
+    def pair(self) -> Pair:
+        """(our end, the peer's end)."""
+        ours = self._stack.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=5))
+        theirs, _ = self.listener.accept()
+        theirs.settimeout(5)
+        return ours, self._stack.enter_context(theirs)
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    with ExitStack() as stack:
+        yield Peers(stack)
+
+
+def is_cut(pair: Pair) -> bool:
+    """Whether nothing goes from our end to the peer's any more."""
+    try:
+        pair[0].sendall(b"x")
+    except OSError:
+        return True
+    return pair[1].recv(1) != b"x"
+
+
+def test_only_what_the_block_opened_is_cut(peers: Peers) -> None:
+    before = peers.pair()
+    with ConnectionCut() as cut:
+        inside = peers.pair()
+        listener = socket.create_server(("127.0.0.1", 0))
+    after = peers.pair()
+    cut.cut()
+    assert [is_cut(pair) for pair in (before, inside, after)] == [False, True, False]
+    with closing(listener), socket.create_connection(listener.getsockname(), timeout=5):
+        listener.accept()[0].close()  # listening sockets live on
+
+
+def test_a_blocked_reader_is_freed(peers: Peers) -> None:
+    with ConnectionCut() as cut:
+        ours, _ = peers.pair()
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.append(ours.recv(1)))
+    reader.start()
+    cut.cut()
+    reader.join(timeout=5)
+    assert got == [b""]
+    cut.cut()  # again, on what is cut already
+
+
+def test_a_cut_inside_the_block_reaches_what_follows(peers: Peers) -> None:
+    with ConnectionCut() as cut:
+        first = peers.pair()
+        cut.cut()
+        assert is_cut(first)
+        second = peers.pair()
+    assert is_cut(second)
+
+
+def test_a_number_that_was_given_away_is_left_alone(peers: Peers) -> None:
+    with ConnectionCut() as cut:
+        inside = peers.pair()
+    numbers = [end.fileno() for end in inside]
+    for end in inside:
+        end.close()
+    others = peers.pair(), peers.pair()
+    assert {end.fileno() for pair in others for end in pair} & set(numbers), "numbers are given again"
+    cut.cut()
+    assert not any(is_cut(pair) for pair in others)
+
+
+def test_files_and_pipes_do_not_matter(peers: Peers) -> None:
+    reader, writer = os.pipe()
+    with ConnectionCut() as cut:
+        left, right = socket.socketpair()
+        datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        datagrams.connect(("127.0.0.1", peers.port))
+    assert cut.connections == frozenset()
+    for each in (left, right, datagrams):
+        each.close()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_confirm_keeps_what_another_rank_also_names(peers: Peers) -> None:
+    with ConnectionCut() as cut:
+        ours, _theirs = peers.pair()
+        strange = peers.pair()
+    other = {"token": "other", "connections": [[list(ours.getpeername()), list(ours.getsockname())]]}
+    cut.confirm(lambda mine: [mine, other])
+    assert {c.local for c in cut.connections} == {ours.getsockname()}
+    cut.cut()
+    assert not is_cut(strange)
+
+
+def test_confirm_does_not_take_a_process_for_its_own_peer(peers: Peers) -> None:
+    with ConnectionCut() as cut:
+        peers.pair()  # both ends are of this process
+    assert len(cut.connections) == 2
+    cut.confirm(lambda mine: [mine])
+    assert cut.connections == frozenset()
+
+
+def test_only_to_a_port(peers: Peers) -> None:
+    with ExitStack() as stack, ConnectionCut(only_to=peers.port) as cut:
+        peers.pair()
+        Peers(stack).pair()
+    assert {c.peer[1] for c in cut.connections} == {peers.port}
