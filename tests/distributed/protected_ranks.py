@@ -92,10 +92,12 @@ def protect(
 
 
 def recover(rank: int, world_size: int, base: str, nodes: Sequence[int]) -> RecoveryPlan:
-    """One rank on each surviving node plans, fetches the experts that fall to it, and compares every byte."""
+    """Rank r lives on nodes[r]; it plans, fetches the experts that fall to it, and compares every byte."""
     world = connect() if world_size > 1 else World.single()
     arenas = node_arenas(Path(base), nodes[rank])
-    own = RankInventory(rank=rank, node=f"node{nodes[rank]}").with_snapshots(local_inventory(arenas, RUN))
+    own = RankInventory(rank=rank, node=f"node{nodes[rank]}")
+    if nodes.index(nodes[rank]) == rank:  # one rank of each node reports
+        own = own.with_snapshots(local_inventory(arenas, RUN))
     inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
     plan = plan_recovery(inventories, None, num_layers=LAYERS, num_experts=EXPERTS)
     if plan.level == "memory":

@@ -91,3 +91,14 @@ def test_every_survivable_set_of_nodes_is_survived_and_no_other_at_the_predicted
             assert (plan.level == "memory") == layout.survives(failed), failed
             assert plan.level == "nothing" or plan.version == 6
             shutil.rmtree(left)
+
+
+def test_a_node_of_two_ranks_is_decoded_by_nodes_of_two_ranks(tmp_path: Path) -> None:
+    """Two snapshots are lost with the node; what the others hold is read on their nodes by both ranks."""
+    layout = aec_layout([0, 0, 1, 1, 2, 2])
+    run_ranks(6, protect, str(tmp_path), layout, [5])
+    shutil.rmtree(tmp_path / "node0")
+    plan = run_ranks(4, recover, str(tmp_path), [1, 1, 2, 2])[0]
+    assert (plan.version, plan.counts()[Origin.PARITY]) == (5, 4)
+    assert [decode.writer for decode in plan.decodes] == [0, 1]
+    assert {read.reader for read in plan.reads if read.origin is Origin.ARENA} == {0, 1, 2, 3}
