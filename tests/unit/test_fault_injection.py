@@ -1,0 +1,183 @@
+"""FaultInjection strikes where it is told to, once in a run; its faults do what they say, and end when they say."""
+
+from __future__ import annotations
+
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from moe_lightning import GPTModule
+from moe_lightning.algorithms.faults import PLACES, Absence
+from moe_lightning.callbacks.fault_injection import FaultInjection, _Clock
+from moe_lightning.checkpoint.arena import Arena
+from moe_lightning.checkpoint.room import arena_path
+from moe_lightning.checkpoint.snapshotter import Snapshotter
+from moe_lightning.checkpoint.table import digest_of
+from moe_lightning.elastic import fault_effects
+from moe_lightning.errors import ConfigurationError
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import TINY, RandomTokens, make_trainer
+from tests.unit.checkpoint_state import whole_state
+
+STEPS = 4
+
+
+def strikes(rank: int, world_size: int, folder: str, faults: dict[str, Any], runs: int = 1) -> list[tuple[int, str]]:
+    """(step, place) of every kill of some trainings on one rank, noted instead of carried out."""
+    struck: list[tuple[int, str]] = []
+    injection: FaultInjection | None = None
+
+    def note(_: Any) -> None:
+        assert injection is not None
+        place = next(
+            fault.place for fault in injection.faults if (Path(folder) / fault.name).exists() and fault.name not in seen
+        )
+        seen.update(path.name for path in Path(folder).iterdir())
+        struck.append((injection._step, place))
+
+    seen: set[str] = set()
+    fault_effects.kill = note  # in this process only
+    for _ in range(runs):
+        injection = FaultInjection(folder, **faults)
+        trainer = make_trainer(
+            rank, world_size, max_steps=STEPS, val_check_interval=2, limit_val_batches=1, callbacks=[injection]
+        )
+        loader = DataLoader(RandomTokens(), batch_size=12)
+        trainer.fit(GPTModule(TINY), loader, loader)
+    return struck
+
+
+def test_every_place_is_struck_at_its_step_and_once(tmp_path: Path) -> None:
+    folder = tmp_path / "faults"
+    places = [place for place in PLACES if place != "recovery"]
+    faults = {"kill": [f"rank=0,step=1,place={place}" for place in places]}
+    [struck] = run_ranks(1, strikes, str(folder), faults, 2)
+    assert struck == [(1, place) for place in ("forward", "backward", "gradients", "update", "step_end", "validation")]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_other_ranks_are_spared(tmp_path: Path) -> None:
+    faults = {"kill": "rank=1,step=1"}
+    assert run_ranks(2, strikes, str(tmp_path), faults) == [[], [(1, "forward")]]
+
+
+def test_wrong_faults_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    for options, message in (
+        ({"kill": "rank=1"}, "lacks step"),
+        ({"trace": str(tmp_path / "missing.csv")}, "is not a file"),
+        ({"trace_start_s": -1.0}, "trace_start_s=-1.0 must not be negative"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            FaultInjection(str(tmp_path), **options)  # type: ignore[arg-type]
+
+
+def trace_without_launcher(rank: int, world_size: int, folder: str, trace: str) -> str:
+    trainer = make_trainer(rank, world_size, max_steps=1, callbacks=[FaultInjection(folder, trace=trace)])
+    try:
+        trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(), batch_size=12))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_trace_needs_workers_that_come_back(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n")
+    [message] = run_ranks(1, trace_without_launcher, str(tmp_path / "faults"), str(trace))
+    assert message == "a trace needs workers that are started again: use elastic.enabled=true"
+
+
+STOPPER = """
+import sys, time
+from moe_lightning.elastic.fault_effects import stop_self
+began = time.monotonic()
+stop_self(0.3)
+print(time.monotonic() - began)
+"""
+
+
+def test_a_stopped_process_is_continued() -> None:
+    ran = subprocess.run([sys.executable, "-c", STOPPER], capture_output=True, text=True, timeout=60, check=True)
+    assert float(ran.stdout) >= 0.3
+
+
+def test_a_process_that_dies_while_it_is_stopped_is_let_be() -> None:
+    sleeper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
+    helper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(fault_effects._HELPER), "continue", str(sleeper.pid), "0.1"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert helper.stdout is not None
+    with helper.stdout:
+        assert helper.stdout.readline() == "ready\n"
+    sleeper.kill()
+    sleeper.wait()
+    assert helper.wait(timeout=30) == 0
+
+
+def test_space_is_taken_and_given_back(tmp_path: Path) -> None:
+    taken = fault_effects.fill_disk(tmp_path, 3.0, 0.01)
+    assert taken == 3_000_000
+    assert list(tmp_path.iterdir()) == [], "the file has no name"
+    with pytest.raises(ConfigurationError, match="is not a folder that can be written to"):
+        fault_effects.fill_disk(tmp_path / "missing", 1.0, 1.0)
+
+
+def test_a_full_disk_is_no_failure_of_the_helper(tmp_path: Path) -> None:
+    limited = (
+        "import resource, signal, runpy, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20)); sys.argv = sys.argv[1:];"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-I", "-c", limited, str(fault_effects._HELPER), "fill", str(tmp_path), "100", "0.01"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == f"{2 << 20} bytes\n"
+
+
+def test_every_piece_of_a_rank_is_damaged(tmp_path: Path) -> None:
+    state = whole_state(1)
+    snapshotter = Snapshotter(arena_path(tmp_path, 0), run="r", session="1", rank=0, world_size=1, state=state)
+    snapshotter.start(1, state, fresh=set(state))
+    snapshotter.finish()
+    assert fault_effects.damage_snapshots(tmp_path, 0) == sum(tensor.numel() > 0 for tensor in state.values())
+    arena = Arena(arena_path(tmp_path, 0))
+    [table] = arena.tables()
+    for placed in table.placed:
+        whole = digest_of(arena.payload(placed)) == placed.piece.xxh3
+        assert whole == (placed.piece.nbytes == 0)
+    arena.close()
+    snapshotter.close()
+    with pytest.raises(ConfigurationError, match="rank 3 has no snapshots at this step"):
+        fault_effects.damage_snapshots(tmp_path, 3)
+    fault_effects.drop_arenas(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_the_dead_are_passed_over_and_the_living_killed() -> None:
+    gone, alive = (subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]) for _ in "12")
+    gone.kill()
+    gone.wait()
+    fault_effects.kill([gone.pid, alive.pid])
+    assert alive.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_a_node_is_lost_at_its_time_or_not_at_all() -> None:
+    lost: list[float] = []
+    began = time.time()
+    clock = _Clock(began, [Absence(from_s=0.05, to_s=1.0)], lambda: lost.append(time.time() - began))
+    assert clock._thread is not None
+    clock._thread.join(timeout=30)
+    assert lost[0] >= 0.05
+    clock.close()
+    later = _Clock(time.time(), [Absence(from_s=3600.0)], lambda: lost.append(-1.0))
+    later.close()
+    assert len(lost) == 1
