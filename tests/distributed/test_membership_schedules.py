@@ -1,0 +1,55 @@
+"""Random schedules of kill -9, stops, continuations and starts: whoever lives ends up in one world, without a hang.
+
+A seed is a schedule, so a failure can be repeated.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.distributed.elastic_toy import Toy, Worker
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes and looks into /proc")
+
+RANKS = 4
+
+
+def run_schedule(seed: int) -> None:
+    rng = random.Random(seed)
+    with Toy() as toy:
+        alive = toy.start(RANKS)
+        stopped: list[Worker] = []
+        toy.wait_for_world(alive)
+        for _ in range(4):
+            for victim in rng.sample(alive, rng.randint(1, 2)):
+                time.sleep(rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.8)]))  # the schedule itself
+                number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+                victim.signal(number)
+                alive.remove(victim)
+                if number == signal.SIGSTOP:
+                    stopped.append(victim)
+            if stopped and rng.random() < 0.5:
+                back = stopped.pop()
+                back.signal(signal.SIGCONT)
+                alive.append(back)
+            if rng.random() < 0.5:
+                toy.wait_for_world(alive)  # else the next faults fall into the recovery
+            alive += toy.start(max(0, RANKS - len(alive)), expected=RANKS)
+        toy.wait_for_world(alive)
+        toy.stop(alive)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_faults(seed: int) -> None:
+    run_schedule(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_200_random_fault_schedules(seed: int) -> None:
+    run_schedule(seed)
