@@ -33,6 +33,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
         "_target_": "moe_lightning.callbacks.fault_recovery.FaultRecovery",
         "min_replicas": policy.min_replicas,
         "protection": policy.protection,
+        "failures": config["failures"]["simultaneous"],
     }
     known = inspect.signature(FaultRecovery).parameters
     recovery = {key: value for key, value in recovery.items() if key in known or key == "_target_"}

@@ -13,14 +13,19 @@ from math import ceil
 
 import numpy as np
 
-from moe_lightning.simulate.accounts import Accounts, Mark
+from moe_lightning.algorithms.recovery import plan_recovery
+from moe_lightning.simulate.accounts import Accounts
 from moe_lightning.simulate.checkpoint_cost import SaveCost, cheapest_interval, save_cost
 from moe_lightning.simulate.failures import NS, Event
 from moe_lightning.simulate.history import History
-from moe_lightning.simulate.scenario import Recovery, Report, Scenario, format_bytes
+from moe_lightning.simulate.report import closing_report
+from moe_lightning.simulate.scenario import Recovery, Report, Scenario
+from moe_lightning.simulate.sources import inventories
 from moe_lightning.simulate.state import SavedState
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.worlds import World, Worlds
+
+_SOURCES = {"live": "live replicas", "memory": "protected memory", "storage": "storage"}
 
 
 def simulate(scenario: Scenario) -> Report:
@@ -78,8 +83,6 @@ class _Run:
         self._recorded_step = 0
         self._due: dict[str, int] = {}
         self.worlds = Worlds(scenario, self.model)
-        self._snapshot_nodes: tuple[int, ...] = ()
-        self._snapshot_lost: set[int] = set()
 
     # ---------------------------------------------------------------- time
 
@@ -143,7 +146,8 @@ class _Run:
         if self._due.get("rebalance", step + 1) <= step:
             self._rebalance()
         if self._due.get("memory", step + 1) <= step:
-            self._note_snapshot()
+            assert self.world is not None
+            self.saved.note_snapshot(self.accounts.mark(), self.world.nodes, self.world.writers_LE)
             self._due["memory"] = step + (self.policy.memory_interval_steps or 1)
         if self._due.get("save", step + 1) <= step:
             self._save()
@@ -187,21 +191,21 @@ class _Run:
             stall_s = max(0.0, save.snapshot_s - self._cost.overlap_s)
             written_s = save.snapshot_s + save.persist_s
         stall_ns = round(stall_s * NS)
-        self.saved.begin(self.accounts.mark(), self.now_ns + round(written_s * NS), save.persist_bytes)
-        self._note_snapshot()
+        self._begin_save(save, written_s)
         self._due["save"] = step + self._effective_interval(written_s)
         self._ready_ns = self.now_ns + stall_ns
         self.history.stall_ns += stall_ns
+
+    def _begin_save(self, save: SaveCost, written_s: float) -> None:
+        assert self.world is not None
+        done_ns = self.now_ns + round(written_s * NS)
+        writers = self.world.writers_LE
+        self.saved.begin(self.accounts.mark(), self.world.nodes, writers, done_ns=done_ns, nbytes=save.persist_bytes)
 
     def _effective_interval(self, written_s: float) -> int:
         """Storage must have finished one checkpoint before the next begins (MoC 5.3)."""
         least = 1 if self.policy.saving == "blocking" else ceil(written_s * NS / self._step_ns)
         return max(self.interval_steps, least)
-
-    def _note_snapshot(self) -> None:
-        assert self.world is not None
-        self.saved.memory = self.accounts.mark()
-        self._snapshot_nodes, self._snapshot_lost = self.world.nodes, set()
 
     def _record(self) -> None:
         """Tell the ledger what was trained since the last time."""
@@ -240,10 +244,10 @@ class _Run:
         self.live |= set(event.joined)
         if failed:
             self.worlds.drop(event.failed)
-            self._snapshot_lost |= failed
+            self.saved.lose(failed)
         world = self._next or self.world
         if world is not None and failed & set(world.nodes):
-            self._recover(world)
+            self._recover(world, failed)
         elif world is None and self.live:
             self._begin()
         elif event.joined and world is not None and self._join_due_ns is None:
@@ -254,39 +258,35 @@ class _Run:
         first = not self.accounts.step and not self.history.recoveries
         self._form(sorted(self.live), "start" if first else "storage", 0)
 
-    def _recover(self, world: World) -> None:
-        """Some of the world's nodes are gone: find the state, and who trains on."""
+    def _recover(self, world: World, failed: set[int]) -> None:
+        """Some of the world's nodes are gone: find the freshest whole state, and who trains on."""
         self.saved.settle(self.now_ns)
         self.accounts.abort_step()
         self._progress_ns = 0
-        alive = sorted(self.worlds.holders())
-        complete = bool(self.worlds.experts_held().all())
-        everyone = sorted(self.live)
-        chosen = alive if self.model.usable_nodes(len(alive)) else everyone  # newcomers wait where they can
-        if self.policy.live_recovery and complete and self.model.usable_nodes(len(chosen)):
-            self._form(chosen, "live replicas", 0)
+        experts, everyone = self.worlds.experts_by_node(), sorted(self.live)
+        now = self.accounts.mark()
+        if self.policy.memory_interval_steps == 1 and self._next is None:
+            self.saved.note_snapshot(now, world.nodes, world.writers_LE)
+            self.saved.lose(failed)
+        plan = plan_recovery(
+            inventories(everyone, experts, now.step, self.policy, newest=self.saved.newest, written=self.saved.written),
+            self.saved.on_storage(),
+            num_layers=self.saved.shape[0],
+            num_experts=self.saved.shape[1],
+        )
+        mark = self.saved.restore(plan, now)
+        if plan.level == "live":
+            holders = sorted(experts)
+            chosen = holders if self.model.usable_nodes(len(holders)) else everyone  # newcomers wait where they can
+            self._form(chosen, _SOURCES[plan.level], 0)
             if len(everyone) > len(chosen) and self._join_due_ns is None:
                 self._join_due_ns = self._ready_ns + round(self.policy.join_wait_s * NS)
             return
-        if self.policy.memory_interval_steps == 1 and alive and self._next is None:
-            self.saved.memory = self.accounts.mark()
-            self._snapshot_nodes, self._snapshot_lost = world.nodes, set(world.nodes) - self.live
-        before = self.accounts.step
-        mark, source = self._roll_back()
         self.accounts.roll_back(mark)
         self._recorded_step = mark.step
         self.worlds.forget()
         self._join_due_ns = None
-        self._form(everyone, source, before - mark.step)
-
-    def _roll_back(self) -> tuple[Mark, str]:
-        lost = [index for index, node in enumerate(self._snapshot_nodes) if node in self._snapshot_lost]
-        kept = self.policy.memory_recovery or self.policy.protection != "none"
-        newer = kept and self.saved.memory.step >= self.saved.storage.step
-        if newer and self._snapshot_nodes and self.policy.layout_of(len(self._snapshot_nodes)).survives(lost):
-            return self.saved.return_to_memory(), "protected memory"
-        in_memory = self.worlds.experts_held() & self.policy.memory_recovery
-        return self.saved.return_to_storage(in_memory), "storage"
+        self._form(everyone, _SOURCES[plan.level], now.step - mark.step)
 
     def _take_in(self) -> None:
         """Nodes that have joined become part of the world at the end of the running step, which is not waited for."""
@@ -298,8 +298,7 @@ class _Run:
         if not self.policy.live_recovery and self.policy.saving != "none":  # saved on purpose before the restart
             save = self._save_cost()
             self._record()
-            done_ns = self.now_ns + round((save.snapshot_s + save.persist_s) * NS)
-            self.saved.begin(self.accounts.mark(), done_ns, save.persist_bytes)
+            self._begin_save(save, save.snapshot_s + save.persist_s)
         self._form(sorted(self.live), "join", 0)
 
     def _form(self, available: Sequence[int], source: str, lost_steps: int) -> None:
@@ -331,10 +330,12 @@ class _Run:
         """Too few nodes: nothing is kept in memory that a restart could use."""
         before = self.accounts.step
         if self.world is not None or before:
-            self.accounts.roll_back(self.saved.return_to_storage(np.zeros(self.saved.shape, dtype=np.bool_)))
+            layers, experts = self.saved.shape
+            plan = plan_recovery([], self.saved.on_storage(), num_layers=layers, num_experts=experts)
+            self.accounts.roll_back(self.saved.restore(plan, self.accounts.mark()))
             self._recorded_step = self.accounts.step
         self.worlds.forget()
-        self._snapshot_nodes = ()
+        self.saved.forget_memory()
         self.world = None
         self._join_due_ns = None
 
@@ -357,40 +358,12 @@ class _Run:
         """The books, closed."""
         self.saved.settle(self.now_ns)
         self.accounts.close()
-        books = self.accounts
-        ranks = self.model.usable_nodes(self.scenario.num_nodes) * self.hardware.ranks_per_node
-        save = save_cost(self.workload, self.hardware, self.policy, ranks, self.saved.k_snapshot, self.saved.k_persist)
-        rank_bytes = self.model.rank_memory_bytes()
-        host_bytes = 3 * save.snapshot_bytes * self.hardware.ranks_per_node  # the triple buffer
-        return Report(
-            provided_ns=books.provided_ns,
-            useful_ns=books.useful_ns,
-            lost_ns=books.lost_ns,
-            overhead_ns=books.overhead_ns,
-            idle_ns=books.idle_ns,
-            steps=books.step,
-            samples=books.samples,
-            duration_s=self.scenario.duration_s,
-            step_s=self.first_cost.step_s,
-            imbalance=self.first_cost.imbalance,
-            stall_s=self.history.stall_ns / NS,
-            rebalance_s=self.history.rebalance_ns / NS,
-            plt=self.saved.plt,
-            k_persist=self.saved.k_persist,
+        return closing_report(
+            self.scenario,
+            self.model,
+            self.first_cost,
+            books=self.accounts,
+            saved=self.saved,
+            history=self.history,
             interval_steps=self.interval_steps,
-            checkpoints=self.saved.saves,
-            written_bytes=self.saved.written_bytes,
-            exchange_bytes=self.first_cost.exchange_bytes,
-            rank_bytes=rank_bytes,
-            host_bytes=host_bytes,
-            warnings=tuple(
-                f"{what} need {format_bytes(size)}, more than the {format_bytes(room)} there are"
-                for what, size, room in (
-                    ("weights and optimizer state of a rank", rank_bytes, self.hardware.memory_bytes),
-                    ("snapshots of a node", host_bytes, self.hardware.host_memory_bytes),
-                )
-                if size > room
-            ),
-            recoveries=tuple(self.history.recoveries),
-            spans=tuple(self.history.spans),
         )

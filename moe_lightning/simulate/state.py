@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from moe_lightning.algorithms.dynamic_k import DynamicK
+from moe_lightning.algorithms.inventory import StorageInventory
 from moe_lightning.algorithms.ledger import Ledger, Source, worst_case_plt
 from moe_lightning.algorithms.migration import BoolArray
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.algorithms.selection import full_selection, sequential_selection
+from moe_lightning.algorithms.recovery import Origin, RecoveryPlan
+from moe_lightning.algorithms.selection import Selection, full_selection, persist_selection, sequential_selection
 from moe_lightning.simulate.accounts import Mark
 from moe_lightning.simulate.policy import Policy
+from moe_lightning.simulate.sources import SESSION, Snapshot
 from moe_lightning.simulate.workload import Workload
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Pending:
     """A checkpoint that is being written."""
 
-    mark: Mark
+    snapshot: Snapshot
+    persist_LE: BoolArray
     done_ns: int
     nbytes: float
 
@@ -57,11 +62,15 @@ class SavedState:
         self.partial = self.k_persist < experts
         self.written_bytes = 0.0
         self.saves = 0
-        self.memory = Mark()
+        self.newest: Snapshot | None = None
+        self.written: Snapshot | None = None
         self.storage = Mark()
+        self._memory_versions: IntArray = np.zeros(self.shape, dtype=np.int64)
+        self._storage_versions: IntArray = np.zeros(self.shape, dtype=np.int64)
         self._pending: deque[_Pending] = deque()
         self._ordinal = 0
-        self._masks: dict[tuple[int, int], BoolArray] = {}
+        self._everything = full_selection(num_layers, experts).mask()
+        self._windows: dict[tuple[int, int], Selection] = {}
         self._ledger = Ledger(num_layers=num_layers, num_experts=experts, planned_assignments=planned_assignments)
         self._dynamic: DynamicK | None = None
         if policy.plt_threshold is not None and self.partial:
@@ -84,65 +93,103 @@ class SavedState:
         if self.partial:
             self._ledger.record(counts_LE)
 
-    def begin(self, mark: Mark, done_ns: int, nbytes: float) -> None:
-        """A snapshot of the present state was taken, which will be on storage at `done_ns`."""
-        if any(pending.mark.step == mark.step for pending in self._pending):
+    def begin(self, mark: Mark, nodes: tuple[int, ...], writer_LE: IntArray, *, done_ns: int, nbytes: float) -> None:
+        """The nodes of a world took a snapshot of the present state, which will be on storage at `done_ns`."""
+        if any(entry.snapshot.mark.step == mark.step for entry in self._pending):
             return  # this very state is on its way
         self.saves += 1
-        self.memory = mark
+        snapshot, persist = self._select()
         if self.partial:
-            snapshot, persist = self._mask(self.k_snapshot), self._mask(self.k_persist)
-            self._ledger.begin_checkpoint(mark.step, snapshot=snapshot | persist, persist=persist)
+            self._ledger.begin_checkpoint(mark.step, snapshot=snapshot, persist=persist)
             self._ordinal += 1
-        self._pending.append(_Pending(mark=mark, done_ns=done_ns, nbytes=nbytes))
+        self._memory_versions = np.where(snapshot, mark.step, self._memory_versions)
+        taken = Snapshot(mark=mark, nodes=nodes, versions_LE=self._memory_versions, writer_LE=writer_LE)
+        self.newest = taken
+        self._pending.append(_Pending(snapshot=taken, persist_LE=persist, done_ns=done_ns, nbytes=nbytes))
 
     def settle(self, now_ns: int) -> None:
         """Commit what has been written by now; what is older than the newest of it is void."""
-        for done in [pending for pending in self._pending if pending.done_ns <= now_ns]:
+        for done in [entry for entry in self._pending if entry.done_ns <= now_ns]:
             while self._pending.popleft() is not done:
                 pass
-            self.storage = done.mark
+            self.storage, self.written = done.snapshot.mark, done.snapshot
+            self._storage_versions = np.where(done.persist_LE, self.storage.step, self._storage_versions)
             self.written_bytes += done.nbytes
             if self.partial:
-                self._ledger.complete_checkpoint(done.mark.step)
+                self._ledger.complete_checkpoint(self.storage.step)
 
-    def return_to_storage(self, in_memory_LE: BoolArray) -> Mark:
-        """Go back to the newest written checkpoint; what survivors hold in memory comes from there (MoC 5.1)."""
+    def note_snapshot(self, mark: Mark, nodes: tuple[int, ...], writer_LE: IntArray) -> None:
+        """A snapshot of everything for protection, which storage will not get."""
+        everything = np.full(self.shape, mark.step)
+        self.newest = Snapshot(mark=mark, nodes=nodes, versions_LE=everything, writer_LE=writer_LE)
+
+    def lose(self, nodes: Collection[int]) -> None:
+        """These nodes have failed, and their memory with them."""
+        pending = [entry.snapshot for entry in self._pending]
+        for snapshot in (self.newest, self.written, *pending):
+            if snapshot is not None:
+                snapshot.lost.update(nodes)
+
+    def on_storage(self) -> StorageInventory:
+        """The newest written checkpoint; at the start the initial state, which anybody can make."""
+        versions = tuple(tuple(int(version) for version in row) for row in self._storage_versions)
+        return StorageInventory(session=SESSION, step=self.storage.step, versions=versions)
+
+    def restore(self, plan: RecoveryPlan, now: Mark) -> Mark:
+        """Book what a recovery loses; the mark at which training goes on."""
+        stale = plan.versions < plan.version
+        if plan.level == "live" and not stale.any():
+            return now
+        nothing = np.zeros(self.shape, dtype=np.bool_)
+        if self.partial:
+            if plan.level == "live":
+                self._ledger.begin_checkpoint(now.step, snapshot=nothing, persist=nothing)
+                self._ledger.complete_checkpoint(now.step, persisted=nothing)
+            elif any(entry.snapshot.mark.step == plan.version for entry in self._pending):
+                # It counts as a recovery point although nothing of it has reached storage.
+                self._ledger.complete_checkpoint(plan.version, persisted=nothing)
+            old = np.where(plan.origins == Origin.STORAGE, int(Source.STORAGE), int(Source.MEMORY))
+            before = self.plt
+            self._ledger.recover(np.where(stale, old, int(Source.LIVE)))
+            if self._dynamic is not None:
+                self._dynamic.after_fault(self.plt - before)
+                self._raise_k()
+        marks = [self.storage, *(snapshot.mark for snapshot in (self.newest, self.written) if snapshot is not None)]
+        mark = now if plan.level == "live" else next(mark for mark in marks if mark.step == plan.version)
         self._pending.clear()
-        self._recover(np.where(in_memory_LE, int(Source.MEMORY), int(Source.STORAGE)))
-        self.memory = self.storage
-        return self.storage
+        self._memory_versions = np.minimum(self._memory_versions, plan.versions)
+        if self.newest is not None and self.newest.mark.step > mark.step:
+            self.newest = self.written  # a later one is void
+        return mark
 
-    def return_to_memory(self) -> Mark:
-        """Go back to the newest snapshot, which protection has saved whole."""
-        if self.partial and any(pending.mark == self.memory for pending in self._pending):
-            # It counts as a recovery point although nothing of it has reached storage.
-            self._ledger.complete_checkpoint(self.memory.step, persisted=np.zeros(self.shape, dtype=np.bool_))
-        self._pending.clear()
-        self._recover(np.full(self.shape, int(Source.MEMORY)))
-        return self.memory
-
-    def _recover(self, sources: IntArray) -> None:
-        if not self.partial:
-            return
-        before = self.plt
-        self._ledger.recover(sources)
-        if self._dynamic is not None:
-            self._dynamic.after_fault(self.plt - before)
-            self._raise_k()
+    def forget_memory(self) -> None:
+        """Nothing in host memory can be used any more."""
+        self.newest = self.written = None
 
     def _raise_k(self) -> None:
         assert self._dynamic is not None
         self.k_persist = self._dynamic.k
         self.k_snapshot = max(self.k_snapshot, self.k_persist)
 
-    def _mask(self, k: int) -> BoolArray:
-        """The sequential selection of this checkpoint; the first one is full."""
-        layers, experts = self.shape
-        if self._ordinal == 0 or k >= experts:
-            return full_selection(layers, experts).mask()
-        ordinal = (self._ordinal - 1) % experts  # windows repeat after at most E checkpoints
-        if (ordinal, k) not in self._masks:
-            chosen = sequential_selection(ordinal=ordinal, k=k, num_layers=layers, num_experts=experts)
-            self._masks[ordinal, k] = chosen.mask()
-        return self._masks[ordinal, k]
+    def _select(self) -> tuple[BoolArray, BoolArray]:
+        """bool [L, E] each: the experts that this checkpoint copies, and those of them that it writes; the first one
+        takes all."""
+        experts = self.shape[1]
+        if self._ordinal == 0 or self.k_persist >= experts:
+            return self._everything, self._everything
+        chosen = self._window((self._ordinal - 1) % experts)  # windows repeat after at most E checkpoints
+        written = chosen
+        if self.k_persist < self.k_snapshot:
+            written = persist_selection(chosen, k=self.k_persist, persisted_version=self._storage_versions)
+        return chosen.mask(), written.mask()
+
+    def _window(self, ordinal: int) -> Selection:
+        key = ordinal, self.k_snapshot
+        if key not in self._windows:
+            layers, experts = self.shape
+            self._windows[key] = (
+                full_selection(layers, experts)
+                if self.k_snapshot >= experts
+                else sequential_selection(ordinal=ordinal, k=self.k_snapshot, num_layers=layers, num_experts=experts)
+            )
+        return self._windows[key]

@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.migration import BoolArray, align_placements, held_states, plan_migration
-from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.scenario import Scenario
 from moe_lightning.simulate.step_model import StepModel
@@ -27,11 +27,13 @@ class World:
     Attributes:
         nodes: of the cluster.
         placements: of each routed layer, on the ranks of the nodes.
+        writers_LE: int64 [L, E], the node, by its place in the world, that snapshots each expert.
         sample: of the routing from which they were planned.
     """
 
     nodes: tuple[int, ...]
     placements: Sequence[Placement]
+    writers_LE: IntArray
     sample: int
 
 
@@ -68,14 +70,18 @@ class Worlds:
         """These nodes have failed."""
         self._held[:, :, self._ranks(nodes)] = False
 
+    def experts_by_node(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """The (layer, expert) pairs of every node that holds any."""
+        by_node = np.add.reduceat(self._held, range(0, self._held.shape[2], self._hardware.ranks_per_node), axis=2)
+        found: dict[int, list[tuple[int, int]]] = {}
+        for layer, expert, node in np.argwhere(by_node).tolist():
+            found.setdefault(node, []).append((layer, expert))
+        return {node: tuple(pairs) for node, pairs in found.items()}
+
     def holders(self) -> set[int]:
         """Nodes with any live state."""
         by_node = self._held.any(axis=(0, 1)).reshape(-1, self._hardware.ranks_per_node).any(axis=1)
         return {int(node) for node in np.flatnonzero(by_node)}
-
-    def experts_held(self) -> BoolArray:
-        """bool [L, E]: experts with a live replica anywhere."""
-        return np.asarray(self._held.any(axis=2), dtype=np.bool_)
 
     # ---------------------------------------------------------------- what could be next
 
@@ -97,7 +103,8 @@ class Worlds:
         if self._policy.layout == "replicated" and len(nodes) <= _MAX_ALIGNED_NODES and held.any():
             cluster = Cluster.of(planned[0].num_ranks, self._model.slots, self._hardware.ranks_per_node)
             planned = align_placements(held, planned, cluster, self._policy.placement.mapping)
-        return World(nodes=nodes, placements=planned, sample=sample)
+        writers = np.stack([placement.owners() for placement in planned]) // self._hardware.ranks_per_node
+        return World(nodes=nodes, placements=planned, writers_LE=writers, sample=sample)
 
     def migration(self, world: World) -> tuple[float, int]:
         """Seconds and states of what the world's ranks need and do not hold; a rank without any state needs the dense

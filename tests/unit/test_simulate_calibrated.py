@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moe_lightning.bench import calibrate
 from moe_lightning.bench.calibrate_worker import SAVE_EVERY, quiet_mean
+from moe_lightning.cli.bench import main
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.calibrated import load_hardware, save_hardware
 from moe_lightning.simulate.hardware import PRESETS, Hardware, preset
@@ -100,3 +101,24 @@ def test_table_says_whether_the_goal_is_met() -> None:
     text = calibrate.table({1: PRESETS["a30"]}, rows)
     assert "median error 10.0% over 1 trainings; goal below 15%: met" in text
     assert "median error 100.0% over 1 trainings; goal below 15%: missed" in text
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "machine.json"
+    assert main(["calibrate", "--ranks", "1", "2", "--steps", "8", "--no-check", "--out", str(out)]) == 0
+    assert "written to" in capsys.readouterr().out
+    for ranks in (1, 2):
+        found = load_hardware(out, ranks)
+        assert found.ranks_per_node == ranks
+        assert found.overlap == 0
+
+
+def test_wrong_options_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, sentence in (
+        (["--ranks", "0"], "must be at least 1 and 8"),
+        (["--steps", "2"], "must be at least 1 and 8"),
+        (["--out", "no/where.json"], "no is not a folder"),
+    ):
+        assert main(["calibrate", *options]) == 2
+        assert sentence in capsys.readouterr().err

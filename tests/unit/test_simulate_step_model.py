@@ -1,0 +1,122 @@
+"""The time of a step: its parts add up, sizes and rates move it the right way, samples of ranks stand for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.gpt import count_parameters
+from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.modules.router import RouterConfig
+from moe_lightning.simulate import step_model
+from moe_lightning.simulate.checkpoint_cost import bottleneck_bytes, save_cost
+from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.policy import POLICIES, policy
+from moe_lightning.simulate.routing import Routing, hottest, make_routing
+from moe_lightning.simulate.step_model import StepCost, StepModel
+from moe_lightning.simulate.workload import Workload, gpt_workload
+from tests.unit.simulated import NODES, small_hardware, small_workload
+
+
+def _cost(
+    name: str = "ours", *, nodes: int = NODES, work: Workload | None = None, hardware: Hardware | None = None,
+    kind: str = "zipf", **changes: object,
+) -> StepCost:  # fmt: skip
+    work = work or small_workload()
+    routing = make_routing(kind, num_experts=work.num_experts, num_layers=4)  # type: ignore[arg-type]
+    plan = policy(name, **({"slots": 4} | changes))
+    return StepModel(work, hardware or small_hardware(), plan, routing, nodes).cost(nodes, 0, 0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_parts_add_up(name: str) -> None:
+    cost = _cost(name)
+    parts = cost.dense_s + cost.experts_s + cost.exchange_s + cost.copies_s + cost.gradients_s + cost.update_s
+    assert cost.step_s == pytest.approx(parts)
+    assert min(cost.dense_s, cost.experts_s, cost.exchange_s, cost.update_s) > 0
+    assert cost.imbalance >= 1
+
+
+def test_replicas_even_out_what_plain_placement_leaves() -> None:
+    assert _cost("ours").imbalance < 1.05 < _cost("blocking").imbalance
+    assert _cost("ours", kind="uniform").imbalance == pytest.approx(1.0, abs=0.01)
+    assert _cost("ds").exchange_s > _cost("blocking").exchange_s  # padding
+
+
+@pytest.mark.parametrize(
+    ("part", "rate"),
+    [
+        ("dense_s", "utilization"),
+        ("experts_s", "expert_utilization"),
+        ("exchange_s", "link_bytes_per_s"),
+        ("update_s", "memory_bytes_per_s"),
+    ],
+)
+def test_each_rate_moves_its_part(part: str, rate: str) -> None:
+    slow = small_hardware(latency_s=0.0, expert_s=0.0)
+    fast = replace(slow, **{rate: 2 * getattr(slow, rate)})
+    before, after = (_cost("blocking", hardware=hardware) for hardware in (slow, fast))
+    assert getattr(after, part) == pytest.approx(getattr(before, part) / 2)
+
+
+def test_few_ranks_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = small_workload(num_experts=32, rank_batch=4)
+    whole = _cost(nodes=256, work=work, slots=3)
+    monkeypatch.setattr(step_model, "REPRESENTATIVE_RANKS", 64)
+    sampled = _cost(nodes=256, work=work, slots=3)
+    assert sampled.step_s == pytest.approx(whole.step_s, rel=0.03)
+
+
+def test_global_batch_is_shared_out() -> None:
+    work = small_workload(rank_batch=None, global_batch=48)
+    assert work.samples_per_step(6) == work.samples_per_step(3) == 48
+    assert _cost(nodes=3, work=work).dense_s == pytest.approx(2 * _cost(nodes=6, work=work).dense_s)
+    with pytest.raises(ConfigurationError, match="give exactly one of them"):
+        small_workload(global_batch=48)
+
+
+def test_models_are_counted_on_their_own_modules() -> None:
+    config = GPTConfig(num_layers=4, d_model=64, num_heads=4, num_experts=6, router=RouterConfig(top_k=2))
+    work = gpt_workload(config, rank_batch=1)
+    assert work.parameters == count_parameters(config)
+    assert (work.num_layers, work.num_experts, work.top_k) == (2, 6, 2)
+    assert work.expert_params == 2 * 64 * 256 + 256 + 64
+    with pytest.raises(ConfigurationError, match="needs experts"):
+        gpt_workload(GPTConfig(num_layers=1, d_model=64, num_heads=4, num_experts=0), rank_batch=1)
+
+
+def test_bytes_of_a_checkpoint() -> None:
+    work, hardware = small_workload(), small_hardware()
+    state = work.parameters * 14
+    ours = save_cost(work, hardware, policy("ours"), NODES, 8, 8)
+    assert ours.persist_bytes == state
+    assert ours.snapshot_bytes == pytest.approx(state / NODES, rel=0.2)
+    assert bottleneck_bytes(work, policy("ds"), NODES, 8) > ours.snapshot_bytes  # rank 0 writes all dense weights
+    partial = save_cost(work, hardware, policy("ours"), NODES, 2, 2)
+    assert partial.persist_bytes == work.dense_params * 14 + (state - work.dense_params * 14) / 4
+    assert save_cost(work, hardware, policy("gemini"), NODES, 8, 8).protect_s > 0
+
+
+def test_routing_follows_its_trace() -> None:
+    counts = np.arange(2 * 1 * 4).reshape(2, 1, 4)
+    assert hottest(counts, 2).tolist() == [[[2, 3]], [[6, 7]]]
+    routing = Routing(shares_SLE=counts + 1, steps=np.array([0, 100]))
+    assert [routing.sample(step) for step in (0, 99, 100, 5000)] == [0, 0, 1, 1]
+    assert (routing.next_change(0), routing.next_change(100)) == (100, None)
+    tokens = routing.tokens(1, 0, 1000, 3)
+    assert tokens.shape == (4, 3)
+    assert (tokens.sum(axis=0) == 1000).all()
+
+
+def test_experts_must_fit() -> None:
+    with pytest.raises(ConfigurationError, match="add nodes or raise policy"):
+        _cost(nodes=1, slots=2)
+    with pytest.raises(ConfigurationError, match="nodes=0 is no cluster"):
+        StepModel(small_workload(), small_hardware(), policy("ours"),
+                  make_routing("uniform", num_experts=8, num_layers=4), 0)  # fmt: skip
+    with pytest.raises(ConfigurationError, match="the routing has 4 experts, the model 8"):
+        StepModel(small_workload(), small_hardware(), policy("ours"),
+                  make_routing("uniform", num_experts=4, num_layers=4), 2)  # fmt: skip
