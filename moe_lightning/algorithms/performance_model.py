@@ -12,9 +12,9 @@ Shapes: N ranks, E experts, P phases of a transfer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,20 @@ class BlockCosts:
     dense_forward_s: float = 0.0
     dense_backward_s: float = 0.0
     transfer: TransferMethod = "scatter"
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers, lists and a name."""
+        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], num_ranks: int) -> BlockCosts:
+        """The costs on so many ranks; figures of single ranks of another number of them are averaged."""
+        fitting = {
+            name: np.asarray(value) if len(value) == num_ranks else float(np.mean(value))
+            for name, value in data.items()
+            if isinstance(value, list)
+        }
+        return cls(**{**data, **fitting})
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_s", "rows_per_s", "backward_ratio"):

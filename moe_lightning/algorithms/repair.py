@@ -88,7 +88,8 @@ def _repair(held_EN: BoolArray, domains: NDArray[np.int64], floor: int, room: in
 def _num_nodes(table: BoolArray, domains: NDArray[np.int64]) -> NDArray[np.int64]:
     """int64 [E]: distinct nodes that hold each expert."""
     by_node = np.stack([table[:, domains == node].any(axis=1) for node in range(int(domains.max()) + 1)], axis=1)
-    return by_node.sum(axis=1).astype(np.int64)
+    counts: NDArray[np.int64] = by_node.sum(axis=1).astype(np.int64)
+    return counts
 
 
 def _is_spare(table: BoolArray, domains: NDArray[np.int64], expert: int, rank: int, floor: int) -> bool:

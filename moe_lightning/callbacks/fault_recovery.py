@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
@@ -141,7 +142,7 @@ class FaultRecovery(Callback):
     ) -> None:
         elastic = _elastic(trainer)
         if elastic is not None and elastic.change_is_due:
-            raise WorldChanged("ranks come or leave")
+            raise WorldChanged("ranks join or leave")
 
     @override
     def on_train_batch_end(
@@ -154,7 +155,12 @@ class FaultRecovery(Callback):
 
     def _note(self, trainer: pl.Trainer, report: RecoveryReport) -> None:
         self.reports.append(report)
-        rank_zero_info(_sentence(report))
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            if isinstance(logger, CSVLogger) and logger._experiment is None:
+                logger._version = None  # another process logged into the version that this one saw at its start
+        if trainer.is_global_zero:
+            bar = trainer.progress_bar_callback
+            (print if bar is None else bar.print)(_sentence(report))
         metrics: dict[str, float] = {f"{phase}_ms": 1e3 * seconds for phase, seconds in report.seconds.items()}
         metrics |= {"steps_lost": report.steps_lost, "stale_experts": report.stale_experts, "ranks": report.ranks_after}
         for logger in trainer.loggers:
@@ -164,7 +170,7 @@ class FaultRecovery(Callback):
 def _sentence(report: RecoveryReport) -> str:
     repeated = f", {report.steps_lost} steps are repeated" if report.steps_lost else ""
     return (
-        f"{report.reason}; step {report.step} goes on with {report.ranks_after} ranks: {report.restored}"
+        f"{report.reason} at step {report.step}: {report.ranks_after} ranks go on, {report.restored}"
         f"{repeated}; {report.seconds['total']:.2f} s"
     )
 

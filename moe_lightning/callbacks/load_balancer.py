@@ -20,11 +20,13 @@ from typing_extensions import override
 from moe_lightning.algorithms.allocation import AllocationPolicy
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
+from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
 from moe_lightning.callbacks.telemetry import Metric, reduced
+from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.shadows import StepVisits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
@@ -131,22 +133,38 @@ class LoadBalancer(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _strategy(trainer)
         if strategy.world.size == 1 or not strategy.experts.layers:
-            return  # nothing to balance
+            for layer in strategy.experts.layers:
+                layer.during_dispatch = None
+            self.planner = None  # nothing to balance
+            return
         layers, dtype = strategy.experts.layers, strategy.flight_dtype
         cluster = _cluster(strategy, self._ranks_per_node)
-        if self._calibrate and (self._policy.shadows != "none" or self._policy.placement == "auto"):
+        known = self._known_costs(strategy)
+        if known is not None:
+            costs, self._clock = known, None
+        elif self._calibrate and (self._policy.shadows != "none" or self._policy.placement == "auto"):
             measured = calibrate(layers, strategy.world, dtype)
             costs, self._model_errors = list(measured.costs), measured.errors
             _tell_errors(measured.errors)
             self._clock = DenseClock(layers, strategy.root_device)
         else:
             costs = assumed_costs(layers, dtype, **self._rates)
+        self._is_new_step = True
         self.planner = BalancePlanner(self._policy, cluster, strategy.experts.placements, costs)
         if self._restored is not None:
             self.planner.load_state_dict(self._restored)
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
             layer.during_dispatch = partial(self._observe, index, layer)
+
+    def _known_costs(self, strategy: ExpertParallelStrategy) -> list[BlockCosts] | None:
+        """After a change of the world: what was measured before it, on all ranks alike; None where no rank has it."""
+        if strategy.elastic is None or strategy.elastic.report is None:
+            return None
+        planner = self.planner
+        own = None if planner is None else [costs.to_json() for costs in planner.costs]
+        told = next((costs for costs in all_gather_json(own, strategy.world) if costs is not None), None)
+        return None if told is None else [BlockCosts.from_json(costs, strategy.world.size) for costs in told]
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
+import secrets
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import WandbLogger
+from typing_extensions import override
 
 
 class QuietWandbLogger(WandbLogger):
-    """Lightning's WandbLogger, offline unless there is a login, and without W&B's notes on the terminal.
+    """Lightning's WandbLogger, offline unless there is a login, without W&B's notes on the terminal, and with one run
+    id for a directory: a run that is resumed, or whose logging rank died, goes on in the same W&B run.
 
     Args:
         project, name, save_dir, log_model: as in WandbLogger.
@@ -34,6 +40,30 @@ class QuietWandbLogger(WandbLogger):
         os.environ.setdefault("WANDB_SILENT", "true")
         super().__init__(project=project, name=name, save_dir=save_dir, offline=offline, log_model=log_model, **options)
         self._wandb_init.pop("anonymous", None)  # W&B warns of it, even of its default
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """W&B's run; the same one for every process that logs into this directory, one after the other."""
+        if self._experiment is None and self._wandb_init.get("id") is None:
+            self._wandb_init["id"] = self._id = lasting_run_id(Path(str(self._save_dir)))
+        return super().experiment
+
+
+def lasting_run_id(folder: Path) -> str:
+    """The id of the run that logs into a folder: made by the first process that asks, read by those after it."""
+    path = folder / "wandb_run_id"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        known = path.read_text().strip()
+        return known if re.fullmatch(r"[0-9a-z]{4,64}", known) else secrets.token_hex(4)
+    run_id = secrets.token_hex(4)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(run_id + "\n")
+    return run_id
 
 
 def has_wandb_login() -> bool:

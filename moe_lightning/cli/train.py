@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from moe_lightning import __version__
 from moe_lightning.cli import mistakes
-from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes, fixed_keys
+from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes, fixed_keys, with_quotes
+from moe_lightning.cli.elastic import elastic_options
 from moe_lightning.cli.ranks import is_externally_launched, with_ranks
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import ConfigurationError
@@ -60,6 +61,7 @@ def _run(arguments: Sequence[str]) -> None:
         print(help_text(options.config_dir), end="")
         return
     _check_options(options)
+    options.overrides = [with_quotes(override) for override in options.overrides]
     failures: list[Exception] = []
 
     def job(composed: DictConfig) -> None:
@@ -97,6 +99,7 @@ def run_job(composed: DictConfig) -> None:
     check_top_level(config)
     external = is_externally_launched()
     config = with_ranks(config, external=external)
+    elastic = elastic_options(config, external=external)
     directory = RunDirectory(Path(config["run_dir"]))
     if _prepare(
         directory, config, leader=not external or os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
@@ -104,7 +107,11 @@ def run_job(composed: DictConfig) -> None:
         return
     ranks = config["trainer"]["devices"]
     num_ranks = len(ranks) if isinstance(ranks, list) else ranks
-    if external or num_ranks == 1:
+    if elastic is not None:
+        from moe_lightning.elastic.elastic_launcher import ElasticLauncher
+
+        ElasticLauncher(num_ranks=num_ranks, log_dir=directory.logs, **elastic).run([str(directory.config.absolute())])
+    elif external or num_ranks == 1:
         from moe_lightning.cli.worker import train
 
         train(config)
@@ -127,7 +134,7 @@ def check_top_level(config: Mapping[str, Any]) -> None:
     seed = config["seed"]
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
         raise ConfigurationError(f"seed={seed} must be an integer from 0 to 4294967295")
-    for name in ("model", "data", "optimizer", "strategy", "trainer", "callbacks", "logger", "module"):
+    for name in ("model", "data", "optimizer", "strategy", "trainer", "callbacks", "logger", "elastic", "module"):
         if not isinstance(config[name], Mapping):
             raise ConfigurationError(f"{name}={config[name]} must be a group's choice or a mapping, not a plain value")
 

@@ -69,6 +69,7 @@ def train(config: Mapping[str, Any]) -> None:
     """
     from moe_lightning.cli.quiet import quiet_libraries
     from moe_lightning.elastic.failure import Interrupted
+    from moe_lightning.strategies.elastic_worlds import Preempted
 
     quiet_libraries()
     run = build(config)
@@ -83,6 +84,12 @@ def train(config: Mapping[str, Any]) -> None:
         if run.trainer.received_sigterm or run.trainer.interrupted:
             raise Interrupted(signal.SIGTERM if run.trainer.received_sigterm else signal.SIGINT) from None
         raise
+    except Preempted as notice:
+        print(f"moe-train: this rank leaves: {notice}; what only it held is handed over", file=sys.stderr)
+    finally:
+        elastic = getattr(run.trainer.strategy, "elastic", None)
+        if elastic is not None:
+            elastic.close()
 
 
 def build(config: Mapping[str, Any]) -> Run:
@@ -100,8 +107,7 @@ def build(config: Mapping[str, Any]) -> Run:
     data = build_object(config["data"], "data")
     config = with_vocab_size(config, data)
     module = build_object(config["module"], "module")
-    callbacks = [build_object(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
-    loggers = [build_object(node, f"logger.{name}") for name, node in config["logger"].items() if node]
+    callbacks, loggers = _built_group(config, "callbacks"), _built_group(config, "logger")
     trainer = build_object(
         config["trainer"],
         "trainer",
@@ -113,6 +119,24 @@ def build(config: Mapping[str, Any]) -> Run:
     for logger in trainer.loggers:
         logger.log_hyperparams({name: config[name] for name in ("run_name", "data", "strategy", "trainer", "seed")})
     return Run(trainer=trainer, module=module, data=data)
+
+
+def _built_group(config: Mapping[str, Any], group: str) -> list[Any]:
+    """The objects of a group whose entries have names; null leaves one out.
+
+    Raises:
+        ConfigurationError: an entry names no class: a key was set of one that the chosen group does not have.
+    """
+    from moe_lightning.cli.instantiation import TARGET, build_object
+    from moe_lightning.errors import ConfigurationError
+
+    for name, node in config[group].items():
+        if node and TARGET not in node:
+            raise ConfigurationError(
+                f"{group}.{name} has {', '.join(node)} but no {TARGET}: the chosen {group} do not include it, "
+                f"drop the key or give {group}.{name}.{TARGET}"
+            )
+    return [build_object(node, f"{group}.{name}") for name, node in config[group].items() if node]
 
 
 def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
@@ -168,8 +192,9 @@ def _environment_plugins() -> list[Any]:
     from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 
     from moe_lightning.comm.world import STORE_VARIABLE
+    from moe_lightning.elastic.settings import ELASTIC_VARIABLE
 
-    return [LightningEnvironment()] if STORE_VARIABLE in os.environ else []
+    return [LightningEnvironment()] if {STORE_VARIABLE, ELASTIC_VARIABLE} & os.environ.keys() else []
 
 
 if __name__ == "__main__":

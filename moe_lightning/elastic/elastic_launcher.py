@@ -91,6 +91,7 @@ class ElasticLauncher:
             Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
             ConfigurationError: the lighthouse's address is wrong or does not answer.
         """
+        processes.append_to_outputs()
         with processes.restored_signal_handlers(), self._meeting_point() as (task, store):
             workers = _Workers(self, task, News(store), ("-m", self.module, *arguments))
             try:
@@ -172,6 +173,7 @@ class _Workers:
         self._launcher, self._task, self._news, self._program = launcher, task, news, program
         self._running: dict[int, _Worker] = {}
         self._due: dict[int, float] = {}  # slot -> when it is started again
+        self._began_ns = time.time_ns()
         self._starts = dict.fromkeys(range(launcher.num_ranks), 0)
         self._restarts = 0
         self._finished = 0
@@ -225,6 +227,7 @@ class _Workers:
             slot=slot,
             expected=self._task.expected,
             starts=starts,
+            birth_ns=self._began_ns + slot if starts == 1 else None,
             settings=self._task.settings,
         )
         environment = {

@@ -76,9 +76,11 @@ class Membership(Protocol):
         """Leave: peers no longer wait for this process."""
 
 
-def new_member_id(node: str, token: str) -> str:
-    """A name that sorts by birth: older members come first. The token tells processes of a node apart."""
-    return f"{time.time_ns():020d}.{node}.{token}"
+def new_member_id(node: str, token: str, birth_ns: int | None = None) -> str:
+    """A name that sorts by birth, now unless told otherwise: older members come first. The token tells processes of a
+    node apart.
+    """
+    return f"{time.time_ns() if birth_ns is None else birth_ns:020d}.{node}.{token}"
 
 
 def node_of(member_id: str) -> str:

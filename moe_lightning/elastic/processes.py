@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -100,6 +102,15 @@ class WorkerLogs(LogsSpecs):
         tail = err.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if err.is_file() else []
         message = f"rank {called} {how_it_ended(code)}"
         return RankFailure(rank=called, kind="death", message=message, details="\n".join(tail), time_s=0.0)
+
+
+def append_to_outputs() -> None:
+    """Let this process write at the end of the files that its output may go to: a worker that takes the terminal over
+    writes there, too.
+    """
+    for number in (1, 2):
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def how_it_ended(code: int) -> str:

@@ -80,6 +80,8 @@ class ElasticTask:
         lighthouse: "http://host:port", or None for membership by torch's rendezvous over the store.
         store_host, store_port: the store that outlives the workers.
         node: name of the failure domain.
+        birth_ns: when the launcher began, plus the slot, for a first process: ranks of the first world have the order
+            of their slots; None for a process started later.
         token: names this process; a process started in its place has another.
         slot: the worker's place on its node.
         expected: workers that the first world waits for.
@@ -94,6 +96,7 @@ class ElasticTask:
     slot: int = 0
     expected: int = 1
     starts: int = 1
+    birth_ns: int | None = None
     token: str = field(default_factory=lambda: secrets.token_hex(6))
     settings: ElasticSettings = field(default_factory=ElasticSettings)
 

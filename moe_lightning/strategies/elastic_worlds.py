@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.elastic.engine import ElasticEngine
+from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.fit_progress import FitProgress
@@ -176,7 +178,14 @@ class ElasticWorlds:
                 guard=lambda cut: self.engine.guard(members, cut),
             )
         self.members = members
+        if world.rank == 0:
+            take_over_terminal()
         return world
+
+    def close(self) -> None:
+        """Leave for good, when training is over."""
+        gc.unfreeze()
+        self.engine.close()
 
     @property
     def node_peers(self) -> tuple[int, ...]:
@@ -224,7 +233,7 @@ class ElasticWorlds:
         self._own_forward = self._strategy.lightning_module.__dict__.get("forward")
         fault: BaseException | None = None
         if self.is_newcomer:
-            self._strategy.trainer.fit_loop.setup_data()
+            _set_up_data(self._strategy.trainer)
         while True:
             if fault is not None or self.is_newcomer:
                 self._recover(fault)
@@ -510,6 +519,16 @@ class ElasticWorlds:
 def _newcomers(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
     """Ranks whose own state does not count."""
     return tuple(rank for rank in range(world.size) if rank not in plan.live_ranks)
+
+
+def _set_up_data(trainer: pl.Trainer) -> None:
+    """Make the loaders that the fit loop would make at its start, with barriers in which its peers would not join."""
+    loop = trainer.fit_loop
+    loop.setup_data()
+    if loop.epoch_loop._should_check_val_epoch() and trainer.val_dataloaders is None:
+        trainer.validating = True
+        loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
 
 
 def _scrub(error: BaseException | None) -> None:

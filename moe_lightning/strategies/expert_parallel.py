@@ -28,6 +28,7 @@ from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World, join_launched_world
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.elastic.engine import ElasticEngine
+from moe_lightning.elastic.settings import ElasticTask
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
@@ -159,13 +160,21 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         ):
             super().setup_distributed()
 
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        task = ElasticTask.from_environment()
+        if task is not None and task.starts > 1:
+            rank_zero_only.rank = max(1, self.global_rank)  # type: ignore[attr-defined]  # others train already
+
     def take_place(self, world: World) -> None:
         """This process's rank and the number of ranks, for us and for Lightning."""
         assert self.cluster_environment is not None
         self._world = world
+        is_waiting = world.size > 1 and not world.is_connected  # while others train: one of them speaks for the run
         self.cluster_environment.set_world_size(world.size)
-        self.cluster_environment.set_global_rank(world.rank)
-        rank_zero_only.rank = world.rank  # type: ignore[attr-defined]
+        self.cluster_environment.set_global_rank(max(1, world.rank) if is_waiting else world.rank)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         self._process_group_backend = self.collectives_backend
 
     @override

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from moe_lightning.callbacks.wandb_logger import QuietWandbLogger, has_wandb_login
+from moe_lightning.callbacks.wandb_logger import QuietWandbLogger, has_wandb_login, lasting_run_id
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +47,14 @@ def test_options_reach_wandb(tmp_path: Path) -> None:
     assert logger._wandb_init["project"] == "books"
     assert logger._wandb_init["group"] == "g"
     assert "anonymous" not in logger._wandb_init
+
+
+def test_one_folder_has_one_run_id(tmp_path: Path) -> None:
+    first = lasting_run_id(tmp_path / "run")
+    assert lasting_run_id(tmp_path / "run") == first
+    assert lasting_run_id(tmp_path / "other") != first
+
+
+def test_a_damaged_run_id_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "wandb_run_id").write_text("../../somewhere else\n")
+    assert re.fullmatch("[0-9a-f]{8}", lasting_run_id(tmp_path))
