@@ -1,0 +1,203 @@
+"""One rank of moe-bench recovery: trains a small model under whatever launcher started it, and keeps a diary.
+
+The diary is a file of this process with a JSON line for its start, for every finished step and for every recovery, so
+that it survives the process. Ranks end at the step that a file named "stop" in the folder tells, once it is there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from moe_lightning.callbacks.fault_injection import FaultInjection
+from moe_lightning.callbacks.fault_recovery import FaultRecovery
+from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.elastic.lifeline import end_with_launcher, leave_process_groups
+from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
+from moe_lightning.strategies import ExpertParallelStrategy
+
+MODULE = "moe_lightning.bench.recovery_worker"
+STOP = "stop"
+_SAMPLES = 4096
+_FOREVER = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one training of the benchmark does.
+
+    Attributes:
+        folder: for diaries, checkpoints and marks of faults.
+        ranks: workers of the first world.
+        steps: after which it ends; 0: when it is told to.
+        stock: plain DDP with Lightning's ModelCheckpoint instead of ours.
+        recovery: arguments of FaultRecovery; None: without it.
+        every_n_steps: between checkpoints; 0: none.
+        strategy: arguments of ExpertParallelStrategy.
+        faults: arguments of FaultInjection; None: without it.
+        batch: sequences of all ranks together.
+        context, d_model, d_expert, layers, experts: of the model.
+        cores: the ranks take turns in being pinned to them; empty: not pinned.
+    """
+
+    folder: str
+    ranks: int
+    steps: int = 0
+    stock: bool = False
+    recovery: dict[str, Any] | None = None
+    every_n_steps: int = 0
+    strategy: dict[str, Any] = field(default_factory=dict)
+    faults: dict[str, Any] | None = None
+    batch: int = 12
+    context: int = 64
+    d_model: int = 64
+    d_expert: int = 128
+    layers: int = 2
+    experts: int = 8
+    cores: tuple[int, ...] = ()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go; the folder's name is that of the run, and of its snapshots."""
+        return Path(self.folder) / "checkpoints"
+
+    def write(self, path: Path) -> Path:
+        """For `read`."""
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Task:
+        """A task as `write` left it."""
+        values = json.loads(path.read_text())
+        return cls(**{**values, "cores": tuple(values["cores"])})
+
+
+class Diary(pl.Callback):
+    """Writes down what this process does as it happens."""
+
+    def __init__(self, folder: Path, slot: int) -> None:
+        self._stop = folder / STOP
+        self._file = (folder / f"diary-{slot}-{os.getpid()}.jsonl").open("a", buffering=1)
+        self._ended, self._cpu_s = time.perf_counter(), time.process_time()
+        self.note("start", slot=slot, pid=os.getpid())
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Append one line."""
+        self._file.write(json.dumps({"kind": kind, "time_s": time.time(), **facts}) + "\n")
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        elastic = getattr(trainer.strategy, "elastic", None)
+        if elastic is not None:  # after FaultRecovery, which sets the observers
+            elastic.observers.append(lambda report: self.note("recovery", **asdict(report)))
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        now, cpu_s = time.perf_counter(), time.process_time()
+        self.note(
+            "step",
+            step=trainer.global_step,
+            ranks=trainer.strategy.world.size
+            if isinstance(trainer.strategy, ExpertParallelStrategy)
+            else trainer.world_size,
+            step_s=now - self._ended,
+            cpu_s=cpu_s - self._cpu_s,
+        )
+        if self._stop.exists() and trainer.global_step >= int(self._stop.read_text()):
+            trainer.should_stop = True
+        self._ended, self._cpu_s = time.perf_counter(), time.process_time()
+
+
+def train(task: Task) -> None:
+    """Train until the end that the task or the stop file says."""
+    slot = int(os.environ.get("LOCAL_RANK", 0))
+    if task.cores:
+        os.sched_setaffinity(0, {task.cores[slot % len(task.cores)]})
+    torch.set_num_threads(1)
+    callbacks: list[pl.Callback] = []
+    if task.every_n_steps and task.stock:
+        callbacks.append(
+            ModelCheckpoint(
+                task.checkpoints, every_n_train_steps=task.every_n_steps, save_last=True, save_on_train_epoch_end=False
+            )
+        )
+    elif task.every_n_steps:
+        callbacks.append(
+            PartialExpertsCheckpoint(
+                str(task.checkpoints), every_n_steps=task.every_n_steps, save_on_train_end=False, timeout_s=60.0
+            )
+        )
+    if task.recovery is not None:
+        callbacks.append(FaultRecovery(**task.recovery))
+    if task.faults is not None:
+        callbacks.append(FaultInjection(str(Path(task.folder) / "faults"), **task.faults))
+    callbacks.append(Diary(Path(task.folder), slot))
+    pl.seed_everything(0, verbose=False)
+    trainer = pl.Trainer(
+        strategy="ddp" if task.stock else ExpertParallelStrategy(timeout_s=60.0, **task.strategy),
+        plugins=[] if task.stock else [LightningEnvironment()],
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        max_steps=task.steps or _FOREVER,
+        max_epochs=_FOREVER,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=bool(task.every_n_steps),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=_FOREVER,
+    )
+    config = GPTConfig(
+        vocab_size=256,
+        context_length=task.context,
+        num_layers=task.layers,
+        num_heads=4,
+        d_model=task.d_model,
+        d_expert=task.d_expert,
+        num_experts=task.experts,
+        moe_every=1,
+    )
+    ids = torch.randint(0, 256, (_SAMPLES, task.context + 1))
+    batch = task.batch // task.ranks if task.stock else task.batch
+    loader = DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch, shuffle=True)
+    module = GPTModule(config, OptimizerConfig(lr=1e-4, warmup_steps=0, decay="constant"))
+    trainer.fit(module, loader, ckpt_path=_last(task))
+
+
+def _last(task: Task) -> str | None:
+    """What a process that starts anew goes on from."""
+    if task.stock:
+        last = task.checkpoints / "last.ckpt"
+        return str(last) if last.exists() else None
+    return str(task.checkpoints) if any(task.checkpoints.glob("step-*")) else None
+
+
+def main(arguments: list[str]) -> None:
+    end_with_launcher()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning.pytorch")
+    train(Task.read(Path(arguments[0])))
+    gc.unfreeze()  # elastic worlds freeze what was imported: some libraries call that leaked when the process ends
+    leave_process_groups()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
