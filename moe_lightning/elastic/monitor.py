@@ -136,6 +136,7 @@ class Monitor:
     def guard(self, members: Members, cut: Callable[[], None]) -> None:
         """Watch a world from now on instead of the former one."""
         with self._lock:
+            self._read_news()  # of earlier worlds: what comes from now on is about this one or later ones
             ring = Ring(members, self._settings.silence_timeout_s, time.monotonic())
             self._watch = _Watch(members=members, cut=cut, ring=ring)
             self._main_is_here = False
@@ -252,8 +253,9 @@ class Monitor:
         try:
             if tell is not None:
                 self._tell("broken", world=watch.members.name, reason=reason, **tell)
-        finally:
             watch.cut()
+        except Exception:  # this thread must go on: it is the one that ends a process that nothing frees
+            logger.exception("the connections of a broken world could not all be cut")
 
     def _watch_neighbour(self, now: float) -> None:
         """Beat, and expel the rank before this one when it does not."""

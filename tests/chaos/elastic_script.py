@@ -2,9 +2,11 @@
 
     python -m moe_lightning.elastic.run ... tests/chaos/elastic_script.py FOLDER
 
-Each world that has done a step is a line in FOLDER/worlds.
+Each world that has done a step is a line in FOLDER/worlds. The worker named by a file `freeze-SLOT` stands still with
+Python's lock in its hands, as a hanging library call may.
 """
 
+import ctypes
 import json
 import os
 import sys
@@ -41,6 +43,8 @@ while not stop:
         state = torch.zeros(3)
         worlds += 1
         while not state[0]:
+            if engine.task.starts == 1 and (folder / f"freeze-{engine.task.slot}").exists():
+                ctypes.PyDLL(None).sleep(600)
             wishes = [(folder / "stop").exists(), engine.newcomers(), engine.notice is not None]
             state = torch.tensor([float(wish) for wish in wishes])
             dist.all_reduce(state)

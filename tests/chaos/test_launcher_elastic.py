@@ -89,7 +89,7 @@ class Command:
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         command = [sys.executable, "-m", "moe_lightning.elastic.run", "--log-dir", str(folder / "logs"), *options]
-        for setting in ("heartbeat_timeout_s=0.4", "join_window_s=0.3", "build_timeout_s=4"):
+        for setting in ("heartbeat_timeout_s=0.4", "join_window_s=0.3"):
             command += ["--set", setting]
         self.process = subprocess.Popen(
             [*command, str(SCRIPT), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
@@ -177,3 +177,17 @@ def test_a_preempted_worker_leaves_and_is_not_replaced(commands: Callable[..., C
     assert alone["reason"] is None, "nothing broke"
     _, err = command.end()
     assert "started again" not in err
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_is_killed_by_its_launcher(commands: Callable[..., Command]) -> None:
+    timeouts = ("silence_timeout_s=1.5", "build_timeout_s=2", "hang_timeout_s=2.5")
+    command = commands("--ranks", "2", *(word for timeout in timeouts for word in ("--set", timeout)))
+    first = command.wait_for_world(2)
+    (command.folder / f"freeze-{first[1]['slot']}").touch()
+    (alone,) = command.wait_for_world(1, after=2)
+    assert alone["pid"] == first[0]["pid"]
+    assert is_gone(first[1]["pid"]), "its heartbeats went on: the others waited for it"
+    again = command.wait_for_world(2, after=3)
+    assert again[1]["starts"] == 2
+    command.end()
