@@ -152,6 +152,8 @@ class CheckpointSession:
             object_bytes=_OBJECT_BYTES,
         )
         self._protector = Protector(self._snapshotter.arena, layout, world) if layout is not None else None
+        if self._protector is not None:
+            self._snapshotter.on_published = self._protector.prepare
         self._unprotected: int | None = None
 
     def _open(self, name: str, node: str, node_peers: Sequence[int]) -> tuple[str, str, Path]:
