@@ -16,6 +16,7 @@ class History:
     recoveries: list[Recovery] = field(default_factory=list)
     stall_ns: int = 0
     rebalance_ns: int = 0
+    _key: tuple[str, int, int, float] | None = None  # of the last stretch
 
     def note(self, start_ns: int, end_ns: int, state: str, *, used: int, live: int, samples_per_s: float = 0.0) -> None:
         """Add a stretch; one that is like the last prolongs it."""
@@ -27,9 +28,8 @@ class History:
             live_nodes=live,
             samples_per_s=samples_per_s,
         )
-        if self.spans:
-            last = self.spans[-1]
-            if replace(last, start_s=span.start_s, end_s=span.end_s) == span:
-                self.spans[-1] = replace(last, end_s=span.end_s)
-                return
+        key = (state, used, live, samples_per_s)
+        if key == self._key:
+            span = replace(span, start_s=self.spans.pop().start_s)
         self.spans.append(span)
+        self._key = key

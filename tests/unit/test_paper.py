@@ -28,7 +28,7 @@ WITHOUT_TRACES = (
     "reft-measured",
     "prophet-arithmetic",
 )
-QUICK = ("lazarus-transfers", "prophet-components", "prophet-balance")
+QUICK = ("lazarus-transfers", "prophet-components", "prophet-layers")
 SLOW = tuple(sorted(set(paper.PAPERS) - set(WITHOUT_TRACES) - set(QUICK)))
 
 
