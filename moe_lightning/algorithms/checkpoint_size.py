@@ -3,7 +3,7 @@
 What counts as saved is a parameter: which kinds of state exist and their bytes, which of them partial saving applies
 to, and buffers that are saved as they are. PEC's and MoC-System's printed sizes follow from different choices, given
 here as constants.
-Sources: PEC 4, MoC-System eq. 5-6 and Table 3; ALGORITHMS 3.1 and 9.
+Sources: PEC 4, MoC-System eq. 5-6 and Table 3.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ K starts small and doubles until all experts are saved. Level j (K0, 2 K0, 4 K0,
 the loss per fault halves when K doubles, so every level lasts for about the same number of faults, and all levels
 together stay below the threshold. Because one fault can overshoot a limit that is checked only afterwards, K also
 doubles when one more fault at the present K might break the threshold. Sources: PEC 3.2, MoC-System 5.3 (which print
-no limit per K); ALGORITHMS 3.5.
+no limit per K).
 """
 
 from __future__ import annotations

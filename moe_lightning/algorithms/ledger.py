@@ -4,7 +4,7 @@ Every expert's state is the result of a number of routed tokens. The ledger keep
 the newest copy in host memory and for the newest copy on storage, so "unsaved tokens" are differences and a token can
 be lost only once. A checkpoint remembers these numbers as of its step; the newest one whose persist completed is the
 recovery point. Tokens processed after the recovery point are trained again and are not lost. Sources: PEC eq. 4,
-MoC-System eq. 7; ALGORITHMS 3.4 and 3.6.
+MoC-System eq. 7 and 5.1.
 
 Shapes: L MoE layers, E experts a layer. Counts are routed assignments actually processed (after any capacity drops).
 """
@@ -189,8 +189,10 @@ def staleness_sum(num_experts: int, k: int, num_checkpoints: int | None = None) 
 def expected_plt(
     *, num_experts: int, k: int, interval: int, total_steps: int, num_checkpoints: int | None = None
 ) -> float:
-    """PLT of one fault under uniform routing and sequential selection (ALGORITHMS 3.4); steady state is I * (E / K -
-    1) / (2 * I_total)."""
+    """PLT of one fault under uniform routing and sequential selection; steady state is I * (E / K - 1) / (2 * I_total).
+
+    Ours, not printed in the papers: it counts that the j-th most recently saved expert is floor(j / K) checkpoints old.
+    """
     return interval * staleness_sum(num_experts, k, num_checkpoints) / (num_experts * total_steps)
 
 
@@ -198,7 +200,7 @@ def expected_plt_two_level(
     *, num_experts: int, k_snapshot: int, k_persist: int, interval: int, total_steps: int, dead_share: float
 ) -> float:
     """PLT of one fault in which a share of the experts was on nodes that died and the others are restored from memory
-    (3.6)."""
+    (MoC-System 5.1)."""
     stale = dead_share * staleness_sum(num_experts, k_persist) + (1 - dead_share) * staleness_sum(
         num_experts, k_snapshot
     )

@@ -1,6 +1,6 @@
 """What checkpointing costs, and the interval and numbers of experts that cost least.
 
-Sources: MoC-System eq. 3-16 and 5.3, Young's interval; ALGORITHMS 6 and 3.7. All times are in seconds (the papers mix
+Sources: MoC-System eq. 3-16 and 5.3, Young's interval. All times are in seconds (the papers mix
 iterations and seconds in eq. 4).
 """
 
@@ -108,7 +108,7 @@ def adapt(
     restart_s: float = 0.0,
     k_persist: int = 1,
 ) -> AdaptiveConfiguration:
-    """Choose K_snapshot, K_persist and the interval from measured times (MoC-System 5.3, ALGORITHMS 3.7).
+    """Choose K_snapshot, K_persist and the interval from measured times (MoC-System 5.3).
 
     Args:
         snapshot_s: K -> seconds that a snapshot of K experts per layer takes on the slowest rank; must not fall with K.

@@ -5,7 +5,7 @@ AEC: the snapshot of a member of a sharding group is cut into m-1 sub-shards; me
 phi(i, j) of every other member j. One failure in each group is survived, for 1/(m-1) of the memory of a copy. Both
 together survive no more than ARC alone, so two failures need ARC with two shifts. Members of a group and the holders of
 copies are ranks on different nodes: a node with several ranks belongs to as many groups.
-Sources: REFT 4.1-4.3; ALGORITHMS 7.2, 7.3, 7.5. Ours: uneven nodes, groups of bounded size, memory of all buffers.
+Sources: REFT 4.1-4.3. Ours: uneven nodes, groups of bounded size, memory of all buffers.
 
 Shapes: N ranks; node_of[N]; W bytes of each rank's snapshot.
 """

@@ -59,7 +59,7 @@ class _Pairs:
 
 
 def equal_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
-    """Split each expert's tokens evenly over its replicas (ALGORITHMS 2, step 1; Lazarus 4.2).
+    """Split each expert's tokens evenly over its replicas (Lazarus 4.2; ours in integers).
 
     Args:
         tokens: int64 [E], tokens of each expert over the whole dispatch group.

@@ -10,7 +10,7 @@ The rule, with points ordered live > (session, step):
     newest  = the newest point
     choose whole, unless it is older than the checkpoint on storage; then choose newest, memory before storage.
 So all ranks rather repeat a few steps than lose tokens, but never more steps than storage would cost.
-Within a point the order of sources is live > arena > copy > parity > storage (ALGORITHMS 3.6, 7; REFT 4.3). Snapshots
+Within a point the order of sources is live > arena > copy > parity > storage (MoC-System 5.1, REFT 4.3). Snapshots
 of one session only are combined: an older session's later steps may have been rolled back.
 
 Shapes: L MoE layers, E experts, N ranks of the new world, W writers (ranks of the session that wrote a snapshot).

@@ -3,7 +3,7 @@ storage.
 
 Partial Experts Checkpointing saves K of the E experts of every MoE layer and lets the others keep their older version.
 Every rank computes the whole selection alone from the ordinal of the checkpoint or from counters that are equal
-everywhere, so saving needs no communication. Sources: PEC 3.1 and Alg. 1, MoC-System 3 and 5; ALGORITHMS 3.2, 3.3, 3.6.
+everywhere, so saving needs no communication. Sources: PEC 3.1 and Alg. 1, MoC-System 3 and 5.
 
 Shapes: L MoE layers, E experts a layer, K saved experts a layer.
 """

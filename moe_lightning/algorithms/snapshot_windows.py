@@ -2,7 +2,7 @@
 
 First the idle time (pipeline bubbles, waiting for data), then computation, then communication, which may be used only
 where training and snapshot take different ways (NVLink and PCIe); what is left stalls training.
-Source: REFT 4.1, Alg. 1; ALGORITHMS 7.1. Ours: bytes instead of elements, the third window (in the paper's text, not in
+Source: REFT 4.1, Alg. 1. Ours: bytes instead of elements, the third window (in the paper's text, not in
 its algorithm), the rest as a stall, guards for empty snapshots and single stages.
 """
 

@@ -1,7 +1,7 @@
 """How long a cluster's parameters survive, with and without protection (REFT 5).
 
 REFT's eq. 5-6, with what its text mixes up set right: P_re is the chance that the snapshot processes survive, and
-1 - P_s that a node fails. Sources: REFT 5, ALGORITHMS 7.7.
+1 - P_s that a node fails. Source: REFT 5.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PEC: sizes of checkpoints and of the slowest rank's share (PEC 4; ALGORITHMS 9)."""
+"""PEC: sizes of checkpoints and of the slowest rank's share (PEC 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lazarus: sizes, replicas, recovery probabilities and transfers (Lazarus 4.1, 6.1, 6.3; ALGORITHMS 1 and 9)."""
+"""Lazarus: sizes, replicas, recovery probabilities and transfers (Lazarus 4.1, 6.1, 6.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""REFT: survival of parameters, loading and overheads (REFT 5, 7; ALGORITHMS 7.7 and 9)."""
+"""REFT: survival of parameters, loading and overheads (REFT 5, 7)."""
 
 from __future__ import annotations
 

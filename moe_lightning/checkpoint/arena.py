@@ -12,7 +12,7 @@ Layout of the file (little-endian):
     header x 3   generation begin, step, bytes, xxh3 of the table, generation end; torn where the generations differ
     table x 3    JSON (`Table`)
     blocks       64-byte aligned, by size class
-Sources: PEC 3.2, MoC-System 5.1-5.2; ALGORITHMS 3.6, 5.
+Sources: PEC 3.2, MoC-System 5.1-5.2.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Three host buffers, each either open for snapshots (S), being written to storage (P) or the recovery copy (R); all
 start in S. A snapshot goes into an S buffer; when it is complete and no buffer is P, it may become P; when the persist
 completes, P becomes R and the former R goes back to S. Sources: PEC 3.2, MoC-System 5.2; the papers show a timeline
-only, the details are ours (ALGORITHMS 5).
+only, which buffer is taken and which waiting snapshot is dropped is our choice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Computes lost snapshots from the parities of their sharding groups (AEC; ALGORITHMS 7.3).
+"""Computes lost snapshots from the parities of their sharding groups (AEC; REFT 4.2, eq. 1-2).
 
 Every survivor of a group receives the sub-shards that went into its parity and XORs them out of it: what remains is a
 sub-shard of the lost snapshot. The assembler puts these together.

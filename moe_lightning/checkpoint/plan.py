@@ -3,7 +3,7 @@
 Every rank computes the same plan alone: from the ordinal of the checkpoint, or from counters that are equal
 everywhere. The result is what `Snapshotter.start` takes: keys to copy, keys meant for storage, and the file each of
 them goes to.
-Sources: PEC 3, MoC-System 5; ALGORITHMS 3.2, 3.3, 3.6.
+Sources: PEC 3.1-3.2, MoC-System 3 and 5.1.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ group carries it to the ranks that keep copies (ARC), or its sub-shards to the m
 which keep their XOR and all tables of contents. A thread waits for what arrives and publishes it; the next `start`
 waits for the thread. A protected version needs nothing but these files, so that arenas may go on meanwhile; one that
 not all ranks have finished is torn, and the one before it counts.
-Sources: REFT 4.1-4.3; ALGORITHMS 7.2, 7.3.
+Sources: REFT 4.1-4.3.
 """
 
 from __future__ import annotations

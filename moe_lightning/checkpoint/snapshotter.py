@@ -4,7 +4,7 @@ After the optimizer step of iteration k, `start` hands the live tensors to a bac
 step of iteration k + 1, `wait_before_update` waits until the copy is complete and returns the seconds of that stall.
 The thread copies in chunks, so that `pause` and `resume` can keep it out of windows in which memory bandwidth matters
 more. Nothing here communicates.
-Sources: PEC 3.2, MoC-System 5.2; ALGORITHMS 5.
+Sources: PEC 3.2, MoC-System 5.2.
 """
 
 from __future__ import annotations
