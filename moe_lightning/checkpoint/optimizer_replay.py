@@ -5,7 +5,7 @@ that steps copies of weight and moments with the same gradients and hyperparamet
 without any traffic. The steps are those of torch's own AdamW; its `foreach` and plain forms round alike, its fused form
 does not. Devices may round differently than the host, therefore `verify` compares checksums with the owner and corrects
 what differs.
-Sources: REFT 4.2, eq. 3; ALGORITHMS 7.4. Ours: Adam instead of the paper's eq. 4 (plain SGD), the check.
+Sources: REFT 4.2, eq. 3. Ours: Adam instead of the paper's eq. 4 (plain SGD), the check.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from moe_lightning.checkpoint.optimizer_shards import outline_of, pack_states, unpack_states
 from moe_lightning.checkpoint.parcels import Parcel, exchange_parcels
-from moe_lightning.checkpoint.records import DTYPES
 from moe_lightning.checkpoint.table import digest_of
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels import pack, unpack
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
@@ -100,7 +99,7 @@ class AdamWReplay:
 
     def digests(self) -> dict[str, str]:
         """Name -> checksum over weight and optimizer state."""
-        return {name: digest_of(_packed(self.states(name))) for name in self.names}
+        return {name: digest_of(pack_states(self.states(name))) for name in self.names}
 
     def _follow(self, optimizer: Optimizer) -> None:
         for own, live in zip(self._optimizer.param_groups, optimizer.param_groups, strict=True):
@@ -120,8 +119,8 @@ def verify_replays(
     Returns:
         Rank -> the parameters that were corrected there, with everything that is of another version.
     """
-    packed = {name: _packed(states) for name, states in owned.items()}
-    own = {name: [digest_of(data), data.numel(), _outline(owned[name])] for name, data in packed.items()}
+    packed = {name: pack_states(states) for name, states in owned.items()}
+    own = {name: [digest_of(data), data.numel(), outline_of(owned[name])] for name, data in packed.items()}
     told = all_gather_json([own, replay.digests(), replay.version], world)
     owners = {name: (rank, *entry) for rank, (entries, _, _) in enumerate(told) for name, entry in entries.items()}
     wrong = {
@@ -133,26 +132,10 @@ def verify_replays(
     arrived = exchange_parcels(parcels, lambda at: packed[ways[at][0]], world)
     for at, data in arrived.items():
         name = ways[at][0]
-        replay.load(name, _unpacked(data, owners[name][3]))
+        replay.load(name, unpack_states(data, owners[name][3]))
     replay.version = version
     return {rank: names for rank, names in wrong.items() if names}
 
 
 def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).requires_grad_()
-
-
-def _packed(states: Mapping[str, Tensor]) -> Tensor:
-    """uint8 bytes of all tensors in the order of their scopes."""
-    return pack([tensor.detach().to("cpu") for _, tensor in sorted(states.items())])
-
-
-def _outline(states: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
-    """(scope, dtype, shape) of what `_packed` holds."""
-    return [(scope, str(t.dtype).removeprefix("torch."), list(t.shape)) for scope, t in sorted(states.items())]
-
-
-def _unpacked(data: Tensor, outline: Sequence[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
-    states = {scope: torch.empty(shape, dtype=DTYPES[dtype]) for scope, dtype, shape in outline}
-    unpack(data, list(states.values()))
-    return states

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_lightning.algorithms.recovery import RankInventory, plan_recovery
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
+from moe_lightning.checkpoint.optimizer_shards import move_shards
+from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.strategies.zero import DenseOptimizerShards
 from tests.distributed.harness import connect, run_ranks
 
@@ -63,3 +69,59 @@ def test_a_peer_holds_what_the_owner_holds() -> None:
         for name, states in mine["kept"].items():
             for scope, tensor in states.items():
                 assert torch.equal(tensor, peer["own"][name][scope]), (name, scope)
+
+
+def lost_owner(rank: int, world_size: int) -> tuple[str, list[int]]:
+    """Rank 2 comes back as a new process; its shard is taken from the replay of rank 1, and the shards are dealt anew.
+    Everybody's new shard is that of one AdamW over everything."""
+    world = connect()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+    whole = copy.deepcopy(module)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    shards = DenseOptimizerShards(list(module.parameters()), world)
+    shards.shard(optimizer)
+    owners = {names[p]: owner for p, owner in shards.owners.items()}
+    peer = (rank + 1) % world_size
+    replay = AdamWReplay(optimizer, [{n: p for p, n in names.items() if owners[n] == peer}])
+    for step in range(1, 5):
+        torch.manual_seed(100 * step + rank)
+        module(torch.randn(5, 6)).square().mean().backward()
+        for parameter, same in zip(module.parameters(), whole.parameters(), strict=True):
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            same.grad = parameter.grad.clone()
+        replay.replay({n: p.grad for p, n in names.items() if p.grad is not None}, optimizer)
+        optimizer.step()
+        reference.step()
+        shards.spread_updates(list(module.parameters()))
+        optimizer.zero_grad()
+    own = RankInventory(rank=rank, node=str(rank))
+    local: dict[str, dict[str, Tensor]] = {}
+    if rank != 2:
+        kept = {name: replay.states(name) for name in replay.names}
+        live = {n: dict(optimizer.state[p]) for p, n in names.items() if owners[n] == rank}
+        local = {name: {k: t for k, t in states.items() if k != "weight"} for name, states in kept.items()} | live
+        own = replace(
+            own,
+            live_version=4,
+            sharded_dense=tuple(sorted(owners)),
+            owned_dense=tuple(live),
+            replayed_dense=tuple(kept),
+            replay_version=replay.version,
+        )
+    inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
+    plan = plan_recovery(inventories, None, num_layers=0, num_experts=0)
+    anew = {name: (owner + 1) % world_size for name, owner in owners.items()}
+    received = move_shards(plan.shards, anew, local, world)
+    assert received.keys() == {name for name, owner in anew.items() if owner == rank}
+    for parameter, (name, _) in zip(whole.parameters(), module.named_parameters(), strict=True):
+        for scope, tensor in reference.state[parameter].items() if name in received else ():
+            assert torch.equal(received[name][scope], tensor), (name, scope)
+    return plan.level, sorted({source for _, source in plan.shards})
+
+
+def test_a_lost_shard_is_taken_from_its_replay_to_new_owners() -> None:
+    assert run_ranks(3, lost_owner) == [("live", [0, 1])] * 3

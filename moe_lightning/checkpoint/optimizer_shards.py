@@ -1,0 +1,62 @@
+"""Optimizer states that one rank keeps for all (ZeRO-1), on their way to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_lightning.checkpoint.parcels import Parcel, exchange_parcels
+from moe_lightning.checkpoint.records import DTYPES
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.world import World
+from moe_lightning.kernels import pack, unpack
+
+States = Mapping[str, Tensor]
+"""Scope ("exp_avg", "step", ...) -> tensor of one parameter."""
+
+Outline = Sequence[tuple[str, str, list[int]]]
+"""(scope, dtype, shape) of the tensors of packed states"""
+
+
+def pack_states(states: States) -> Tensor:
+    """uint8 bytes of all tensors on the host, in the order of their scopes."""
+    tensors = [tensor.detach().to("cpu") for _, tensor in sorted(states.items())]
+    return pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
+
+
+def outline_of(states: States) -> Outline:
+    """What `unpack_states` needs to know."""
+    return [(scope, str(t.dtype).removeprefix("torch."), list(t.shape)) for scope, t in sorted(states.items())]
+
+
+def unpack_states(data: Tensor, outline: Outline) -> dict[str, Tensor]:
+    """The tensors of packed states."""
+    states = {scope: torch.empty(shape, dtype=DTYPES[dtype]) for scope, dtype, shape in outline}
+    unpack(data, list(states.values()))
+    return states
+
+
+def move_shards(
+    shards: Iterable[tuple[str, int]], owners: Mapping[str, int], local: Mapping[str, States], world: World
+) -> dict[str, dict[str, Tensor]]:
+    """Bring every parameter's optimizer state from the rank that has it to the one that keeps it from now on;
+    collective.
+
+    Args:
+        shards: (name, rank) as in `RecoveryPlan.shards`; a rank of -1 is passed over: it is read from a snapshot.
+        owners: the keeper of each name in the new world.
+        local: states of the names that this rank has, live or replayed.
+
+    Returns:
+        Copies of the states, on the host, of the names that this rank keeps.
+    """
+    sources = {name: rank for name, rank in shards if rank >= 0}
+    packed = {name: pack_states(local[name]) for name, rank in sources.items() if rank == world.rank}
+    told = all_gather_json({name: [data.numel(), outline_of(local[name])] for name, data in packed.items()}, world)
+    names = sorted(sources)
+    entries = {name: told[sources[name]][name] for name in names}
+    parcels = [Parcel(source=sources[name], target=owners[name], nbytes=entries[name][0]) for name in names]
+    arrived = exchange_parcels(parcels, lambda at: packed[names[at]], world)
+    return {names[at]: unpack_states(data, entries[names[at]][1]) for at, data in arrived.items()}
