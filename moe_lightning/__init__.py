@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_lightning.callbacks.dynamic_k import DynamicK
+    from moe_lightning.callbacks.fault_recovery import FaultRecovery
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport, export_to_huggingface
+    from moe_lightning.callbacks.load_balancer import LoadBalancer
     from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
     from moe_lightning.data.step_loader import StepLoader
     from moe_lightning.data.step_sampler import StepSampler
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from moe_lightning.models.gpt import GPT
     from moe_lightning.models.gpt_config import GPTConfig
     from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
+    from moe_lightning.models.huggingface.module import HuggingFaceConfig, HuggingFaceModule
+    from moe_lightning.models.upcycling import UpcyclingConfig
     from moe_lightning.modules.forced_routing import ForcedRouting
     from moe_lightning.modules.losses import auxiliary_loss
     from moe_lightning.modules.moe_layer import MoELayer
@@ -33,17 +38,24 @@ _HOMES = {
     "ConfigurationError": "errors",
     "DynamicK": "callbacks.dynamic_k",
     "ExpertParallelStrategy": "strategies",
+    "FaultRecovery": "callbacks.fault_recovery",
     "ForcedRouting": "modules.forced_routing",
     "GPT": "models.gpt",
     "GPTConfig": "models.gpt_config",
     "GPTModule": "models.gpt_module",
+    "HuggingFaceConfig": "models.huggingface.module",
+    "HuggingFaceExport": "callbacks.huggingface_export",
+    "HuggingFaceModule": "models.huggingface.module",
+    "LoadBalancer": "callbacks.load_balancer",
     "MoELayer": "modules.moe_layer",
     "OptimizerConfig": "models.gpt_module",
-    "RouterConfig": "modules.router",
     "PartialExpertsCheckpoint": "callbacks.partial_experts_checkpoint",
+    "RouterConfig": "modules.router",
     "StepLoader": "data.step_loader",
     "StepSampler": "data.step_sampler",
+    "UpcyclingConfig": "models.upcycling",
     "auxiliary_loss": "modules.losses",
+    "export_to_huggingface": "callbacks.huggingface_export",
 }
 
 __all__ = [
@@ -51,17 +63,24 @@ __all__ = [
     "ConfigurationError",
     "DynamicK",
     "ExpertParallelStrategy",
+    "FaultRecovery",
     "ForcedRouting",
     "GPT",
     "GPTConfig",
     "GPTModule",
+    "HuggingFaceConfig",
+    "HuggingFaceExport",
+    "HuggingFaceModule",
+    "LoadBalancer",
     "MoELayer",
     "OptimizerConfig",
     "PartialExpertsCheckpoint",
     "RouterConfig",
     "StepLoader",
     "StepSampler",
+    "UpcyclingConfig",
     "auxiliary_loss",
+    "export_to_huggingface",
 ]
 
 

@@ -160,6 +160,10 @@ class ElasticEngine:
         """
         return self._monitor.newcomers()
 
+    def listen(self) -> None:
+        """Receive notices from now on, also where a Trainer has taken the signal for itself."""
+        self._preemption.listen()
+
     @property
     def notice(self) -> str | None:
         """A notice that this process will be taken away, as a sentence; None as long as there is none."""

@@ -40,11 +40,15 @@ class PreemptionWatch:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._former = signal.getsignal(signal.SIGTERM)
-        if settings.notice_on_sigterm:
-            signal.signal(signal.SIGTERM, self._receive)
+        self.listen()
         if settings.notice_file is not None or settings.notice_url is not None:
             self._thread = threading.Thread(target=self._poll, name="preemption-notice", daemon=True)
             self._thread.start()
+
+    def listen(self) -> None:
+        """Receive SIGTERM, where the settings say so; again after somebody else has taken it."""
+        if self._settings.notice_on_sigterm:
+            signal.signal(signal.SIGTERM, self._receive)
 
     @property
     def notice(self) -> str | None:

@@ -44,7 +44,7 @@ from moe_lightning.checkpoint.recovery_sources import RecoverySources, storage_i
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
-from moe_lightning.elastic.engine import ElasticEngine
+from moe_lightning.elastic.engine import ElasticEngine, WorldTooSmall
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members
 from moe_lightning.errors import ConfigurationError
@@ -143,6 +143,7 @@ class ElasticWorlds:
         self._recoveries = 0
         self._is_torn = False
         self._own_forward: Any = None
+        self._cause: str | None = None
         self._storage: Checkpoint | None = None
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
@@ -165,6 +166,7 @@ class ElasticWorlds:
     def _join(self, watch: _Watch) -> World:
         with watch.phase("rendezvous"):
             members = self.engine.join()
+        self._cause = self.engine.reason or self._cause  # by now a launcher may have said how a rank ended
         with watch.phase("groups"):
             world = build_world(
                 members.name,
@@ -232,6 +234,7 @@ class ElasticWorlds:
         assert self._strategy.lightning_module is not None
         self._own_forward = self._strategy.lightning_module.__dict__.get("forward")
         fault: BaseException | None = None
+        self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
         if self.is_newcomer:
             _set_up_data(self._strategy.trainer)
         while True:
@@ -248,7 +251,7 @@ class ElasticWorlds:
         """Whether an exception came of a lost peer and not of a mistake of this process."""
         if isinstance(error, WorldChanged):
             return True
-        if isinstance(error, ConfigurationError | Preempted):
+        if isinstance(error, ConfigurationError | Preempted | WorldTooSmall):
             return False
         if self.engine.reason is not None:
             return True
@@ -257,6 +260,7 @@ class ElasticWorlds:
 
     def _recover(self, fault: BaseException | None) -> None:
         began_at, began = time.time(), time.perf_counter()
+        self._cause = None
         reason = self._reason(fault)
         _scrub(fault)
         before, version = (0 if self.is_newcomer else self._strategy.world.size), self.version
@@ -280,8 +284,9 @@ class ElasticWorlds:
                 fault, reason = error, self._reason(error)
                 _scrub(error)
         seconds = watch.seconds | {"total": time.perf_counter() - began}
+        is_agreed = isinstance(fault, WorldChanged) or before == 0
         self.report = RecoveryReport(
-            reason=reason,
+            reason=reason if is_agreed else self._cause or reason,
             step=self.version,
             steps_lost=max(0, version - self.version) if before else 0,
             ranks_before=before,
@@ -300,7 +305,9 @@ class ElasticWorlds:
             return "this process joins a running world"
         if isinstance(fault, WorldChanged):
             return str(fault)
-        return self.engine.reason or (str(fault).strip().splitlines() or ["the world broke"])[0]
+        if isinstance(fault, RuntimeError | ValueError) and _NETWORK_FAULT.search(str(fault)):
+            return self.engine.reason or "the connection to another rank broke"
+        return self.engine.reason or f"{type(fault).__name__}: {fault}"
 
     def _leave(self, reason: str) -> None:
         """Give the old world up: everybody hears of it, and nothing waits on its connections any more."""
