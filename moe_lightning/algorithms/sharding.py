@@ -5,7 +5,7 @@ EE deals the selected experts over the expert-parallel groups that hold the same
 modules evenly over all ranks; AN does the same on top of the experts' bytes of this very checkpoint, so that ranks
 without a selected expert take more. Modules that are larger than a rank's fair share (embeddings) are split by rows.
 Only replicated state can be sharded so; state that is already sharded (ZeRO-3, FSDP) is written by its owners.
-Sources: PEC 3.2, MoC-System 4; ALGORITHMS 4.
+Sources: PEC 3.2, MoC-System 4.
 
 Rank layout: data-parallel rank r has expert-parallel rank r mod D_ep in group r div D_ep, and expert-parallel rank q
 owns experts [q * E / D_ep, (q + 1) * E / D_ep) of every layer.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -157,12 +157,9 @@ def shard_checkpoint(
     fair_share = -(-sum(m.nbytes for m in modules) // num_ranks)
     parts = [part for module in modules for part in _split(module, fair_share)]
     ranks = longest_processing_time([p.nbytes for p in parts], num_ranks, load if adaptive else None)
-    pieces = []
-    for part, rank in zip(parts, ranks, strict=True):
-        load[rank] += part.nbytes
-        pieces.append(
-            Piece(module=part.module, rank=rank, first_row=part.first_row, last_row=part.last_row, nbytes=part.nbytes)
-        )
+    pieces = _one_range_a_rank(parts, ranks)
+    for piece in pieces:
+        load[piece.rank] += piece.nbytes
     return ShardPlan(expert_writer=dict(expert_writer), pieces=tuple(pieces), rank_bytes=tuple(load))
 
 
@@ -174,6 +171,26 @@ def _split(module: Module, fair_share: int) -> list[Piece]:
     for first, last in pairwise(bounds):
         nbytes = module.nbytes * last // module.rows - module.nbytes * first // module.rows
         pieces.append(Piece(module=module.name, rank=-1, first_row=first, last_row=last, nbytes=nbytes))
+    return pieces
+
+
+def _one_range_a_rank(parts: Sequence[Piece], ranks: Sequence[int]) -> list[Piece]:
+    """The parts of each module with its ranks in ascending order, so that those of one rank are one range of rows.
+
+    A rank that got several parts of a module would otherwise have several ranges of one tensor.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for part, rank in zip(parts, ranks, strict=True):
+        ranks_of.setdefault(part.module, []).append(rank)
+    order = {module: iter(sorted(found)) for module, found in ranks_of.items()}
+    pieces: list[Piece] = []
+    for part in parts:
+        rank, before = next(order[part.module]), pieces[-1] if pieces else None
+        if before is not None and (before.module, before.rank) == (part.module, rank):
+            nbytes = before.nbytes + part.nbytes
+            pieces[-1] = replace(before, last_row=part.last_row, nbytes=nbytes)
+        else:
+            pieces.append(replace(part, rank=rank))
     return pieces
 
 

@@ -122,7 +122,11 @@ class Agent:
             if self._finish():  # perhaps an agent before this one, or another node's, wrote everything
                 return True
             written = self._write()
-            return self._finish() or written
+            if self._finish():
+                return True
+            if self._job is not None:
+                self._give_up_if_hopeless(self._job)
+            return written
         except (OSError, CheckpointError) as error:
             # Storage may recover; a snapshot that makes no whole checkpoint stays as it is.
             self._fail(_sentence(error, self.root), keep=isinstance(error, OSError) or self._failures < _LAST_ATTEMPTS)
@@ -219,7 +223,6 @@ class Agent:
             return False
         committed = try_commit(self.root, job.session, job.step, job.world_size)
         if committed is None:
-            self._give_up_if_hopeless(job)
             return False
         self._end_job(success=True)
         self._failures = 0
@@ -249,11 +252,15 @@ class Agent:
         missing = missing_ranks(staging_path(self.root, job.session, job.step), job.world_size)
         newer = [step for step in steps_in_staging(self.root, job.session) if step > job.step]
         live = [arena for arena in self._arenas.values() if arena.writer_alive]
+        # A rank's arena that was left behind says nothing of that rank while others write here: it may have moved on
+        # to another node.
+        left = self._left_behind(job.session) if live else []
+        arenas = {path: arena for path, arena in self._arenas.items() if path not in left}
         if live and all(self._waits_for_newer_session(arena, job.session) for arena in live):
             self._end_job(success=False, keep=False)  # training was rolled back: what this session left is void
-        elif any(rank_of(path) in missing and _passed_by(arena, job.step) for path, arena in self._arenas.items()):
+        elif any(rank_of(path) in missing and _passed_by(arena, job.step) for path, arena in arenas.items()):
             self._end_job(success=False)
-        elif newer and all(any(step in arena.state.waiting for step in newer) for arena in self._arenas.values()):
+        elif newer and all(any(step in arena.state.waiting for step in newer) for arena in arenas.values()):
             self._end_job(success=False)  # other nodes went on to a step that waits here too
         elif now - job.began > self.commit_timeout_s:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Elastic trainings of small models on real processes that a test may kill: one worker of such a run, and its host."""
+"""Elastic trainings of small models on real processes that a test may kill: their host, and what they left."""
 
 from __future__ import annotations
 
@@ -6,100 +6,39 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from torch.utils.data import DataLoader
-
-from moe_lightning import GPTModule, OptimizerConfig
-from moe_lightning.callbacks.fault_recovery import FaultRecovery
+from moe_lightning.checkpoint.agent import Agent
+from moe_lightning.checkpoint.agent import main as agent_main
+from moe_lightning.checkpoint.recovery_sources import arenas_name
+from moe_lightning.checkpoint.store import claim
+from moe_lightning.elastic.news import News
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
-from tests.distributed.training import TINY, RandomTokens, make_trainer
+from tests.chaos.elastic_worker import Hold, Kill, checkpoints_of, gate_of, worker_main
+from tests.distributed.harness import run_ranks
+
+__all__ = ["SETTINGS", "ElasticRun", "Hold", "Kill", "assert_same_losses", "elastic_run", "finish", "reference"]
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["lightning.pytorch", "moe_lightning.strategies", "torch.distributed"])
+_FORKS.set_forkserver_preload(["lightning.pytorch", "torch.distributed", "torch._dynamo", "tests.chaos.elastic_worker"])
 
 SETTINGS = ElasticSettings(
-    heartbeat_timeout_s=0.5, silence_timeout_s=2.0, hang_timeout_s=10.0, join_timeout_s=60.0, join_window_s=0.1
+    heartbeat_timeout_s=0.5, silence_timeout_s=3.0, hang_timeout_s=12.0, join_timeout_s=60.0, join_window_s=0.1
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kill:
-    """Kill a worker the first time it comes to a place of a step.
-
-    Attributes:
-        worker: which one.
-        step: optimizer steps done before.
-        place: "forward", "backward", "prepare", "update", "batch_end" or "recovery".
-        signal: what it gets.
-    """
-
-    worker: int
-    step: int
-    place: str
-    signal: int = signal.SIGKILL
-
-
-class Diary(pl.Callback):
-    """Writes the loss of every step to a file as it comes, so that it survives the process."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        loss = float(trainer.callback_metrics["train/loss"])
-        self._file.write(json.dumps([trainer.global_step, loss, trainer.world_size, time.time()]) + "\n")
-
-
-class Killer(pl.Callback):
-    """Ends its own process where it is told to."""
-
-    def __init__(self, kills: Sequence[Kill], folder: Path, worker: int) -> None:
-        self._kills = [kill for kill in kills if kill.worker == worker]
-        self._folder = folder
-
-    def at(self, place: str, step: int) -> None:
-        for index, kill in enumerate(self._kills):
-            mark = self._folder / f"kill-{kill.worker}-{kill.step}-{kill.place}-{index}"
-            if (kill.place, kill.step) == (place, step) and not mark.exists():
-                mark.write_text(str(time.time()))
-                os.kill(os.getpid(), kill.signal)
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        elastic = trainer.strategy.elastic  # type: ignore[attr-defined]
-        prepare, commit, settle = elastic.prepare, elastic.commit, elastic._settle_in
-
-        def prepared(optimizer: Any) -> None:
-            self.at("prepare", trainer.global_step)
-            prepare(optimizer)
-            self.at("update", trainer.global_step)
-
-        def committed() -> None:
-            commit()
-            self.at("committed", trainer.global_step)
-
-        def settled(watch: Any) -> Any:
-            self.at("recovery", elastic.version)
-            return settle(watch)
-
-        elastic.prepare, elastic.commit, elastic._settle_in = prepared, committed, settled
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.at("forward", trainer.global_step)
-
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.at("backward", trainer.global_step)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.at("batch_end", trainer.global_step)
+_MEMORY = Path("/dev/shm")
+_POLL_S = 0.02
 
 
 @dataclass
@@ -107,128 +46,283 @@ class ElasticRun:
     """A host and its workers.
 
     Attributes:
-        folder: diaries and results.
+        folder: what the workers leave.
         expected: workers of the first world.
         steps: of the training.
-        options: for `worker`.
+        options: for `train_elastically`.
+        host: of the store and the lighthouse.
+        tells: say who died, as a launcher does; without, the others must find out.
+        workers_a_node: consecutive workers that share a node, and with it memory.
+        stores_late: let agents write to storage only when training ends.
+        processes: the newest of each worker.
     """
 
     folder: Path
     expected: int
     steps: int
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any]
+    host: RendezvousHost
+    tells: bool = True
+    workers_a_node: int = 1
+    stores_late: bool = False
     settings: ElasticSettings = SETTINGS
     processes: dict[int, BaseProcess] = field(default_factory=dict)
     _starts: dict[int, int] = field(default_factory=dict)
+    _tokens: dict[int, str] = field(default_factory=dict)
+    _agents: dict[str, BaseProcess] = field(default_factory=dict)
+    _run: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def start(self, worker: int, host: RendezvousHost) -> BaseProcess:
+    @property
+    def saves(self) -> bool:
+        """Whether snapshots are taken."""
+        return self.options.get("saving") is not None
+
+    def start(self, worker: int) -> None:
+        """Start a worker, for the first time or again, with an agent for its node."""
+        if self.saves:
+            self._start_agent(worker)
         self._starts[worker] = self._starts.get(worker, 0) + 1
         task = ElasticTask(
-            lighthouse=host.lighthouse,
-            store_host=host.store_host,
-            store_port=host.store_port,
-            node=f"node{worker}",
+            lighthouse=self.host.lighthouse,
+            store_host=self.host.store_host,
+            store_port=self.host.store_port,
+            node=self.node(worker),
             slot=worker,
             expected=self.expected,
             starts=self._starts[worker],
             settings=self.settings,
         )
-        process = _FORKS.Process(
-            target=_worker_main,
-            args=(worker, self.expected, task.to_environment(), str(self.folder), self.steps, self.options),
-            daemon=True,
-        )
+        self._tokens[worker] = task.token
+        arguments = (worker, self.expected, task.to_environment(), str(self.folder), self.steps, self.options)
+        process = _FORKS.Process(target=worker_main, args=arguments, daemon=True)
         process.start()
         self.processes[worker] = process
-        return process
+
+    def node(self, worker: int) -> str:
+        """The name of a worker's node."""
+        return f"node{worker // self.workers_a_node}"
+
+    def _start_agent(self, worker: int) -> None:
+        """Fork the node's agent, which a worker would start by importing everything anew."""
+        node = self.node(worker)
+        if node in self._agents and self._agents[node].is_alive():
+            return
+        root = checkpoints_of(self.folder)
+        claim(root, self._run)
+        self.arenas(worker).mkdir(mode=0o700, exist_ok=True)
+        gate = str(gate_of(self.folder)) if self.stores_late else None
+        agent = _FORKS.Process(target=_agent_main, args=(str(self.arenas(worker)), str(root), gate), daemon=True)
+        agent.start()
+        self._agents[node] = agent
+
+    def arenas(self, worker: int) -> Path:
+        """The memory of a worker's node."""
+        return _MEMORY / f"moe-lightning-{arenas_name('chaos', self._run, self.node(worker))}"
+
+    def lose_node(self, worker: int) -> None:
+        """What a node takes with it, beside its worker: the agent and the arenas."""
+        agent = self._agents.pop(self.node(worker), None)
+        if agent is not None:
+            agent.kill()
+            agent.join()
+        shutil.rmtree(self.arenas(worker), ignore_errors=True)
+
+    def reap(self, workers: Collection[int]) -> dict[int, int]:
+        """Exit codes of those workers that have ended; deaths are told to the others."""
+        codes = {w: code for w in workers if (code := self.processes[w].exitcode) is not None}
+        for worker in (w for w, code in codes.items() if code and self.tells and w in self._tokens):
+            assert self.host.store is not None
+            News(self.host.store).tell("died", token=self._tokens.pop(worker), how="died")
+        return codes
+
+    def supervise(
+        self,
+        *,
+        restart: Collection[int] = (),
+        lose: Collection[int] = (),
+        together: bool = False,
+        timeout_s: float = 90.0,
+    ) -> None:
+        """Play the launcher until all that live have ended well.
+
+        Args:
+            restart: workers that are started again whenever they are killed.
+            lose: workers whose node's memory goes with them.
+            together: only start them again when none lives any more.
+        """
+        deadline = time.monotonic() + timeout_s
+        alive, due = set(self.processes), set()
+        while alive:
+            assert time.monotonic() < deadline, f"workers {sorted(alive)} did not end: {self.words()}"
+            for worker, code in self.reap(alive).items():
+                alive.discard(worker)
+                if code == 0:
+                    continue
+                assert code < 0, f"worker {worker} ended with {code}: {self.words()}"
+                if worker in lose:
+                    self.lose_node(worker)
+                if worker in restart:
+                    due.add(worker)
+            if due and not (together and alive):
+                for worker in sorted(due):
+                    self.start(worker)
+                alive |= due
+                due = set()
+            if any(self.processes[w].exitcode == 0 for w in self.processes):
+                deadline = self._let_go(alive, deadline)
+            time.sleep(_POLL_S)
+        assert any(p.exitcode == 0 for p in self.processes.values()), self.words()
+
+    def _let_go(self, alive: set[int], deadline: float) -> float:
+        """The run is over: those that were started too late to join it have nobody to train with."""
+        for worker in list(alive):
+            if self._starts[worker] > 1 and not self.has_joined(worker):
+                self.processes[worker].kill()
+                self.processes[worker].join()
+                alive.discard(worker)
+        return deadline
+
+    def has_joined(self, worker: int) -> bool:
+        """Whether the worker's present process has come into a world."""
+        pid = self.processes[worker].pid
+        return any(line["pid"] == pid for line in self.recoveries(worker))
+
+    def words(self) -> str:
+        """What workers left as their last word."""
+        return "\n".join(f"{p.name}: {p.read_text()[-2500:]}" for p in sorted(self.folder.glob("error-*"))) or "no word"
+
+    # ------------------------------------------------------------------ what they left
+
+    def kills_done(self) -> int:
+        """How many kills of the schedule have happened."""
+        return len(list(self.folder.glob("kill-*")))
 
     def losses(self) -> dict[int, float]:
         """The loss of every step, from all diaries; those of one step must agree."""
         found: dict[int, float] = {}
         for path in sorted(self.folder.glob("diary-*.jsonl")):
-            for line in path.read_text().splitlines():
-                step, loss, _, _ = json.loads(line)
+            for step, loss, _, _ in _lines(path):
                 assert abs(found.setdefault(step, loss) - loss) < 1e-5, (step, path.name)
         return found
+
+    def world_sizes(self) -> dict[int, int]:
+        """step -> ranks that made it, at its last run."""
+        made = [line for path in self.folder.glob("diary-*.jsonl") for line in _lines(path)]
+        return {step: size for step, _, size, _ in sorted(made, key=lambda line: line[3])}
+
+    def recoveries(self, worker: int) -> list[dict[str, Any]]:
+        """The recoveries of a worker, those of its dead processes too."""
+        path = self.folder / f"recoveries-{worker}.jsonl"
+        return list(_lines(path)) if path.exists() else []
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Reports of all recoveries of ranks that were in the world before, in time order."""
+        lines = [line["report"] for worker in self.processes for line in self.recoveries(worker)]
+        return sorted(lines, key=lambda report: report["began_at"])
 
     def result(self, worker: int) -> dict[str, Any]:
         return json.loads((self.folder / f"result-{worker}.json").read_text())  # type: ignore[no-any-return]
 
+    def assert_replicas_equal(self) -> int:
+        """Law L3 after every step and recovery of every world; the number of comparisons."""
+        digests: dict[tuple[str, int, str], str] = {}
+        compared = 0
+        for path in self.folder.glob("states-*.jsonl"):
+            for line in _lines(path):
+                for unit, digest in line["digests"].items():
+                    key = (line["world"], line["step"], unit)
+                    compared += key in digests
+                    assert digests.setdefault(key, digest) == digest, (path.name, *key)
+        return compared
+
 
 @contextlib.contextmanager
-def elastic_run(folder: Path, *, workers: int, steps: int, **options: Any) -> Iterator[ElasticRun]:
-    """Start the workers of a run; whatever lives at the end is killed."""
-    run = ElasticRun(folder=folder, expected=workers, steps=steps, options=options)
-    with RendezvousHost(heartbeat_timeout_s=run.settings.heartbeat_timeout_s) as host:
-        run.host = host  # type: ignore[attr-defined]
+def elastic_run(
+    folder: Path,
+    *,
+    workers: int,
+    steps: int,
+    tells: bool = True,
+    workers_a_node: int = 1,
+    stores_late: bool = False,
+    settings: ElasticSettings = SETTINGS,
+    **options: Any,
+) -> Iterator[ElasticRun]:
+    """Start the workers of a run; whatever lives at the end is killed, and its memory freed."""
+    with RendezvousHost(heartbeat_timeout_s=settings.heartbeat_timeout_s) as host:
+        run = ElasticRun(
+            folder=folder,
+            expected=workers,
+            steps=steps,
+            options=options,
+            host=host,
+            tells=tells,
+            workers_a_node=workers_a_node,
+            stores_late=stores_late,
+            settings=settings,
+        )
         try:
             for worker in range(workers):
-                run.start(worker, host)
+                run.start(worker)
             yield run
         finally:
             for process in run.processes.values():
                 if process.is_alive():
                     process.kill()
                 process.join()
+            for worker in run.processes:
+                run.lose_node(worker)
 
 
 def finish(run: ElasticRun, workers: Sequence[int], timeout_s: float = 90.0) -> None:
     """Wait until these workers have ended well."""
     deadline = time.monotonic() + timeout_s
-    for worker in workers:
-        run.processes[worker].join(timeout=max(0.0, deadline - time.monotonic()))
-        code = run.processes[worker].exitcode
-        error = run.folder / f"error-{worker}.txt"
-        assert code == 0, f"worker {worker} ended with {code}: {error.read_text() if error.exists() else 'no word'}"
+    while len(codes := run.reap(workers)) < len(workers) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    assert all(codes.get(worker) == 0 for worker in workers), f"{codes}: {run.words()}"
 
 
-def _worker_main(
-    worker: int, expected: int, environment: dict[str, str], folder: str, steps: int, options: dict[str, Any]
-) -> None:
-    os.environ.update(environment)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["RUST_LOG"] = "off"
-    import torch
-
-    torch.set_num_threads(1)
-    try:
-        train_elastically(worker, expected, Path(folder), steps, **options)
-    except BaseException:
-        import traceback
-
-        (Path(folder) / f"error-{worker}.txt").write_text(traceback.format_exc())
-        raise
+def reference(steps: int, **options: Any) -> dict[int, float]:
+    """The losses of one process that nobody disturbs."""
+    return _reference(steps, json.dumps(options, sort_keys=True))
 
 
-def train_elastically(
-    worker: int,
-    expected: int,
-    folder: Path,
-    steps: int,
-    *,
-    kills: Sequence[Kill] = (),
-    strategy: dict[str, Any] | None = None,
-    recovery: dict[str, Any] | None = None,
-    model: dict[str, Any] | None = None,
-    callbacks: Callable[[Path], list[Any]] | None = None,
-    global_batch: int = 12,
-    trainer_options: dict[str, Any] | None = None,
-) -> None:
-    """One worker: train the tiny model, leave losses and recoveries in files."""
-    fault_recovery = FaultRecovery(**(recovery or {}))
-    extra = callbacks(folder) if callbacks is not None else []
-    trainer = make_trainer(
-        worker,
-        expected,
-        strategy,
-        max_steps=steps,
-        max_epochs=1000,
-        callbacks=[Killer(kills, folder, worker), Diary(folder / f"diary-{worker}.jsonl"), *extra, fault_recovery],
-        **(trainer_options or {}),
-    )
-    module = GPTModule({**TINY, **(model or {})}, optimizer=OptimizerConfig(lr=3e-3))
-    trainer.fit(module, DataLoader(RandomTokens(), batch_size=global_batch, shuffle=True))
-    reports = [vars(report) for report in fault_recovery.reports]
-    result = {"steps": trainer.global_step, "reports": reports, "world_size": trainer.world_size}
-    (folder / f"result-{worker}.json").write_text(json.dumps(result))
-    trainer.strategy.elastic.engine.close()  # type: ignore[attr-defined]
+@cache
+def _reference(steps: int, options: str) -> dict[int, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(1, _train_alone, folder, steps, json.loads(options))
+        lines = _lines(Path(folder) / "diary-0.jsonl")
+        return {step: loss for step, loss, _, _ in lines}
+
+
+def _train_alone(rank: int, world_size: int, folder: str, steps: int, options: dict[str, Any]) -> None:
+    from tests.chaos.elastic_worker import train_elastically
+
+    train_elastically(rank, world_size, Path(folder), steps, **options)
+
+
+def assert_same_losses(run: ElasticRun, expected: dict[int, float], tolerance: float = 1e-5) -> None:
+    """Law L1: every step was made, and its loss is that of a run without faults."""
+    losses = run.losses()
+    assert losses.keys() == expected.keys(), sorted(expected.keys() ^ losses.keys())
+    worst = max(losses, key=lambda step: abs(losses[step] - expected[step]))
+    assert abs(losses[worst] - expected[worst]) <= tolerance, (worst, losses[worst], expected[worst])
+
+
+def _agent_main(arenas: str, root: str, gate: str | None) -> None:
+    if gate is not None:
+        serve = Agent.serve_once
+        Agent.serve_once = lambda agent: os.path.exists(gate) and serve(agent)  # type: ignore[method-assign]
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.argv = ["agent", "--arenas", arenas, "--checkpoints", root, "--poll-s", "0.01"]
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    agent_main()
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    """The JSON lines of a file; the last one may be cut off by a kill."""
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)

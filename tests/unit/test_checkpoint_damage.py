@@ -20,8 +20,10 @@ from moe_lightning.checkpoint.agent import Agent, main
 from moe_lightning.checkpoint.agent_control import agent_alive, read_status, request_stop, start_agent
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
+from moe_lightning.checkpoint.room import arena_path
+from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.errors import CheckpointError
-from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
+from tests.unit.checkpoint_state import EXPERTS, EXTRA, Node, assert_holds, node, state_of
 
 
 @pytest.fixture
@@ -288,3 +290,39 @@ def test_an_agent_takes_up_what_another_left(tmp_path: Path) -> None:
         assert heir.serve_once()
         assert find_newest(made.root).checkpoint is not None
         assert all(rank.arena.state.recovery is not None for rank in made.ranks)
+
+
+def test_what_ranks_left_on_their_former_nodes_does_not_hold_a_checkpoint_up(tmp_path: Path) -> None:
+    """Two ranks change places: each node still has the arena of the rank that was there before."""
+    agents = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir(mode=0o700)
+        agents.append(Agent(tmp_path / name, tmp_path / "checkpoints", retry_s=0.0))
+    for session, nodes in (("1", "ab"), ("2", "ba")):
+        writers = [
+            Snapshotter(
+                arena_path(tmp_path / nodes[rank], rank),
+                run="run",
+                session=session,
+                rank=rank,
+                world_size=2,
+                state=state_of(rank, 2, 0),
+                objects=0,
+            )
+            for rank in range(2)
+        ]
+        for rank, writer in enumerate(writers):
+            writer.start(int(session), state_of(rank, 2, int(session)), extra=EXTRA)
+            writer.wait_before_update()
+            writer.finish()
+        if session == "1":
+            for writer in writers:
+                writer.close()
+    for _ in range(5):
+        for agent in agents:
+            agent.serve_once()
+    for writer in writers:
+        writer.close()
+    found = find_newest(tmp_path / "checkpoints").checkpoint
+    assert found is not None
+    assert found.step == 2

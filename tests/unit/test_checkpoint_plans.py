@@ -97,6 +97,8 @@ def test_every_row_is_written_once(shapes: list[tuple[int, int]], ranks: int, ex
         assert pieces[-1][1] == module.rows
         assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
         assert sum(p.nbytes for p in plan.pieces if p.module == module.name) == module.nbytes
+    parts = [(p.rank, p.module) for p in plan.pieces]
+    assert len(parts) == len(set(parts)), "a rank has one range of rows of a tensor"
     assert sum(plan.rank_bytes) == sum(m.nbytes for m in modules) + 700 * experts
 
 

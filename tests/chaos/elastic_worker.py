@@ -1,0 +1,322 @@
+"""One worker of an elastic training on small data that tests may kill, and what it leaves in files for them.
+
+A worker writes as it goes, so that what it found survives it: `diary-W.jsonl` (the loss of every step),
+`states-W.jsonl` (a digest of every unit of state after every step), `recoveries-W.jsonl` (a report of every recovery,
+and what the process holds open after it).
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import xxhash
+from torch.utils.data import DataLoader
+
+from moe_lightning import GPTModule, OptimizerConfig
+from moe_lightning.callbacks.fault_recovery import FaultRecovery
+from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.checkpoint import session as checkpoint_session
+from moe_lightning.comm import exchange
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from tests.distributed.training import TINY, RandomTokens, make_trainer
+
+PLACES = (
+    "forward", "exchange", "backward", "prepare", "update", "committed", "batch_end", "snapshot", "recovery",
+    "movement", "validation", "train_end",
+)  # fmt: skip
+"""Where a worker can be killed, in the order of a step."""
+
+_NEWCOMERS_S = 40.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """Kill a worker the first time it comes to a place of a step.
+
+    Attributes:
+        worker: which one.
+        step: optimizer steps done before.
+        place: one of PLACES.
+        signal: what it gets.
+    """
+
+    worker: int
+    step: int
+    place: str
+    signal: int = signal.SIGKILL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold:
+    """Do not go on from a step before the world has so many ranks, or somebody asks to be let in."""
+
+    step: int
+    ranks: int
+
+
+class Diary(pl.Callback):
+    """Writes the loss of every step to a file as it comes, so that it survives the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        loss = float(trainer.callback_metrics["train/loss"])
+        self._file.write(json.dumps([trainer.global_step, loss, trainer.world_size, time.time()]) + "\n")
+
+
+class Killer(pl.Callback):
+    """Ends its own process where it is told to."""
+
+    def __init__(self, kills: Sequence[Kill], folder: Path, worker: int) -> None:
+        self._kills = [kill for kill in kills if kill.worker == worker]
+        assert all(kill.place in PLACES for kill in kills)
+        self._folder = folder
+        self._step = -1
+
+    def at(self, place: str, step: int) -> None:
+        for index, kill in enumerate(self._kills):
+            mark = self._folder / f"kill-{kill.worker}-{kill.step}-{kill.place}-{index}"
+            if (kill.place, kill.step) == (place, step) and not mark.exists():
+                mark.write_text(str(time.time()))
+                os.kill(os.getpid(), kill.signal)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        elastic = _elastic(trainer)
+        if elastic is None or not self._kills:
+            return
+        version = lambda: elastic.version  # noqa: E731
+        step = lambda: trainer.global_step  # noqa: E731
+        self._around(elastic, "prepare", step, before="prepare", after="update")
+        self._around(elastic, "commit", step, after="committed")
+        self._around(elastic, "_settle_in", version, before="recovery")
+        self._around(elastic, "_move", version, before="movement")
+        self._around(exchange, "_all_to_all", lambda: self._step, before="exchange")
+        for saver in (c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)):  # type: ignore[attr-defined]
+            self._around(saver, "save", step, after="snapshot")
+
+    def _around(self, owner: Any, name: str, step: Callable[[], int], before: str = "", after: str = "") -> None:
+        inner = getattr(owner, name)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            self.at(before, step())
+            result = inner(*args, **kwargs)
+            self.at(after, step())
+            return result
+
+        setattr(owner, name, outer)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._step = trainer.global_step
+        self.at("forward", self._step)
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.at("backward", trainer.global_step)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.at("batch_end", trainer.global_step)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.at("validation", trainer.global_step)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.at("train_end", trainer.global_step)
+
+
+class Holder(pl.Callback):
+    """Waits where the schedule says so: a run of milliseconds would be over before a fresh process has started."""
+
+    def __init__(self, holds: Sequence[Hold], folder: Path) -> None:
+        self._holds = holds
+        self._gate = gate_of(folder)
+
+    def on_train_end(self, *_: Any) -> None:
+        self._gate.touch()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        elastic = _elastic(trainer)
+        due = [hold.ranks for hold in self._holds if trainer.global_step >= hold.step]
+        if elastic is None or not due or trainer.world_size >= due[-1]:
+            return
+        deadline = time.monotonic() + _NEWCOMERS_S
+        while not elastic.engine.newcomers() and elastic.engine.reason is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+class Witness(pl.Callback):
+    """Digests of the state after every step, and what the process holds open after every recovery."""
+
+    def __init__(self, folder: Path, worker: int) -> None:
+        self._states = (folder / f"states-{worker}.jsonl").open("a", buffering=1)
+        self._recoveries = (folder / f"recoveries-{worker}.jsonl").open("a", buffering=1)
+        self._versions: list[list[int]] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        elastic = _elastic(trainer)
+        if elastic is not None:
+            elastic.observers.append(lambda report: self._note(trainer, report))
+            choose = elastic._plan
+
+            def chosen(*args: Any) -> Any:
+                result = choose(*args)
+                self._versions = result[0].versions.tolist()
+                return result
+
+            elastic._plan = chosen  # type: ignore[method-assign]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            self._write_state(trainer, after_step=True)
+
+    def _note(self, trainer: pl.Trainer, report: Any) -> None:
+        self._write_state(trainer, after_step=False)
+        line = {
+            "report": vars(report),
+            "versions": self._versions,
+            "plt": _plt(trainer),
+            "open": held_open(),
+            "pid": os.getpid(),
+        }
+        self._recoveries.write(json.dumps(line) + "\n")
+
+    def _write_state(self, trainer: pl.Trainer, *, after_step: bool) -> None:
+        elastic = _elastic(trainer)
+        world = elastic.members.name if elastic is not None and elastic.members is not None else ""
+        assert isinstance(trainer.strategy, ExpertParallelStrategy)
+        state = {"world": world, "step": trainer.global_step, "digests": state_digests(trainer.strategy)}
+        counts = [layer.statistics for layer in trainer.strategy.experts.layers]
+        if after_step and all(found is not None for found in counts):
+            state["counts"] = [found.computed_NE.sum(dim=0).tolist() for found in counts]
+        self._states.write(json.dumps(state) + "\n")
+
+
+def state_digests(strategy: ExpertParallelStrategy) -> dict[str, str]:
+    """A digest of the weights and optimizer states of every expert that this rank holds, and of all dense ones."""
+    module = strategy.lightning_module
+    assert module is not None
+    states = collections.ChainMap(*(optimizer.state for optimizer in strategy.optimizers))
+    hashes: dict[str, Any] = collections.defaultdict(xxhash.xxh3_64)
+    for name, parameter in module.named_parameters():
+        state = states.get(parameter, {})
+        tensors = [parameter.detach(), *(v for _, v in sorted(state.items()) if torch.is_tensor(v) and v.ndim)]
+        rows = strategy.experts.rows.get(parameter)
+        for tensor in tensors:
+            if rows is None:
+                hashes["dense"].update(tensor.contiguous().numpy().tobytes())
+                continue
+            for slot, expert in enumerate(rows.slot_experts):
+                if expert >= 0:
+                    unit = f"{name.rsplit('.', 1)[0]}/{expert}"
+                    hashes[unit].update(tensor[slot].contiguous().numpy().tobytes())
+    return {unit: found.hexdigest() for unit, found in hashes.items()}
+
+
+def held_open() -> dict[str, int]:
+    """Threads, descriptors by kind, children and shared-memory mappings of this process."""
+    counts: collections.Counter[str] = collections.Counter(threads=len(os.listdir("/proc/self/task")))
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            mode = os.stat(f"/proc/self/fd/{name}").st_mode
+        except FileNotFoundError:  # the listing's own
+            continue
+        counts["sockets" if stat.S_ISSOCK(mode) else "files" if stat.S_ISREG(mode) else "other"] += 1
+    counts["children"] = len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+    counts["mappings"] = Path("/proc/self/maps").read_text().count("/dev/shm/moe-lightning")
+    return dict(counts)
+
+
+def _elastic(trainer: pl.Trainer) -> ElasticWorlds | None:
+    assert isinstance(trainer.strategy, ExpertParallelStrategy)
+    return trainer.strategy.elastic
+
+
+def _plt(trainer: pl.Trainer) -> float | None:
+    savers = [c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)]  # type: ignore[attr-defined]
+    return savers[0].plt if savers else None
+
+
+def train_elastically(
+    worker: int,
+    expected: int,
+    folder: Path,
+    steps: int,
+    *,
+    kills: Sequence[Kill] = (),
+    holds: Sequence[Hold] = (),
+    strategy: dict[str, Any] | None = None,
+    recovery: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    saving: dict[str, Any] | None = None,
+    callbacks: Callable[[Path], list[Any]] | None = None,
+    global_batch: int = 12,
+    validate: bool = False,
+    trainer_options: dict[str, Any] | None = None,
+) -> None:
+    """One worker: train the tiny model, leave losses, states and recoveries in files.
+
+    Args:
+        saving: options of a PartialExpertsCheckpoint; None: nothing is saved.
+        validate: after every epoch of 96 // global_batch micro-batches.
+    """
+    fault_recovery = FaultRecovery(**(recovery or {}))
+    extra = callbacks(folder) if callbacks is not None else []
+    if saving is not None:
+        checkpoint_session._OBJECT_BYTES = 1 << 18  # arenas of a few MB: making them must not take longer than training
+        extra.append(PartialExpertsCheckpoint(str(checkpoints_of(folder)), **{"timeout_s": 60.0, **saving}))
+    watchers = [Killer(kills, folder, worker), Diary(folder / f"diary-{worker}.jsonl"), Holder(holds, folder)]
+    trainer = make_trainer(
+        worker,
+        expected,
+        strategy,
+        max_steps=steps,
+        max_epochs=1000,
+        callbacks=[*watchers, *extra, fault_recovery, Witness(folder, worker)],
+        **{"enable_checkpointing": saving is not None, **(trainer_options or {})},
+    )
+    module = GPTModule({**TINY, **(model or {})}, optimizer=OptimizerConfig(lr=3e-3))
+    held_out = DataLoader(RandomTokens(30), batch_size=10) if validate else None
+    trainer.fit(module, DataLoader(RandomTokens(), batch_size=global_batch, shuffle=True), held_out)
+    reports = [vars(report) for report in fault_recovery.reports]
+    result = {"steps": trainer.global_step, "reports": reports, "world_size": trainer.world_size, "plt": _plt(trainer)}
+    (folder / f"result-{worker}.json").write_text(json.dumps(result))
+    if (elastic := _elastic(trainer)) is not None:
+        elastic.engine.close()
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Where a run saves; the name of its parent begins the names of its arenas."""
+    return folder / "chaos" / "checkpoints"
+
+
+def gate_of(folder: Path) -> Path:
+    """A file that is there when training ends."""
+    return folder / "training-ends"
+
+
+def worker_main(
+    worker: int, expected: int, environment: dict[str, str], folder: str, steps: int, options: dict[str, Any]
+) -> None:
+    """The process."""
+    os.environ.update(environment)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["RUST_LOG"] = "off"
+    torch.set_num_threads(1)
+    try:
+        train_elastically(worker, expected, Path(folder), steps, **options)
+    except BaseException:
+        import traceback
+
+        (Path(folder) / f"error-{worker}.txt").write_text(traceback.format_exc())
+        raise

@@ -1,0 +1,60 @@
+"""Recovery from what was saved: arenas, copies and parities of lost nodes, storage; with tokens counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.elastic_runs import ElasticRun, Hold, Kill, assert_same_losses, elastic_run, reference
+
+STEPS = 16
+EVERY_STEP = {"every_n_steps": 1}
+
+
+def origins(run: ElasticRun) -> str:
+    return "; ".join(report["restored"] for report in run.reports())
+
+
+def test_experts_of_a_lost_rank_come_from_its_arena(tmp_path: Path) -> None:
+    """One replica of each expert, so that a lost rank takes experts with it; the other rank of its node reads them."""
+    options: dict[str, Any] = {
+        "recovery": {"min_replicas": 1, "protection": "none"},
+        "kills": [Kill(worker=1, step=6, place="backward"), Kill(worker=2, step=11, place="snapshot")],
+        "holds": [Hold(step=8, ranks=4)],
+    }
+    with elastic_run(tmp_path, workers=4, workers_a_node=2, steps=STEPS, saving=EVERY_STEP, **options) as run:
+        run.supervise(restart=range(4))
+        assert run.kills_done() == 2
+        assert "arenas" in origins(run)
+        assert "storage" not in origins(run)
+        assert all(report["stale_experts"] == 0 for report in run.reports())
+        assert_same_losses(run, reference(STEPS))
+        assert run.assert_replicas_equal() > 0
+
+
+@pytest.mark.parametrize(("protection", "word"), [("arc", "copies"), ("aec", "parity")])
+def test_experts_of_a_lost_node_come_from_what_protects_them(tmp_path: Path, protection: str, word: str) -> None:
+    """The node's arena goes with the node."""
+    options: dict[str, Any] = {
+        "recovery": {"min_replicas": 1, "protection": protection},
+        "kills": [Kill(worker=1, step=6, place="backward"), Kill(worker=2, step=11, place="forward")],
+        "holds": [Hold(step=8, ranks=3)],
+    }
+    with elastic_run(tmp_path, workers=3, steps=STEPS, saving=EVERY_STEP, stores_late=True, **options) as run:
+        run.supervise(restart=range(3), lose=range(3))
+        assert run.kills_done() == 2
+        assert word in origins(run), origins(run)
+        assert "storage" not in origins(run)
+        assert all(report["stale_experts"] == 0 for report in run.reports())
+        assert_same_losses(run, reference(STEPS))
+        assert run.assert_replicas_equal() > 0
+
+
+def test_all_workers_die_and_go_on_from_their_arenas(tmp_path: Path) -> None:
+    kills = [Kill(worker=worker, step=7, place="backward") for worker in range(3)]
+    with elastic_run(tmp_path, workers=3, steps=STEPS, kills=kills, saving=EVERY_STEP) as run:
+        run.supervise(restart=range(3), together=True)
+        assert_same_losses(run, reference(STEPS))
+        assert {report["step"] for report in run.reports()} <= {6, 7}
