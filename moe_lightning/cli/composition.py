@@ -7,13 +7,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import Node, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_lightning.cli.mistakes import one_line, suggestion
@@ -49,7 +49,17 @@ def fixed_keys(overrides: Sequence[str]) -> list[str]:
     return [override.key_or_group for override in parsed if not override.is_sweep_override()]
 
 
+def refuse_missing(*, _node_: Node) -> NoReturn:
+    """`${needed:}` in a recipe, in place of a group's default: `???` would not replace it."""
+    raise ConfigurationError(_missing(_node_._get_full_key(None)))
+
+
+def _missing(key: str) -> str:
+    return f"{key} is needed here: give {key}=VALUE"
+
+
 OmegaConf.register_new_resolver("as_folder_name", as_folder_name, replace=True)
+OmegaConf.register_new_resolver("needed", refuse_missing, replace=True)
 
 
 @contextmanager
@@ -63,6 +73,8 @@ def composition_mistakes(overrides: Sequence[str]) -> Iterator[None]:
     except ConfigurationError:
         raise
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        if isinstance(error.__cause__, ConfigurationError):  # of a resolver
+            raise error.__cause__ from None
         raise ConfigurationError(_sentence(error, overrides)) from error
 
 
@@ -73,6 +85,8 @@ def _sentence(error: Exception, overrides: Sequence[str]) -> str:
         return f"'{error.override}' cannot be read ({one_line(error.message)}): write key=value"
     if isinstance(error, YAMLError):
         return f"a configuration file is not YAML: {one_line(error)}"
+    if isinstance(error, MissingMandatoryValue) and error.full_key:
+        return _missing(str(error.full_key))
     message = str(error)
     match = _UNKNOWN_KEY.search(message)
     if match:
