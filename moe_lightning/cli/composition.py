@@ -24,6 +24,7 @@ CONFIG_NAME = "train"
 _LONGEST_NAME = 120  # characters; file systems allow 255 bytes
 
 _NAMED_VALUES = re.compile(r"([^=]+)=(\w+=[^'\"{}\[\]()]+)")
+_BY_A_RESOLVER = "ConfigurationError raised while resolving interpolation: "
 _UNKNOWN_KEY = re.compile(r"Could not (?:override|append to config\.|delete from config)[^']*'([^']+)'")
 
 
@@ -73,8 +74,6 @@ def composition_mistakes(overrides: Sequence[str]) -> Iterator[None]:
     except ConfigurationError:
         raise
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        if isinstance(error.__cause__, ConfigurationError):  # of a resolver
-            raise error.__cause__ from None
         raise ConfigurationError(_sentence(error, overrides)) from error
 
 
@@ -95,7 +94,7 @@ def _sentence(error: Exception, overrides: Sequence[str]) -> str:
         if key in known or any(name.startswith(f"{key}.") for name in known):
             return one_line(message)
         return f"there is no key '{key}'{suggestion(key, known)}: see moe-train --cfg job"
-    first = message.splitlines()[0]
+    first = message.splitlines()[0].removeprefix(_BY_A_RESOLVER)
     detail = f" ({one_line(error.__cause__)})" if isinstance(error.__cause__, OmegaConfBaseException) else ""
     return one_line(first + detail)
 

@@ -42,8 +42,8 @@ COMPOSING = [
     (["task=fly"], ["task=fly", "train or validate"]),
     (["resume=3"], ["resume=3", "true, false"]),
     (["optimizer=null"], ["group", "string"]),
-    (["recipes=text"], ["data.source is needed", "data.source=VALUE"]),
-    (["recipes=upcycle_gpt2"], ["model.pretrained is needed"]),
+    (["recipes=text"], ["error: data.source is needed", "data.source=VALUE"]),
+    (["recipes=upcycle_gpt2"], ["error: model.pretrained is needed"]),
     (["recipes=trace_routing"], ["model.router.forced.path is needed"]),
 ]
 BUILDING = [
