@@ -18,6 +18,7 @@ ranks tell each other goes through the TCPStore that outlives them, as JSON.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Self
@@ -32,6 +33,7 @@ from moe_lightning.elastic.rendezvous import RendezvousMembership
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
 
 _START_POLL_S = 0.01
+_NOISE = re.compile(r"\[/[^\]]*\]\s*|\. This is typically caused by .*", re.DOTALL)  # gloo names files and guesses
 _REJOIN_S = 0.25
 
 
@@ -141,9 +143,10 @@ class ElasticEngine:
         """Break the present world: tell all its ranks, and cut; does nothing where it is broken already.
 
         Args:
-            reason: one sentence; a launcher's or a neighbour's word on the cause goes before it.
+            reason: one sentence, of a network library perhaps; a launcher's or a neighbour's word on the cause goes
+                before it.
         """
-        self._monitor.break_up(reason)
+        self._monitor.break_up(_NOISE.sub("", reason).strip() or "the world broke")
 
     @property
     def reason(self) -> str | None:

@@ -49,8 +49,14 @@ while not stop:
             state = torch.tensor([float(wish) for wish in wishes])
             dist.all_reduce(state)
             if worlds:
-                facts = {"rank": members.rank, "size": members.size, "slot": engine.task.slot, "pid": os.getpid()}
-                facts |= {"reason": reason, "starts": engine.task.starts}
+                facts = {
+                    "rank": members.rank,
+                    "size": members.size,
+                    "slot": engine.task.slot,
+                    "pid": os.getpid(),
+                    "nodes": members.nodes,
+                }
+                facts |= {"reason": reason, "starts": engine.task.starts, "nodes": members.nodes}
                 with (folder / "worlds").open("a") as file:
                     file.write(json.dumps(facts) + "\n")
                 if members.rank == 0:

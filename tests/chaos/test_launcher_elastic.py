@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_lightning.elastic import elastic_launcher
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
 from moe_lightning.elastic.failure import RankFailure
 from moe_lightning.elastic.processes import RanksFailed
+from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings
 from moe_lightning.errors import ConfigurationError
 
@@ -177,6 +181,48 @@ def test_a_preempted_worker_leaves_and_is_not_replaced(commands: Callable[..., C
     assert alone["reason"] is None, "nothing broke"
     _, err = command.end()
     assert "started again" not in err
+
+
+def two_ports() -> int:
+    """A free port whose successor was free, too, a moment ago."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = int(first.getsockname()[1])
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except OSError:
+                continue
+        return port
+
+
+def hosted() -> tuple[RendezvousHost, str]:
+    """A host as on a cluster, and its address; another process may take a port between the look and the use."""
+    while True:
+        port = two_ports()
+        try:
+            return RendezvousHost(port=port), f"127.0.0.1:{port}"
+        except ConfigurationError:
+            continue
+
+
+def test_a_node_is_lost_with_its_launcher(commands: Callable[..., Command]) -> None:
+    host, address = hosted()
+    with host:
+        nodes = [commands("--ranks", "1", "--nodes", "2", "--node", name, "--lighthouse", address) for name in "ab"]
+        first = nodes[0].wait_for_world(2)
+        assert sorted(first[0]["nodes"]) == ["a", "b"]
+        lost = first[0]["nodes"].index("b")
+        nodes[1].process.kill()
+        (alone,) = nodes[0].wait_for_world(1, after=2)
+        assert alone["nodes"] == ["a"]
+        assert alone["pid"] == first[1 - lost]["pid"]
+        nodes[0].end()
+
+
+def test_a_lighthouse_that_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_launcher, "_STORE_TIMEOUT", timedelta(seconds=0.3))
+    with pytest.raises(ConfigurationError, match=r"nothing answers at 127\.0\.0\.1:\d+, the store beside lighthouse="):
+        launcher(tmp_path, lighthouse=f"127.0.0.1:{two_ports()}").run(["environment", str(tmp_path)])
 
 
 @pytest.mark.slow
