@@ -69,7 +69,7 @@ class _Flight:
 
 
 class Protector:
-    """Protection of one session's snapshots; every method but `close` is called by all ranks in the same order.
+    """Protection of one session's snapshots; `start` is called by all ranks at the same point of a step.
 
     Args:
         arena: of this rank's snapshots; protecting files lie beside it.
