@@ -47,6 +47,9 @@ class FaultRecovery(Callback):
             "none", or "auto": none where every expert is on more than `failures` nodes, else the cheapest that
             survives so many lost nodes.
         failures: nodes that may be lost at once without falling back to storage.
+        optimizer_replay: under the strategy's zero1, let every rank repeat the AdamW updates of the next rank's shard
+            on the host (REFT's AOR), so that a lost shard costs no step.
+        verify_replay_every: steps between two comparisons of the repeated shards with their owners.
         max_recoveries: recoveries after which the run gives up.
 
     Attributes:
@@ -62,16 +65,24 @@ class FaultRecovery(Callback):
         min_replicas: int = 2,
         protection: _Protection = "auto",
         failures: int = 1,
+        optimizer_replay: bool = False,
+        verify_replay_every: int = 100,
         max_recoveries: int = 100,
     ) -> None:
         if protection not in get_args(_Protection):
             raise ConfigurationError(f"protection={protection!r} is not known: use one of {get_args(_Protection)}")
-        numbers = {"min_replicas": min_replicas, "failures": failures, "max_recoveries": max_recoveries}
+        numbers = {
+            "min_replicas": min_replicas,
+            "failures": failures,
+            "verify_replay_every": verify_replay_every,
+            "max_recoveries": max_recoveries,
+        }
         for name, value in numbers.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(f"{name}={value!r} must be an integer of at least 1")
         self._min_replicas = min_replicas
         self._protection, self._failures = protection, failures
+        self._replays, self._verify_every = optimizer_replay, verify_replay_every
         self._max_recoveries = max_recoveries
         self._committed = -1
         self.reports: list[RecoveryReport] = []
@@ -108,6 +119,7 @@ class FaultRecovery(Callback):
             checkpoint.protect_with(self._layout)
             elastic.sources = checkpoint.recovery_sources(trainer.strategy)
             elastic.publish_snapshots = checkpoint.settle_snapshots
+            elastic.count_stale = checkpoint.count_stale
         loop = trainer.fit_loop
         loop.run = partial(elastic.run, loop.run)  # type: ignore[method-assign]
 
@@ -132,9 +144,20 @@ class FaultRecovery(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         elastic = _elastic(trainer)
-        if elastic is not None:
-            elastic.keep_progress()
-            self._committed = trainer.global_step
+        if elastic is None:
+            return
+        elastic.keep_progress()
+        self._committed = trainer.global_step
+        if self._replays:
+            self._replay_next_rank(trainer)
+
+    def _replay_next_rank(self, trainer: pl.Trainer) -> None:
+        """Begin to repeat the updates of the next rank's shard, from its present state; collective."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        if strategy.shards_optimizers:
+            strategy.replay_peer((strategy.world.rank + 1) % strategy.world.size, trainer.global_step)
+            strategy.verify_replay(trainer.global_step)
 
     @override
     def on_train_batch_start(
@@ -149,9 +172,13 @@ class FaultRecovery(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         elastic = _elastic(trainer)
-        if elastic is not None and trainer.global_step != self._committed:
-            elastic.keep_progress()
-            self._committed = trainer.global_step
+        if elastic is None or trainer.global_step == self._committed:
+            return
+        elastic.keep_progress()
+        self._committed = trainer.global_step
+        if self._replays and trainer.global_step % self._verify_every == 0:
+            assert isinstance(trainer.strategy, ExpertParallelStrategy)
+            pl_module.log("recovery/replay_corrections", float(trainer.strategy.verify_replay(trainer.global_step)))
 
     def _note(self, trainer: pl.Trainer, report: RecoveryReport) -> None:
         self.reports.append(report)

@@ -16,7 +16,7 @@ import contextlib
 import gc
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,6 +120,8 @@ class ElasticWorlds:
         change_is_due: the ranks agreed to form another world before the next step.
         sources: where saved state lies; None where nothing is saved.
         publish_snapshots: called before snapshots are looked for: one may be half done.
+        count_stale: told the versions of the experts that came back older than the live state, before newcomers learn
+            what was counted.
         has_rolled_back: the last change of the world went back to a saved state.
         observers: called with the report of every recovery.
         report: of the last recovery; None before the first.
@@ -136,6 +138,7 @@ class ElasticWorlds:
         self.observers: list[Callable[[RecoveryReport], None]] = []
         self.sources: RecoverySources | None = None
         self.publish_snapshots: Callable[[], None] = lambda: None
+        self.count_stale: Callable[[Mapping[tuple[int, int], int]], None] = lambda stale: None
         self.has_rolled_back = False
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
@@ -237,15 +240,26 @@ class ElasticWorlds:
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
         if self.is_newcomer:
             _set_up_data(self._strategy.trainer)
+        is_first = not self.is_newcomer
         while True:
             if fault is not None or self.is_newcomer:
                 self._recover(fault)
             try:
+                if is_first:
+                    is_first, self.is_newcomer = False, self._follows_a_lost_world()
+                    if self.is_newcomer:
+                        _set_up_data(self._strategy.trainer)
+                        continue
                 return fit()
             except Exception as error:
                 if not self._is_worlds_fault(error):
                     raise
                 fault = error
+
+    def _follows_a_lost_world(self) -> bool:
+        """Whether this first world of its ranks follows one that nobody survived: what was saved is then taken up."""
+        starts = all_gather_json(self.engine.task.starts, self._strategy.world)
+        return self.sources is not None and max(starts) > 1
 
     def _is_worlds_fault(self, error: BaseException) -> bool:
         """Whether an exception came of a lost peer and not of a mistake of this process."""
@@ -337,6 +351,8 @@ class ElasticWorlds:
                 inventories = without_snapshots(inventories, damage.damaged)
         with watch.phase("settling"):
             self.version, self.has_rolled_back = plan.version, plan.level != "live"
+            if plan.level == "live" and plan.stale:
+                self.count_stale(plan.stale)
             self._share_progress(plan, world)
             strategy.enter_world(world)
             assert self._progress is not None
@@ -356,6 +372,7 @@ class ElasticWorlds:
             self._share_state(plan, world)
         strategy.experts.enter_world(world, repair.placements, plan.held, strategy.optimizers)
         strategy.take_place(world)
+        strategy.reshard(plan.shards if plan.level == "live" else ())
         if plan.level != "live":
             assert saved is not None
             strategy.training_state().restore_model(saved)
@@ -385,7 +402,8 @@ class ElasticWorlds:
 
     def _inventory(self, world: World) -> dict[str, Any]:
         """What this rank brings along, as JSON."""
-        experts = self._strategy.experts
+        strategy = self._strategy
+        experts, owners, before = strategy.experts, strategy.shard_owners, strategy.world.rank
         counts = not (self.is_newcomer or self._is_torn)
         held = [(la, e) for la, layer in enumerate(experts.layers) for e in layer.experts.slot_experts if e >= 0]
         assert self.members is not None
@@ -395,6 +413,10 @@ class ElasticWorlds:
             live_version=self.version if counts else -1,
             prepared=counts and self._pending is not None,
             experts=tuple(held),
+            sharded_dense=tuple(sorted(owners)),
+            owned_dense=tuple(sorted(name for name, rank in owners.items() if rank == before)),
+            replayed_dense=strategy.replay.names if strategy.replay is not None else (),
+            replay_version=strategy.replay.version if strategy.replay is not None and counts else -1,
         ).to_json()
 
     def _plan(self, inventories: list[RankInventory], world: World) -> tuple[RecoveryPlan, list[RankInventory]]:
@@ -463,6 +485,7 @@ class ElasticWorlds:
         self._pending.step()
         self._strategy.after_update()
         self._pending = None
+        self.version += 1
 
     def _share_state(self, plan: RecoveryPlan, world: World) -> None:
         """Newcomers get what every rank has; those that made up for an update get what went with it."""
@@ -487,15 +510,23 @@ class ElasticWorlds:
             self._progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
             saved.release()
             return
-        source = next(rank for rank in plan.live_ranks if rank not in plan.apply_prepared)
-        if world.rank == source and (self._progress is None or self._progress.step != plan.version):
-            self._progress = FitProgress.of(trainer)  # it failed between the update and the end of its step
         newcomers = _newcomers(plan, world)
-        if newcomers or plan.apply_prepared:
-            dump = self._progress.dump(trainer) if world.rank == source and self._progress else None
-            dump = broadcast_object(dump, world, source)
-            if world.rank in newcomers or world.rank in plan.apply_prepared:
-                self._progress = FitProgress.adopt(dump, trainer, with_callbacks=world.rank in newcomers)
+        is_live = world.rank not in newcomers
+        if is_live and self._step_kept != plan.version == trainer.global_step:
+            self._progress = FitProgress.of(trainer)  # it failed between the update and the end of its step
+        steps = all_gather_json(self._step_kept if is_live else -1, world)
+        if all(step == plan.version for step in steps):
+            return
+        source = steps.index(plan.version)
+        dump = self._progress.dump(trainer) if world.rank == source and self._progress else None
+        dump = broadcast_object(dump, world, source)
+        if self._step_kept != plan.version or not is_live:
+            self._progress = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
+
+    @property
+    def _step_kept(self) -> int:
+        """The step that this rank could take its fit loop back to."""
+        return self._progress.step if self._progress is not None else -1
 
     # ------------------------------------------------------------------ leaving
 

@@ -23,6 +23,8 @@ from typing_extensions import override
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.full_state import OptimizerLayout
+from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
+from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World, join_launched_world
@@ -66,6 +68,7 @@ class ExpertParallelStrategy(CheckpointingStrategy):
     Attributes:
         last_gradient_norm: of the last clipped step, over the whole model.
         before_replacing: called before experts move, so that nobody reads their rows meanwhile.
+        replay: of another rank's optimizer shard; None where none is kept.
         entered_world: called when this rank has entered another world, before the fit loop goes on.
 
     Raises:
@@ -122,6 +125,7 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         self.before_replacing: list[Callable[[], None]] = []
         self.entered_world: list[Callable[[], None]] = []
         self._elastic: ElasticWorlds | None = None
+        self.replay: AdamWReplay | None = None
 
     # ------------------------------------------------------------------ world
 
@@ -315,6 +319,81 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         self._shards = DenseOptimizerShards(dense, self.world)
         for optimizer in self.optimizers:
             self._shards.shard(optimizer)
+
+    # ------------------------------------------------------------------ sharded optimizer states in another world
+
+    @property
+    def shard_owners(self) -> dict[str, int]:
+        """The rank that keeps the optimizer state of each dense parameter (ZeRO-1), by name; empty without sharding."""
+        if self._shards is None or self.lightning_module is None:
+            return {}
+        names = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
+        return {names[parameter]: rank for parameter, rank in self._shards.owners.items()}
+
+    def reshard(self, sources: Sequence[tuple[str, int]]) -> None:
+        """Share the optimizer state of dense parameters among the ranks of the present world; collective.
+
+        Args:
+            sources: (name, rank) of every parameter whose state a rank has, live or replayed; the others are read
+                from elsewhere by who keeps them from now on.
+        """
+        if not self._zero1:
+            return
+        assert self.lightning_module is not None
+        dense = {name: p for name, p in self.lightning_module.named_parameters() if p not in self.experts.rows}
+        homes = {
+            p: o for o, groups in zip(self.optimizers, self._optimizer_groups, strict=True) for g in groups for p in g
+        }
+        mine = {name for name, rank in sources if rank == self.world.rank}
+        local = {name: self._held_states(name, homes[dense[name]].state.get(dense[name])) for name in mine}
+        for optimizer, groups in zip(self.optimizers, self._optimizer_groups, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = list(parameters)
+        self._shards = None
+        self._shard_optimizers()
+        owners = self.shard_owners or dict.fromkeys(dense, 0)
+        for parameter in dense.values():
+            homes[parameter].state.pop(parameter, None)
+        for name, states in move_shards(sources, owners, local, self.world).items():
+            homes[dense[name]].state[dense[name]] = {
+                scope: value if scope == "step" else value.to(dense[name].device) for scope, value in states.items()
+            }
+        self.replay = None  # of a rank of the former world
+
+    def _held_states(self, name: str, live: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """A parameter's optimizer state, live or else as it was replayed for a lost peer."""
+        if live or self.replay is None:
+            return live or {}
+        return {scope: value for scope, value in self.replay.states(name).items() if scope != "weight"}
+
+    def replay_peer(self, peer: int, version: int) -> None:
+        """Keep the optimizer state of another rank's dense parameters on the host, by repeating its updates (REFT's
+        AOR).
+
+        Raises:
+            ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
+        """
+        if not self._zero1 or len(self.optimizers) != 1:
+            raise ConfigurationError("updates of a peer can be repeated for one optimizer under zero1=true only")
+        owners, optimizer = self.shard_owners, self.optimizers[0]
+        names = {id(p): name for name, p in self.trainer.lightning_module.named_parameters()}
+        groups = [
+            {names[id(p)]: p.detach() for p in group if owners.get(names[id(p)]) == peer}
+            for group in self._optimizer_groups[0]
+        ]
+        self.replay = AdamWReplay(optimizer, groups, version=version)
+
+    def verify_replay(self, version: int) -> int:
+        """Compare every repeated shard with its owner; the number of corrections. Collective."""
+        if self.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
+            return 0
+        owners, optimizer = self.shard_owners, self.optimizers[0]
+        owned = {
+            name: {"weight": p.detach(), **optimizer.state[p]}
+            for name, p in self.trainer.lightning_module.named_parameters()
+            if owners.get(name) == self.world.rank and p in optimizer.state
+        }
+        return sum(len(names) for names in verify_replays(self.replay, owned, version, self.world).values())
 
     # ------------------------------------------------------------------ another world
 
@@ -552,6 +631,15 @@ class ExpertParallelStrategy(CheckpointingStrategy):
         type(self.precision_plugin)._after_closure(self.precision_plugin, model, optimizer)
         assert self._elastic is not None
         self._elastic.prepare(optimizer)
+        self._replay_update(optimizer)
+        if self._shards is not None:
+            self._elastic.begin_update()
+
+    def _replay_update(self, optimizer: Optimizer) -> None:
+        """Repeat the update that a peer is about to make."""
+        if self.replay is not None:
+            parameters = self.trainer.lightning_module.named_parameters()
+            self.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)
 
     def _clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = self._layout(optimizer).numbered()

@@ -1,0 +1,35 @@
+"""ZeRO-1 in an elastic run: shards of a lost rank come from a peer that repeated their updates, or from parities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.elastic_runs import Kill, elastic_run, finish
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with elastic_run(folder, workers=3, steps=STEPS, strategy={"zero1": True}) as run:
+        finish(run, range(3))
+        return run.losses()
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "batch_end"])
+def test_repeated_updates_replace_a_lost_shard(tmp_path: Path, undisturbed: dict[int, float], place: str) -> None:
+    with elastic_run(
+        tmp_path,
+        workers=3,
+        steps=STEPS,
+        strategy={"zero1": True},
+        recovery={"optimizer_replay": True, "verify_replay_every": 3},
+        kills=[Kill(worker=1, step=5, place=place)],
+    ) as run:
+        finish(run, [0, 2])
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        report = run.result(0)["reports"][0]
+        assert (report["ranks_after"], report["steps_lost"]) == (2, 0)
