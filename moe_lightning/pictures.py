@@ -1,8 +1,9 @@
-"""Pictures as SVG text, without a plotting library: a heat map of loads over time, the time line of a step."""
+"""Pictures as SVG text, without a plotting library: a heat map of loads over time, the time line of a step, what
+follows what."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -82,6 +83,47 @@ def time_line(line: Timeline, title: str) -> str:
         x = _MARGIN_PX + 110 * index
         parts += [_box(x, 40 + 2 * _LANE_PX, 12, 12, color), _text(x + 16, 51 + 2 * _LANE_PX, name)]
     return _svg(_MARGIN_PX + _WIDTH_PX + 10, 60 + 2 * _LANE_PX, parts)
+
+
+def phase_lines(lanes: Mapping[str, Mapping[str, float]], title: str, *, end_s: float | None = None) -> str:
+    """What follows what, in a lane for each case: phases and their seconds from the left to the right, on one scale.
+
+    Args:
+        lanes: {case: {phase: seconds}}, phases in their order.
+        title: above the picture.
+        end_s: where the axis ends; lanes that last longer are cut off. None: with the longest.
+
+    Raises:
+        ConfigurationError: no phase that lasts.
+    """
+    longest_s = max((sum(phases.values()) for phases in lanes.values()), default=0.0)
+    if longest_s <= 0:
+        raise ConfigurationError(f"the picture {title!r} has no phase that lasts: measure first")
+    end_s = end_s or longest_s
+    scale = _WIDTH_PX / end_s
+    left = 2 * _MARGIN_PX
+    colors = [*_COLORS.values(), "#17a2b8", "#7a5c3e", "#e377c2"]
+    names = list(dict.fromkeys(name for phases in lanes.values() for name in phases))
+    parts = [_text(left, 18, title)]
+    for lane, (case, phases) in enumerate(lanes.items()):
+        top, at_s = 32 + lane * _LANE_PX, 0.0
+        parts.append(_text(4, top + 15, case))
+        for name, seconds in phases.items():
+            shown_s = min(at_s + seconds, end_s) - at_s
+            if shown_s > 0:
+                color = colors[names.index(name) % len(colors)]
+                label = f"{case}, {name}: {1e3 * seconds:.1f} ms"
+                parts.append(_box(left + scale * at_s, top, max(0.5, scale * shown_s), _LANE_PX - 4, color, label))
+            at_s += seconds
+        if at_s > end_s * 1.001:
+            parts.append(_text(left + _WIDTH_PX + 6, top + 15, f"> {at_s:.1f} s"))
+    bottom = 40 + len(lanes) * _LANE_PX
+    parts += [_text(left, bottom + 6, "0 s"), _text(left + _WIDTH_PX - 30, bottom + 6, f"{end_s:.2f} s")]
+    for index, name in enumerate(names):
+        x, y = left + 200 * (index % 5), bottom + 18 + 18 * (index // 5)
+        parts += [_box(x, y, 12, 12, colors[index % len(colors)]), _text(x + 16, y + 11, name)]
+    height = bottom + 24 + 18 * -(-len(names) // 5)
+    return _svg(left + _WIDTH_PX + 70, height, parts)
 
 
 def _svg(width: float, height: float, parts: Sequence[str]) -> str:

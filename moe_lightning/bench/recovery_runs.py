@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ SETTLED_STEPS = 5
 """Steps of a full world before the next kill."""
 
 _POLL_S = 0.005
-_WAIT_S = 90.0
+_WAIT_S = 240.0  # a process may take a minute to import its libraries where many do
 _AHEAD = 30  # steps between telling the ranks where to stop and that step
 
 
@@ -70,24 +70,26 @@ class Watch:
             time.sleep(_POLL_S)
         raise ConfigurationError(f"{what} did not come within {timeout_s:g} s: the machine may be too busy")
 
-    def steps(self, *, after_s: float, ranks: int) -> dict[int, list[dict[str, Any]]]:
-        """Finished steps of worlds of that size after a moment, by process."""
-        found: dict[int, list[dict[str, Any]]] = {}
-        for entry in self.entries:
-            if entry["kind"] == "step" and entry["time_s"] > after_s and entry["ranks"] == ranks:
-                found.setdefault(entry["pid"], []).append(entry)
-        return found
+    def settled(
+        self, *, after_s: float, ranks: int, steps: int = SETTLED_STEPS, but: Collection[int] = ()
+    ) -> dict[int, list[dict[str, Any]]]:
+        """Waits until every rank of a world of that size has finished some steps after a moment; those, by process.
 
-    def settled(self, *, after_s: float, ranks: int, steps: int = SETTLED_STEPS) -> dict[int, list[dict[str, Any]]]:
-        """Waits until every rank of such a world has finished some steps; those."""
+        Args:
+            but: processes that do not count.
+        """
 
-        def done(_: object) -> dict[int, list[dict[str, Any]]]:
-            mine = self.steps(after_s=after_s, ranks=ranks)
-            enough = len(mine) >= ranks and sum(len(entries) >= steps for entries in mine.values()) >= ranks
-            return mine if enough else {}
+        def done(entries: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+            mine: dict[int, list[dict[str, Any]]] = {}
+            for entry in entries:
+                here = entry["kind"] == "step" and entry["time_s"] > after_s and entry["ranks"] == ranks
+                if here and entry["pid"] not in but:
+                    mine.setdefault(entry["pid"], []).append(entry)
+            mine = {pid: found for pid, found in mine.items() if len(found) >= steps}
+            return mine if len(mine) >= ranks else {}
 
-        found: dict[int, list[dict[str, Any]]] = self.wait(done, f"{steps} steps of {ranks} ranks")
-        return found
+        settled: dict[int, list[dict[str, Any]]] = self.wait(done, f"{steps} steps of {ranks} ranks")
+        return settled
 
     def stop(self) -> None:
         """Let the ranks end, all at one step."""
@@ -124,8 +126,9 @@ class _Director:
             raise self.error
 
 
-def run_elastic(task: Task, act: Callable[[Watch], None]) -> None:
-    """Train on workers that are started again when they die, while `act` watches and kills them.
+def run_elastic(task: Task, act: Callable[[Watch], None] | None = None) -> None:
+    """Train on workers that are started again when they die, while `act` watches and kills them; without it, to the
+    task's end.
 
     Raises:
         ConfigurationError: the training failed by itself.
@@ -142,14 +145,14 @@ def run_elastic(task: Task, act: Callable[[Watch], None]) -> None:
         ranks_are_nodes=True,
         grace_s=5.0,
     )
-    director = _Director(act=act, watch=Watch(folder))
-    try:
-        with quiet_errors(folder / "launcher.err"):
-            launcher.run([str(task.write(folder / "task.json"))])
-    except RanksFailed as error:
-        raise ConfigurationError(f"a rank of the benchmark failed: {error} {error.failure.details}") from error
-    finally:
-        with without_snapshots_after(task):
+    director = _Director(act=act, watch=Watch(folder)) if act is not None else None
+    with _without_snapshots_after(task):
+        try:
+            with quiet_errors(folder / "launcher.err"):
+                launcher.run([str(task.write(folder / "task.json"))])
+        except RanksFailed as error:
+            raise ConfigurationError(f"a rank of the benchmark failed: {error} {error.failure.details}") from error
+        if director is not None:
             director.join()
 
 
@@ -162,7 +165,7 @@ def run_plain(task: Task) -> None:
     folder = Path(task.folder)
     folder.mkdir(parents=True, exist_ok=True)
     launcher = LocalLauncher(num_ranks=task.ranks, log_dir=folder / "ranks", module=MODULE, grace_s=5.0)
-    with quiet_errors(folder / "launcher.err"):
+    with quiet_errors(folder / "launcher.err"), _without_snapshots_after(task):
         launcher.run([str(task.write(folder / "task.json"))])
 
 
@@ -228,7 +231,7 @@ def drop_snapshots(task: Task) -> None:
 
 
 @contextlib.contextmanager
-def without_snapshots_after(task: Task) -> Iterator[None]:
+def _without_snapshots_after(task: Task) -> Iterator[None]:
     """Leave nothing of a run in memory."""
     try:
         yield
@@ -276,11 +279,7 @@ def kills_of_all(
             pids = sorted(before)
             killed_s = _kill([pids[index % ranks]] if only_one else pids, before, rng)
             lose()
-            after = watch.settled(after_s=killed_s, ranks=ranks, steps=1)
-            fresh = {pid: entries for pid, entries in after.items() if pid not in before}
-            while len(fresh) < ranks:
-                after = watch.settled(after_s=killed_s, ranks=ranks, steps=1)
-                fresh = {pid: entries for pid, entries in after.items() if pid not in before}
+            fresh = watch.settled(after_s=killed_s, ranks=ranks, steps=1, but=before)
             ended_s = max(entries[0]["time_s"] for entries in fresh.values())
             started_s = max(e["time_s"] for e in watch.entries if e["kind"] == "start" and e["pid"] in fresh)
             first = min(entries[0]["step"] for entries in fresh.values())

@@ -18,6 +18,7 @@ BENCHMARKS = {
     "balance": "step time under skewed routing for every way of balancing, on two ranks of one core each",
     "pictures": "heat maps of the experts' loads over time, from a trace or a run's expert_load.csv",
     "calibrate": "this machine as moe-sim sees it, and its predictions beside real trainings",
+    "recovery": "a killed rank to the next step, in process, restarted and under torchrun; cost without faults; a trace",
     "paper": "figures and tables of the papers, recomputed",
     "kernels": "every kernel against its reference and its competitors",
 }
