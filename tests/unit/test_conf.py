@@ -34,6 +34,7 @@ PRINTED_PARAMETERS = {
     "gpt_l": (1.715e9, 0.0005e9),
     "gpt_125m_8e": (322.8e6, 0.05e6),
     "gpt_350m_16e": (1.8659e9, 0.00005e9),
+    "llama_moe": (77.85e9, 0.005e9),  # not printed: 24 * (64 * 3 * 2048 * 8192 + attention and router) + embeddings
 }
 
 # Layers, embedding size and hidden size (Pro-Prophet table III); 16 experts in every layer.
@@ -53,6 +54,21 @@ def _nodes(node: Any) -> Iterator[dict[str, Any]]:
             yield node
         for child in node.values():
             yield from _nodes(child)
+
+
+def needed_keys(recipe: str) -> list[str]:
+    """What the user must give."""
+    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+        composed = OmegaConf.to_container(compose("train", [f"recipes={recipe}"]), resolve=False)
+    return [key for key, value in _leaves(composed) if value in ("???", "${needed:}")]
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for name, child in node.items():
+            yield from _leaves(child, f"{prefix}.{name}".lstrip("."))
+    else:
+        yield prefix, node
 
 
 def _model(name: str) -> GPTConfig:
@@ -81,16 +97,19 @@ def test_keys_are_the_arguments(path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_compose_and_fit_their_constructors(recipe: str, tmp_path: Path) -> None:
-    filled = ["data.source=text.txt"] if recipe == "text" else []
-    filled += ["model.router.forced.path=trace.npz"] if recipe == "trace_routing" else []
-    filled += ["model.pretrained=folder"] if recipe in ("olmoe_finetune", "upcycle_gpt2") else []
-    filled += ["data.path=instructions.jsonl"] if recipe == "olmoe_finetune" else []
+    filled = [f"{key}=given" for key in needed_keys(recipe)]
     with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
         composed = compose("train", [f"recipes={recipe}", "run_name=x", f"run_dir={tmp_path}", *filled])
     config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(config, dict)
     config["trainer"]["devices"] = 1
     check_arguments(config)
+
+
+def test_some_recipes_need_what_only_the_user_knows() -> None:
+    assert needed_keys("quickstart") == []
+    assert needed_keys("text") == ["data.source"]
+    assert sorted(needed_keys("olmoe_finetune")) == ["data.path", "model.pretrained"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
