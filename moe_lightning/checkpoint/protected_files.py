@@ -34,6 +34,11 @@ class ProtectedFile:
         self._blocks = self._arena.free_blocks([])[block]
         self._writing = 0
 
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the file: all versions and their tables."""
+        return self._arena.memory.numel()
+
     def begin(self) -> torch.Tensor:
         """uint8 [nbytes]: room for the next version, which is torn until `publish`."""
         state = self._arena.transition(lambda s: s.abort_snapshot().begin_snapshot())
@@ -61,7 +66,7 @@ def discard_older_sessions(arenas: Path, session: str) -> None:
     """Delete what protected snapshots of earlier sessions on this node."""
     for pattern in (COPIES, PARITIES):
         for path in arenas.glob(pattern):
-            if path.name.split(".")[1] < session:
+            if path.stem.partition(".")[2] < session:
                 for name in (path, path.with_suffix(".alive")):
                     with contextlib.suppress(FileNotFoundError):
                         name.unlink()

@@ -42,6 +42,7 @@ class ProtectionReport:
         step: of the snapshot.
         sent_bytes, received_bytes: of copies and sub-shards.
         table_bytes: sent beside them.
+        memory_bytes: of this rank's protecting files, all versions together.
         start_s: training waited: for the version before, for the sizes, for its own snapshot to be packed.
         exchange_s: until everything had arrived; training went on.
         publish_s: until copies and parities were made of it; training went on.
@@ -51,6 +52,7 @@ class ProtectionReport:
     sent_bytes: int
     received_bytes: int
     table_bytes: int
+    memory_bytes: int
     start_s: float
     exchange_s: float
     publish_s: float
@@ -234,8 +236,11 @@ class Protector:
             path = parity_path(arenas, session, rank)
             self._parity = ProtectedFile(path, nbytes=sub, table_bytes=tables_bytes)
 
+    def _all_files(self) -> list[ProtectedFile]:
+        return [*self._files.values(), *([self._parity] if self._parity is not None else [])]
+
     def _close_files(self) -> None:
-        for file in (*self._files.values(), *([self._parity] if self._parity is not None else [])):
+        for file in self._all_files():
             file.close()
         self._files, self._parity, self._prepared = {}, None, None
 
@@ -281,6 +286,7 @@ class Protector:
                 sent_bytes=flight.payloads.sent_bytes,
                 received_bytes=sum(data.numel() for data in payloads.values()),
                 table_bytes=flight.tables.sent_bytes,
+                memory_bytes=sum(file.memory_bytes for file in self._all_files()),
                 start_s=flight.start_s,
                 exchange_s=arrived - began,
                 publish_s=time.perf_counter() - arrived,

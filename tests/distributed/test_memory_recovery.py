@@ -59,6 +59,7 @@ def test_a_world_of_another_size_reads_what_the_last_one_left(tmp_path: Path, wo
     assert results[0] == (4, [Origin.ARENA] * LAYERS * EXPERTS), "whole at 4; partial experts of 5 would be stale"
 
 
+ROOM_TO_GROW = 3 << 20
 LAYOUTS = {
     "arc": arc_layout([0, 1, 2]),
     "arc-two": arc_layout([0, 1, 2, 3], shifts=2),
@@ -80,6 +81,8 @@ def test_every_survivable_set_of_nodes_is_survived_and_no_other_at_the_predicted
     cost = protection_cost(layout, [report["snapshot_bytes"] for report in reports])
     assert max(report["sent_bytes"] for report in reports) == cost.sent_bytes
     assert max(report["received_bytes"] for report in reports) == cost.received_bytes
+    largest = max(report["memory_bytes"] for report in reports)
+    assert cost.memory_bytes < largest < cost.memory_bytes + ROOM_TO_GROW, "room for tables and growth, in every file"
     for number in range(1, min(3, len(nodes))):
         for failed in combinations(nodes, number):
             left = tmp_path / "left"
