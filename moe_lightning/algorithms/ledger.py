@@ -130,6 +130,24 @@ class Ledger:
         self._pending.clear()
         return loss
 
+    def lose(self, seen: IntArray) -> IntArray:
+        """Account for a fault that the live state outlives, with some experts replaced by older copies.
+
+        Args:
+            seen: int64 [L, E], the tokens that each expert now contains.
+
+        Returns:
+            int64 [L, E]: the tokens lost by this fault.
+        """
+        loss: IntArray = np.maximum(self.processed - seen, 0)
+        self.processed = self.processed - loss
+        self.in_memory = np.minimum(self.in_memory, self.processed)
+        self.on_storage = np.minimum(self.on_storage, self.processed)
+        self.lost = self.lost + loss.sum(axis=1)
+        self._point = _Point(self.processed.copy(), self.in_memory.copy(), np.zeros(loss.shape, dtype=np.bool_))
+        self._pending.clear()
+        return loss
+
     def plt_of(self, lost_per_layer: IntArray) -> float:
         """The PLT that losing int64 [L] tokens amounts to, by MoC-System's definition: the mean over layers of lost /
         planned."""

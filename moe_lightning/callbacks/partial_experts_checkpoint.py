@@ -10,7 +10,7 @@ K_persist; the others stay at their last version, and the tokens that a restore 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,7 +97,9 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._layout: Callable[[ExpertParallelStrategy], ProtectionLayout] | None = None
         self._received_books: dict[str, Any] | None = None
         self._is_interrupted = False
+        self._is_saving = False
         self._counts: Tensor | None = None
+        self._lost_plt = 0.0  # by faults that the choice of K does not know yet
         self._saved_at = -1
         self._experts_moved = False
         self._batch_began = self._step_ended = 0.0
@@ -154,6 +156,20 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         if self.session is not None:
             self.session.settle()
 
+    def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:
+        """Account for experts of the live state that came back older, given by (layer, expert)."""
+        if self.books is None:
+            return
+        if self._counts is not None:
+            self.books.ledger.record(self._counts.cpu().numpy())
+            self._counts = None
+        lost = self.books.lose(versions)
+        self._lost_plt += self.books.ledger.plt_of(lost.sum(axis=1))
+        rank_zero_warn(
+            f"{len(versions)} experts came back older: {int(lost.sum())} assignments lost, "
+            f"PLT {100 * self.books.ledger.plt:.3f} percent so far"
+        )
+
     @property
     def _run_name(self) -> str:
         return self._root.absolute().parent.name or "run"
@@ -171,11 +187,14 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
     def state_dict(self) -> dict[str, Any]:
         """The books, for a rank that joins a running world; checkpoints hold them in a place of their own."""
         is_elastic = self._strategy is not None and self._strategy.elastic is not None
-        return {"books": self.books.state_dict()} if is_elastic and self.books is not None else {}
+        if not is_elastic or self._is_saving or self.books is None:
+            return {}
+        return {"books": self.books.state_dict(), "counts": self._counts, "lost_plt": self._lost_plt}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._received_books = state_dict.get("books")
+        self._counts, self._lost_plt = state_dict.get("counts"), state_dict.get("lost_plt", 0.0)
 
     @property
     def plt(self) -> float:
@@ -237,7 +256,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._counts = None
         self._adapt()
         self._is_interrupted = False
-        self.session.save(trainer.global_step, self.books, strategy.training_objects(), full=full)
+        self._is_saving = True
+        objects = strategy.training_objects()
+        self._is_saving = False
+        self.session.save(trainer.global_step, self.books, objects, full=full)
         self._saved_at = trainer.global_step
         self._log(trainer, pl_module)
 
@@ -265,8 +287,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             layout=self._layout(strategy) if self._layout is not None else None,
         )
         if self.books is not None:
-            lost = self._count_losses(restored) if restored is not None and restored.keys("ledger") else 0.0
-            self._choose_k(trainer, lost)
+            if restored is not None and restored.keys("ledger"):
+                self._lost_plt += self._count_losses(restored)
+            self._choose_k(trainer, self._lost_plt)
+            self._lost_plt = 0.0
 
     def _choose_k(self, trainer: pl.Trainer, lost: float) -> None:
         """Let a DynamicK callback, where there is one, raise K after a restore that lost tokens."""

@@ -114,6 +114,21 @@ class Books:
         self._persisted_version = np.asarray(state["persisted_version"], dtype=np.int64)
         self._history = {int(step): np.asarray(counts, np.int64) for step, counts in state["history"].items()}
 
+    def lose(self, versions: Mapping[tuple[int, int], int]) -> IntArray:
+        """Some experts of the live state came back older.
+
+        Args:
+            versions: of these experts, by (layer, expert).
+
+        Returns:
+            int64 [L, E]: the tokens that they have not seen; they are added to the ledger's losses.
+        """
+        seen = self.ledger.processed.copy()
+        for expert, version in versions.items():
+            counts = self._history.get(version)
+            seen[expert] = counts[expert] if counts is not None else 0
+        return self.ledger.lose(seen)
+
     def restore(self, saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:
         """Go on after a restore of the checkpoint at `step` in which expert (l, e) has version `versions[l, e]`.
 

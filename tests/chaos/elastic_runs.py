@@ -223,6 +223,15 @@ class ElasticRun:
     def result(self, worker: int) -> dict[str, Any]:
         return json.loads((self.folder / f"result-{worker}.json").read_text())  # type: ignore[no-any-return]
 
+    def counts(self) -> dict[int, list[list[int]]]:
+        """step -> assignments of each expert of each layer, as they were when the step was last made."""
+        found: dict[int, tuple[float, list[list[int]]]] = {}
+        for path in self.folder.glob("states-*.jsonl"):
+            for line in _lines(path):
+                if "counts" in line and line["time"] >= found.get(line["step"], (0.0,))[0]:
+                    found[line["step"]] = (line["time"], line["counts"])
+        return {step: counts for step, (_, counts) in sorted(found.items())}
+
     def assert_replicas_equal(self) -> int:
         """Law L3 after every step and recovery of every world; the number of comparisons."""
         digests: dict[tuple[str, int, str], str] = {}

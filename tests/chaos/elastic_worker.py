@@ -104,7 +104,8 @@ class Killer(pl.Callback):
         self._around(elastic, "_settle_in", version, before="recovery")
         self._around(elastic, "_move", version, before="movement")
         self._around(exchange, "_all_to_all", lambda: self._step, before="exchange")
-        for saver in (c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)):  # type: ignore[attr-defined]
+        saver = _saver(trainer)
+        if saver is not None:
             self._around(saver, "save", step, after="snapshot")
 
     def _around(self, owner: Any, name: str, step: Callable[[], int], before: str = "", after: str = "") -> None:
@@ -162,6 +163,7 @@ class Witness(pl.Callback):
         self._states = (folder / f"states-{worker}.jsonl").open("a", buffering=1)
         self._recoveries = (folder / f"recoveries-{worker}.jsonl").open("a", buffering=1)
         self._versions: list[list[int]] = []
+        self.k_persist: int | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         elastic = _elastic(trainer)
@@ -191,11 +193,16 @@ class Witness(pl.Callback):
         }
         self._recoveries.write(json.dumps(line) + "\n")
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        saver = _saver(trainer)
+        self.k_persist = saver.session.k_persist if saver is not None and saver.session is not None else None
+
     def _write_state(self, trainer: pl.Trainer, *, after_step: bool) -> None:
         elastic = _elastic(trainer)
         world = elastic.members.name if elastic is not None and elastic.members is not None else ""
         assert isinstance(trainer.strategy, ExpertParallelStrategy)
         state = {"world": world, "step": trainer.global_step, "digests": state_digests(trainer.strategy)}
+        state["time"] = time.time()
         counts = [layer.statistics for layer in trainer.strategy.experts.layers]
         if after_step and all(found is not None for found in counts):
             state["counts"] = [found.computed_NE.sum(dim=0).tolist() for found in counts]
@@ -242,9 +249,13 @@ def _elastic(trainer: pl.Trainer) -> ElasticWorlds | None:
     return trainer.strategy.elastic
 
 
+def _saver(trainer: pl.Trainer) -> PartialExpertsCheckpoint | None:
+    return next((c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)), None)  # type: ignore[attr-defined]
+
+
 def _plt(trainer: pl.Trainer) -> float | None:
-    savers = [c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)]  # type: ignore[attr-defined]
-    return savers[0].plt if savers else None
+    saver = _saver(trainer)
+    return saver.plt if saver is not None else None
 
 
 def train_elastically(
@@ -275,6 +286,7 @@ def train_elastically(
     if saving is not None:
         checkpoint_session._OBJECT_BYTES = 1 << 18  # arenas of a few MB: making them must not take longer than training
         extra.append(PartialExpertsCheckpoint(str(checkpoints_of(folder)), **{"timeout_s": 60.0, **saving}))
+    witness = Witness(folder, worker)
     watchers = [Killer(kills, folder, worker), Diary(folder / f"diary-{worker}.jsonl"), Holder(holds, folder)]
     trainer = make_trainer(
         worker,
@@ -282,7 +294,7 @@ def train_elastically(
         strategy,
         max_steps=steps,
         max_epochs=1000,
-        callbacks=[*watchers, *extra, fault_recovery, Witness(folder, worker)],
+        callbacks=[*watchers, *extra, fault_recovery, witness],
         **{"enable_checkpointing": saving is not None, **(trainer_options or {})},
     )
     module = GPTModule({**TINY, **(model or {})}, optimizer=OptimizerConfig(lr=3e-3))
@@ -290,6 +302,7 @@ def train_elastically(
     trainer.fit(module, DataLoader(RandomTokens(), batch_size=global_batch, shuffle=True), held_out)
     reports = [vars(report) for report in fault_recovery.reports]
     result = {"steps": trainer.global_step, "reports": reports, "world_size": trainer.world_size, "plt": _plt(trainer)}
+    result["k_persist"] = witness.k_persist
     (folder / f"result-{worker}.json").write_text(json.dumps(result))
     if (elastic := _elastic(trainer)) is not None:
         elastic.engine.close()

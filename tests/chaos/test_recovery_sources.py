@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moe_lightning.callbacks.dynamic_k import DynamicK
 from tests.chaos.elastic_runs import ElasticRun, Hold, Kill, assert_same_losses, elastic_run, reference
 
 STEPS = 16
@@ -58,3 +60,43 @@ def test_all_workers_die_and_go_on_from_their_arenas(tmp_path: Path) -> None:
         run.supervise(restart=range(3), together=True)
         assert_same_losses(run, reference(STEPS))
         assert {report["step"] for report in run.reports()} <= {6, 7}
+
+
+def recounted(run: ElasticRun, history: dict[int, Any], upto: int, versions: list[list[int]]) -> np.ndarray[Any, Any]:
+    """int64 [L]: the assignments of steps up to `upto` that experts of these versions have not seen, by brute force."""
+    lost = np.zeros(len(versions), dtype=np.int64)
+    for step, counts in history.items():
+        if step <= upto:
+            for layer, row in enumerate(versions):
+                lost[layer] += sum(int(counts[layer][e]) for e, version in enumerate(row) if version < step)
+    return lost
+
+
+@pytest.mark.parametrize("all_die", [False, True])
+def test_beyond_the_protection_storage_is_read_and_lost_tokens_are_counted(tmp_path: Path, all_die: bool) -> None:
+    """A node is lost with the only replicas of its experts, of which storage has old versions."""
+    victims = range(3) if all_die else [1]
+    options: dict[str, Any] = {
+        "recovery": {"min_replicas": 1, "protection": "none"},
+        "saving": {"every_n_steps": 1, "k_snapshot": 2, "k_persist": 1},
+        "callbacks": with_dynamic_k,
+        "kills": [Kill(worker=worker, step=9, place="backward") for worker in victims],
+    }
+    with elastic_run(tmp_path, workers=3, steps=STEPS, **options) as run:
+        run.supervise(restart=range(3) if all_die else (), lose=range(3), together=all_die)
+        recovery = next(r for worker in range(3) for r in run.recoveries(worker) if r["report"]["stale_experts"])
+        assert "storage" in recovery["report"]["restored"]
+        history = run.counts()
+        lost = recounted(run, history, recovery["report"]["step"], recovery["versions"])
+        assert lost.sum() > 0
+        planned = 12 * 16 * 2 * STEPS
+        results = [run.result(worker) for worker in range(3) if (tmp_path / f"result-{worker}.json").exists()]
+        for result in results:
+            assert result["plt"] == pytest.approx(float((lost / planned).mean()), rel=1e-9)
+            assert result["k_persist"] > 1, "Dynamic-K reacts"
+        assert run.losses().keys() == set(range(1, STEPS + 1))
+        assert run.assert_replicas_equal() > 0
+
+
+def with_dynamic_k(folder: Path) -> list[Any]:
+    return [DynamicK(threshold=0.35)]
