@@ -139,7 +139,7 @@ def test_nobody_protects_what_fails_with_it(node_of: list[int]) -> None:
 
 @pytest.mark.parametrize(("nodes", "pairs"), [(3, 0), (4, 2), (5, 5), (6, 9)])
 def test_pairs_that_one_copy_survives(nodes: int, pairs: int) -> None:
-    """A copy at the next node survives pairs that are no neighbours; parities alone survive no pair, two copies survive all."""
+    """One copy survives the pairs that are no neighbours, parities survive no pair, two copies survive all."""
     possible = nodes * (nodes - 1) // 2
     assert round(arc_layout(range(nodes)).survival(2) * possible) == pairs
     assert aec_layout(range(nodes)).survival(2) == 0.0
