@@ -1,0 +1,88 @@
+"""Every recipe trains two steps at a reduced size, on one rank in the process of the test.
+
+Recipes for Hugging Face models are run by tests/distributed/test_huggingface_cli.py, on small checkpoints.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from moe_lightning.cli.composition import CONFIG_DIR
+from moe_lightning.cli.train import main
+
+ELSEWHERE = {"olmoe_finetune", "upcycle_gpt2"}
+RECIPES = sorted({path.stem for path in (CONFIG_DIR / "recipes").glob("*.yaml")} - ELSEWHERE)
+
+SMALL = [
+    "run_name=small",
+    "ranks=1",
+    "logger=csv",
+    "model.context_length=16",
+    "model.vocab_size=auto",
+    "model.num_layers=2",
+    "model.d_model=16",
+    "model.num_heads=2",
+    "model.d_hidden=24",
+    "model.d_expert=16",
+    "data.tokenizer=bytes",
+    "data.cache_dir=cache",
+    "data.source=words.txt",
+    "data.val_samples=4",
+    "data.num_workers=0",
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=2",
+    "trainer.val_check_interval=2",
+    "trainer.limit_val_batches=1",
+    "trainer.log_every_n_steps=1",
+]
+FITTED = {
+    "trace_routing": ["model.router.forced.path=trace.npz"],
+    "lazarus_gpt_l": ["strategy.slots=16"],  # one rank holds what three or more shared
+    "lazarus_gpt_m": ["strategy.slots=12"],
+    "lazarus_gpt_s": ["strategy.slots=8"],
+}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "words.txt").write_text("".join(f"line {i} of some text\n" for i in range(300)))
+    counts = np.ones((2, 2, 1, 8), dtype=np.uint16)
+    np.savez(tmp_path / "trace.npz", counts=counts, iteration=np.array([1, 2]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+
+
+def _composed(recipe: str) -> DictConfig:
+    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+        return compose("train", [f"recipes={recipe}"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_trains_two_steps(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
+    composed = _composed(recipe)
+    micro_batches = composed.trainer.accumulate_grad_batches
+    reduced = [f"data.global_batch_size={2 * micro_batches}", f"trainer.val_check_interval={2 * micro_batches}"]
+    if composed.model.num_experts > 16:
+        reduced.append("model.num_experts=16")
+    if composed.elastic.enabled is True:  # its launcher is for ranks of their own, see tests/chaos
+        reduced.append("elastic.enabled=false")
+    with pytest.raises(SystemExit) as exit_:
+        main([f"recipes={recipe}", *SMALL, *reduced, *FITTED.get(recipe, [])])
+    said = capfd.readouterr()
+    assert exit_.value.code == 0, said.err
+    assert "step 2/2" in said.out
+    run = Path("outputs/small")
+    with (run / "csv" / "version_0" / "metrics.csv").open() as file:
+        losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert len(losses) == 2
+    assert all(2 < loss < 8 for loss in losses), "about the logarithm of 256, the number of bytes"
+    assert list((run / "checkpoints").iterdir())
