@@ -60,5 +60,5 @@ def closing_report(
             if size > room
         ),
         recoveries=tuple(history.recoveries),
-        spans=tuple(history.spans),
+        spans=history.spans(),
     )

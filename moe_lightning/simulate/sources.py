@@ -93,7 +93,8 @@ def inventories(
 
     Args:
         live: nodes, ascending.
-        experts: (layer, expert) pairs that nodes hold live at `step`; nodes without live state are absent.
+        experts: of every node with live state at `step`, (layer, expert) pairs that it holds; one holder of each is
+            enough.
         step: of the live state.
         policy: whether live state and memory may be used, and how memory is protected.
         newest: snapshot, the protected one.

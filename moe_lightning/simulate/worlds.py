@@ -71,11 +71,12 @@ class Worlds:
         self._held[:, :, self._ranks(nodes)] = False
 
     def experts_by_node(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """The (layer, expert) pairs of every node that holds any."""
-        by_node = np.add.reduceat(self._held, range(0, self._held.shape[2], self._hardware.ranks_per_node), axis=2)
-        found: dict[int, list[tuple[int, int]]] = {}
-        for layer, expert, node in np.argwhere(by_node).tolist():
-            found.setdefault(node, []).append((layer, expert))
+        """The nodes with live state; each expert that is held is named at one of its holders, which is enough to know
+        that it is."""
+        found: dict[int, list[tuple[int, int]]] = {node: [] for node in sorted(self.holders())}
+        first = self._held.argmax(axis=2) // self._hardware.ranks_per_node
+        for layer, expert in np.argwhere(self._held.any(axis=2)).tolist():
+            found[int(first[layer, expert])].append((layer, expert))
         return {node: tuple(pairs) for node, pairs in found.items()}
 
     def holders(self) -> set[int]:
