@@ -4,6 +4,7 @@ Run by its path with an interpreter that imports nothing else (`python -I -S fau
 within moments. Prints one line when it is.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -28,13 +29,11 @@ def fill(folder: str, megabytes: float, seconds: float) -> None:
     """Take space with a file that has no name, so that it is free again whenever this process ends."""
     with tempfile.TemporaryFile(dir=folder) as file:
         wanted, taken = round(megabytes * 1e6), 0
-        try:
+        with contextlib.suppress(OSError):  # full, which is what was asked for
             while taken < wanted:
                 piece = min(_PIECE_BYTES, wanted - taken)
                 os.posix_fallocate(file.fileno(), taken, piece)
                 taken += piece
-        except OSError:
-            pass  # full, which is what was asked for
         print(f"{taken} bytes", flush=True)
         time.sleep(seconds)
 
