@@ -18,6 +18,7 @@ from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.train import main
 
 ELSEWHERE = {"olmoe_finetune", "upcycle_gpt2"}
+SLOW = {"lazarus_gpt_m", "lazarus_gpt_l", "slurm"}  # alike recipes are run by default
 RECIPES = sorted({path.stem for path in (CONFIG_DIR / "recipes").glob("*.yaml")} - ELSEWHERE)
 
 SMALL = [
@@ -66,7 +67,9 @@ def _composed(recipe: str) -> DictConfig:
         return compose("train", [f"recipes={recipe}"])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RECIPES]
+)
 def test_trains_two_steps(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
     composed = _composed(recipe)
     micro_batches = composed.trainer.accumulate_grad_batches
