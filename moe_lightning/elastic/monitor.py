@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,6 +28,8 @@ from moe_lightning.elastic.watches import Knocks, Ring
 EXIT_HANGING = 75  # EX_TEMPFAIL: start me again
 _POLL_S = 0.02
 _POLL_S_PER_RANK = 2e-4  # the store answers at most 5,000 polls a second, however many ranks there are
+_SETTLE_S = 0.2
+_SETTLE_S_RENDEZVOUS = 2.0  # its members poll once a second
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 logger = logging.getLogger(__name__)
@@ -143,7 +147,7 @@ class Monitor:
             self._was_member = True
             self._last_world = members.ids
             self._expelled = False
-            self._knocks.forget()
+            self._knocks.forget(time.monotonic(), _SETTLE_S if self._task.lighthouse else _SETTLE_S_RENDEZVOUS)
             if members.rank == 0:
                 self._tell("formed", world=members.name, ids=list(members.ids))
             for token, how in self._gone.items():
@@ -276,8 +280,9 @@ class Monitor:
         if watch is None or not watch.broken_at or self._main_is_here or time.monotonic() - watch.broken_at < limit:
             return
         message = f"the main thread did not come back within {limit:g} s after its world broke ({watch.reason})"
-        logger.error("%s: ending this process", message)
-        report_failure("death", message, "")
+        stack = _stack_of_main_thread()
+        logger.error("%s: ending this process, which is at\n%s", message, stack)
+        report_failure("death", message, stack)
         os._exit(EXIT_HANGING)
 
     def _tell(self, kind: str, **facts: str | list[str]) -> None:
@@ -286,3 +291,9 @@ class Monitor:
                 self._news.tell(kind, **facts)  # type: ignore[arg-type]
         except RuntimeError as error:
             logger.warning("could not tell the others (%s): %s", kind, error)
+
+
+def _stack_of_main_thread() -> str:
+    """Where the main thread is, as in a traceback."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -72,9 +72,14 @@ class Knocks:
         self._since = 0.0
         self._last = 0.0
 
-    def forget(self) -> None:
-        """A new world begins: who knocked before is in it, or will knock again."""
+    def forget(self, now: float, settle_s: float) -> None:
+        """A new world begins: who knocked before is in it, or will knock again.
+
+        Args:
+            settle_s: by how much members of one world may end their joins apart; the last of them knock that long.
+        """
         self._count, self._since = None, 0.0
+        self._next = now + settle_s
 
     def step(self, store: Store, knocking: bool, now: float) -> None:
         """Knock, or look whether somebody does; at most every `KNOCK_S`."""

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -27,6 +27,7 @@ from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.comm.cut import ConnectionCut
 from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.membership import Members
+from moe_lightning.elastic.monitor import EXIT_HANGING
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
 
@@ -217,21 +218,30 @@ class Toy:
                 except (EOFError, OSError):
                     worker.pipe.close()
 
-    def wait_for_world(self, workers: list[Worker], size: int | None = None, after: float = 0.0) -> list[Event]:
-        """Wait until these workers, and nobody else, step in one world that began after a moment; their events."""
-        wanted = len(workers) if size is None else size
+    def wait_for_world(self, workers: list[Worker], *, maybe: Sequence[Worker] = (), after: float = 0.0) -> list[Event]:
+        """Wait until these workers, and nobody else, step in one world that began after a moment; their events.
+
+        Args:
+            maybe: workers that were stopped and go on: they come, too, or end themselves. gloo now and then loses the
+                wake-up of a process that was stopped amid a collective.
+        """
 
         def together() -> bool:
-            for worker in workers:
+            wanted = [*workers, *(worker for worker in maybe if not worker.pipe.closed)]
+            for worker in wanted:
                 for event in worker.events:
                     assert event["event"] != "failed", event
-            last = [worker.worlds()[-1] if worker.worlds() else None for worker in workers]
+            last = [worker.worlds()[-1] if worker.worlds() else None for worker in wanted]
             if any(event is None or event["time"] < after for event in last):
                 return False
             ids = {event["ids"] for event in last if event}
-            return len(ids) == 1 and len(ids.pop()) == wanted
+            return len(ids) == 1 and len(ids.pop()) == len(wanted)
 
         self.wait(together)
+        for worker in maybe:
+            if worker.pipe.closed:
+                worker.process.join(timeout=5)
+                assert worker.process.exitcode == EXIT_HANGING
         return [worker.worlds()[-1] for worker in workers]
 
     def stop(self, workers: list[Worker]) -> None:

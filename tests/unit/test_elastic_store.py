@@ -100,6 +100,20 @@ def test_who_stops_knocking_is_forgotten() -> None:
     assert not any(answers[-2:])
 
 
+def test_the_last_knocks_of_members_are_no_newcomers() -> None:
+    store = dist.HashStore()
+    inside, slow = Knocks(), Knocks()
+    inside.forget(10.0, settle_s=1.0)
+    answers = []
+    for tick in range(12):
+        now = 10 + tick * KNOCK_S
+        if tick < 5:  # another member, whose join ends later
+            slow.step(store, True, now)
+        inside.step(store, False, now)
+        answers.append(inside.have_lasted(0.1, now))
+    assert not any(answers)
+
+
 def test_names_of_members_sort_by_birth_and_keep_node_and_token() -> None:
     names = [new_member_id("host.example.org", f"{i:x}") for i in range(20, 0, -1)]
     assert names == sorted(names)
