@@ -15,6 +15,7 @@ from moe_lightning.errors import ConfigurationError
 _CELL_PX = 10
 _MARGIN_PX = 70
 _MAX_COLUMNS = 120
+_MIN_MAP_PX = 600
 _LANE_PX = 26
 _WIDTH_PX = 1000
 
@@ -44,21 +45,22 @@ def heat_map(shares_SE: NDArray[np.float64], steps: Sequence[int], title: str) -
     groups = np.array_split(np.arange(len(shares_SE)), min(len(shares_SE), _MAX_COLUMNS))
     columns = [shares_SE[group].mean(axis=0) for group in groups]
     largest = max(float(column.max()) for column in columns) or 1.0
+    width_px = max(_CELL_PX, _MIN_MAP_PX / len(columns))
     cells = []
     for x, column in enumerate(columns):
         for y, share in enumerate(column.tolist()):
             strength = share / largest
             color = f"rgb({round(255 - 225 * strength)},{round(255 - 165 * strength)},{round(255 - 80 * strength)})"
-            cells.append(_box(_MARGIN_PX + x * _CELL_PX, 30 + y * _CELL_PX, _CELL_PX, _CELL_PX, color))
+            cells.append(_box(_MARGIN_PX + x * width_px, 30 + y * _CELL_PX, width_px, _CELL_PX, color))
     bottom = 30 + _CELL_PX * shares_SE.shape[1]
     labels = [
         _text(_MARGIN_PX, 18, f"{title}; darkest {100 * largest:.0f} % of all assignments"),
         _text(4, 42, "expert 0"),
         _text(4, bottom, f"expert {shares_SE.shape[1] - 1}"),
         _text(_MARGIN_PX, bottom + 16, f"step {steps[0]}"),
-        _text(_MARGIN_PX + _CELL_PX * len(columns) - 60, bottom + 16, f"step {steps[-1]}"),
+        _text(_MARGIN_PX + width_px * len(columns) - 60, bottom + 16, f"step {steps[-1]}"),
     ]
-    return _svg(_MARGIN_PX + _CELL_PX * max(len(columns), 60) + 10, bottom + 26, cells + labels)
+    return _svg(_MARGIN_PX + width_px * len(columns) + 10, bottom + 26, cells + labels)
 
 
 def time_line(line: Timeline, title: str) -> str:

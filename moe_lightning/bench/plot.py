@@ -1,0 +1,143 @@
+"""moe-bench plot RUN: pictures of a run from its CSV metrics and its expert_load.csv.
+
+One SVG each, where the run logged what it shows: load of every layer's experts over time, imbalance before and after
+balancing, milliseconds and bytes of checkpoints, lost tokens, numbers of experts saved, and phases of every recovery.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from moe_lightning.bench.pictures import read_loads
+from moe_lightning.charts import bar_chart, line_chart
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.pictures import heat_map, phase_lines
+
+Metrics = Mapping[str, Mapping[int, float]]  # {name: {step: value}}, steps ascending
+
+_IMBALANCES = {
+    "busiest expert": ("moe", "expert_imbalance_ratio"),
+    "ranks, plain EP": ("balance", "imbalance_before_ratio"),
+    "ranks, as trained": ("moe", "rank_imbalance_ratio"),
+}
+_TIMES = {"training waits": "stall_ms", "copy to memory": "snapshot_ms", "write to storage": "persist_ms"}
+_SIZES = {"copied to memory": "snapshot_bytes", "written to storage": "persist_bytes"}
+_PHASES = ("leaving", "rendezvous", "groups", "plan", "movement", "settling")
+_MAX_RECOVERIES = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run directory, outputs/NAME")
+    parser.add_argument("--out", type=Path, help="folder for the pictures (default: RUN/pictures)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draw what the run logged; 0 on success."""
+    pictures = dict(draw(options.run))
+    if not pictures:
+        raise ConfigurationError(f"{options.run} logged nothing to draw: train with callbacks=load_balancer or so")
+    out = options.out or options.run / "pictures"
+    out.mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        (out / f"{name}.svg").write_text(picture)
+        print(out / f"{name}.svg")
+    return 0
+
+
+def draw(directory: Path) -> Iterator[tuple[str, str]]:
+    """Names and SVG texts of the pictures of a run.
+
+    Raises:
+        ConfigurationError: it has neither metrics nor loads, or a file that cannot be read.
+    """
+    files = sorted(directory.glob("csv/version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1]))
+    loads = directory / "expert_load.csv"
+    if not files and not loads.is_file():
+        raise ConfigurationError(f"{directory} has no csv/version_*/metrics.csv: give a run directory, outputs/NAME")
+    if loads.is_file():
+        steps, shares_LSE = read_loads(loads)
+        for layer, shares_SE in enumerate(shares_LSE):
+            yield f"expert_load_layer{layer:02d}", heat_map(shares_SE, steps, f"experts of MoE layer {layer}")
+    metrics = read_metrics(files)
+    yield from _balance(metrics)
+    yield from _checkpoints(metrics)
+    lanes = _recoveries(metrics)
+    if lanes:
+        yield "recovery", phase_lines(lanes, "recoveries: from the fault as a survivor saw it until training goes on")
+
+
+def read_metrics(files: list[Path]) -> Metrics:
+    """What a run logged, of all its starts: where steps were repeated, the later start counts.
+
+    Raises:
+        ConfigurationError: a file that is no table of numbers with a column `step`.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for path in files:
+        try:
+            with path.open(newline="") as file:
+                for row in csv.DictReader(file):
+                    values = {name: float(text) for name, text in row.items() if text and name != "step"}
+                    for name, value in values.items():
+                        if math.isfinite(value):
+                            found.setdefault(name, {})[int(row["step"])] = value
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{path} is not a table of metrics by step: give a run directory") from error
+    return {name: dict(sorted(values.items())) for name, values in found.items()}
+
+
+def _balance(metrics: Metrics) -> Iterator[tuple[str, str]]:
+    lines = {title: list(_over_layers(metrics, area, name).items()) for title, (area, name) in _IMBALANCES.items()}
+    lines = {title: line for title, line in lines.items() if line}
+    if lines:
+        title = "busiest over mean, average of the MoE layers; 1 is even"
+        yield "imbalance", line_chart(lines, title, "step", "busiest / mean")
+
+
+def _over_layers(metrics: Metrics, area: str, name: str) -> dict[int, float]:
+    """Mean over the layers of a metric AREA/layerNN/NAME, at the steps that all of them have."""
+    layers = [values for key, values in metrics.items() if key.startswith(f"{area}/layer") and key.endswith(f"/{name}")]
+    steps = set.intersection(*(set(values) for values in layers)) if layers else set()
+    return {step: statistics.fmean(values[step] for values in layers) for step in sorted(steps)}
+
+
+def _checkpoints(metrics: Metrics) -> Iterator[tuple[str, str]]:
+    times, sizes = _bars(metrics, _TIMES, 1.0, "ms"), _bars(metrics, _SIZES, 1e6, "MB")
+    if times:
+        yield "checkpoint_ms", bar_chart(times, "what a checkpoint costs", "ms")
+    if sizes:
+        yield "checkpoint_mb", bar_chart(sizes, "size of a checkpoint", "MB")
+    plt = metrics.get("checkpoint/plt")
+    if plt:
+        line = {"lost": [(step, 100 * value) for step, value in plt.items()]}
+        yield "plt", line_chart(line, "proportion of lost tokens (PLT)", "step", "percent", steps=True)
+    saved = {"copied (K_snapshot)": "checkpoint/k_snapshot", "written (K_persist)": "checkpoint/k_persist"}
+    ks = {title: list(metrics[name].items()) for title, name in saved.items() if name in metrics}
+    if ks:
+        yield "k", line_chart(ks, "experts of a layer that a checkpoint saves", "step", "experts", steps=True)
+
+
+def _bars(metrics: Metrics, names: Mapping[str, str], unit: float, unit_name: str) -> dict[str, dict[str, float]]:
+    bars = {}
+    for title, name in names.items():
+        values = [value / unit for value in metrics.get(f"checkpoint/{name}", {}).values()]
+        if values:
+            median = statistics.median(values)
+            bars[f"{title}: {median:.3g} {unit_name}"] = {"median": median, "largest": max(values)}
+    return bars
+
+
+def _recoveries(metrics: Metrics) -> dict[str, dict[str, float]]:
+    """Seconds of the phases of the last recoveries, each named by its step and the ranks that went on."""
+    lanes = {}
+    for step, total_ms in list(metrics.get("recovery/total_ms", {}).items())[-_MAX_RECOVERIES:]:
+        phases = {phase: metrics.get(f"recovery/{phase}_ms", {}).get(step, 0.0) / 1e3 for phase in _PHASES}
+        phases["other"] = max(0.0, total_ms / 1e3 - sum(phases.values()))
+        ranks = metrics.get("recovery/ranks", {}).get(step)
+        lanes[f"step {step}" + (f", {ranks:.0f} ranks" if ranks else "")] = phases
+    return lanes

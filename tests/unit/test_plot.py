@@ -1,0 +1,104 @@
+"""moe-bench plot: what a run logged is what its pictures show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from moe_lightning.bench import plot
+from moe_lightning.cli.bench import main
+from moe_lightning.errors import ConfigurationError
+
+SVG = "{http://www.w3.org/2000/svg}"
+ALL = {
+    "checkpoint_mb",
+    "checkpoint_ms",
+    "expert_load_layer00",
+    "expert_load_layer01",
+    "imbalance",
+    "k",
+    "plt",
+    "recovery",
+}
+
+
+def write_metrics(directory: Path, version: int, rows: list[dict[str, float]]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [",".join(names), *(",".join(str(row.get(name, "")) for name in names) for row in rows)]
+    folder = directory / "csv" / f"version_{version}"
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+
+
+def recovery(step: int, total_ms: float) -> dict[str, float]:
+    phases = {"leaving": 20, "rendezvous": 200, "groups": 10, "plan": 1, "movement": 40, "settling": 90}
+    logged = {f"recovery/{phase}_ms": value for phase, value in phases.items()}
+    return {"step": step, **logged, "recovery/total_ms": total_ms, "recovery/ranks": 3}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A made-up run of two starts: the second repeats step 20."""
+    layers = {"moe/layer00/rank_imbalance_ratio": 1.0, "moe/layer01/rank_imbalance_ratio": 2.0}
+    saved = {"checkpoint/plt": 0.01, "checkpoint/k_snapshot": 4, "checkpoint/k_persist": 1}
+    written = {"checkpoint/snapshot_bytes": 5e6, "checkpoint/persist_bytes": 2e6, "checkpoint/snapshot_ms": 7}
+    write_metrics(
+        tmp_path,
+        2,
+        [{"step": 10, **layers}, {"step": 20, **layers, **saved, **written}, {"step": 20, "checkpoint/stall_ms": 0.25}],
+    )
+    repeated = {"step": 20, **layers, "moe/layer00/rank_imbalance_ratio": 4.0, "checkpoint/stall_ms": 0.75}
+    write_metrics(tmp_path, 10, [repeated, recovery(25, 400.0), recovery(31, 361.0), {"step": 30, "val/loss": 2.0}])
+    (tmp_path / "expert_load.csv").write_text("10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n")
+    return tmp_path
+
+
+def titles(picture: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(picture).iter(f"{SVG}title")]
+
+
+def test_every_picture_is_drawn_and_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(run)]) == 0
+    files = {path.stem: path.read_text() for path in (run / "pictures").iterdir()}
+    assert set(files) == ALL
+    assert all(ElementTree.fromstring(text).tag == f"{SVG}svg" for text in files.values())
+    assert {Path(line).stem for line in capsys.readouterr().out.splitlines()} == ALL
+
+
+def test_the_later_start_counts_where_steps_were_repeated(run: Path) -> None:
+    metrics = plot.read_metrics([run / "csv" / f"version_{version}" / "metrics.csv" for version in (2, 10)])
+    assert metrics["moe/layer00/rank_imbalance_ratio"] == {10: 1.0, 20: 4.0}
+    assert metrics["checkpoint/stall_ms"] == {20: 0.75}
+    assert metrics["val/loss"] == {30: 2.0}
+    assert "step" not in metrics
+
+
+def test_the_starts_are_taken_in_the_order_of_their_numbers(run: Path) -> None:
+    bars = titles(dict(plot.draw(run))["checkpoint_ms"])
+    assert "training waits: 0.75 ms, median: 0.75" in bars, "version 10 comes after version 2"
+
+
+def test_bars_of_a_recovery_are_its_phases(run: Path) -> None:
+    bars = titles(dict(plot.draw(run))["recovery"])
+    assert bars[:2] == ["step 25, 3 ranks, leaving: 20.0 ms", "step 25, 3 ranks, rendezvous: 200.0 ms"]
+    assert "step 25, 3 ranks, other: 39.0 ms" in bars, "what no phase accounts for"
+    assert not any(bar.startswith("step 31, 3 ranks, other") for bar in bars)
+    assert len(bars) == 7 + 6
+
+
+def test_only_what_was_logged_is_drawn(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 0, [{"step": 5, "checkpoint/plt": 0.0}, {"step": 9, "checkpoint/plt": float("nan")}])
+    assert [name for name, _ in plot.draw(tmp_path)] == ["plt"]
+
+
+def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "give a run directory" in capsys.readouterr().err
+    write_metrics(tmp_path, 0, [{"step": 5, "val/loss": 2.0}])
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "logged nothing to draw" in capsys.readouterr().err
+    (tmp_path / "csv" / "version_0" / "metrics.csv").write_text("step,val/loss\n1,much\n")
+    with pytest.raises(ConfigurationError, match=r"metrics\.csv is not a table of metrics"):
+        list(plot.draw(tmp_path))
