@@ -25,12 +25,17 @@ def main() -> int:
 
     end_with_launcher()
     from moe_lightning.cli.mistakes import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
-    from moe_lightning.elastic.failure import report_failure
+    from moe_lightning.elastic.failure import Preempted, report_failure
+    from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 
     try:
         train(read_config(Path(sys.argv[1])))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Preempted as notice:
+        print(f"moe-train: this rank leaves: {notice}; what only it held is handed over", file=sys.stderr)
+        leave_process_groups()
+        return EXIT_PREEMPTED
     except Exception as error:
         details = traceback.format_exc()
         sentence = sentence_of(error)
@@ -69,7 +74,6 @@ def train(config: Mapping[str, Any]) -> None:
     """
     from moe_lightning.cli.quiet import quiet_libraries
     from moe_lightning.elastic.failure import Interrupted
-    from moe_lightning.strategies.elastic_worlds import Preempted
 
     quiet_libraries()
     run = build(config)
@@ -84,8 +88,6 @@ def train(config: Mapping[str, Any]) -> None:
         if run.trainer.received_sigterm or run.trainer.interrupted:
             raise Interrupted(signal.SIGTERM if run.trainer.received_sigterm else signal.SIGINT) from None
         raise
-    except Preempted as notice:
-        print(f"moe-train: this rank leaves: {notice}; what only it held is handed over", file=sys.stderr)
     finally:
         elastic = getattr(run.trainer.strategy, "elastic", None)
         if elastic is not None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.cut import ConnectionCut
 from moe_lightning.comm.world import World
@@ -42,11 +43,13 @@ def build_world(
     prefixed = PrefixStore(name, store)
     prefixed.set_timeout(timedelta(seconds=build_timeout_s))
     with cut:
-        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeout)
-        world = World.connect(device, timeout)
-    if backend == "nccl":
-        for group in (dist.group.WORLD, world.compute, world.background):
-            assert group is not None
+        short = begin_building(prefixed, size, build_timeout_s)
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short)
+        world = World.connect(device, short)
+    for group in (dist.group.WORLD, world.compute, world.background):
+        assert group is not None
+        set_collectives_timeout(group, timeout)
+        if backend == "nccl":
             cut.add_group(group)
     cut.confirm(lambda value: all_gather_json(value, world))
     return world

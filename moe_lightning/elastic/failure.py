@@ -30,6 +30,10 @@ class Interrupted(KeyboardInterrupt):
         self.signal = received
 
 
+class Preempted(Exception):
+    """This process was told to leave, and has handed over what only it held."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """Why a rank ended.

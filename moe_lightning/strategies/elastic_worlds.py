@@ -45,6 +45,7 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.elastic.engine import ElasticEngine, WorldTooSmall
+from moe_lightning.elastic.failure import Preempted
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members
 from moe_lightning.errors import ConfigurationError
@@ -53,15 +54,15 @@ from moe_lightning.strategies.fit_progress import FitProgress
 if TYPE_CHECKING:
     from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
-_NETWORK_FAULT = re.compile(r"gloo|NCCL|connection|socket|broken pipe|timed out|timeout|process group|store", re.I)
+_NETWORK_FAULT = re.compile(
+    r"gloo|NCCL|TCPStore|process group|is not registered|connection (closed|reset|refused|aborted)|broken pipe|"
+    r"socket (timeout|error)|timed out (waiting|after)|wait timeout",
+    re.I,
+)
 
 
 class WorldChanged(Exception):
     """The ranks agreed, between two steps, to form another world: somebody wants in, or leaves."""
-
-
-class Preempted(Exception):
-    """This process was told to leave, and has handed over what only it held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,10 +242,15 @@ class ElasticWorlds:
         if self.is_newcomer:
             _set_up_data(self._strategy.trainer)
         is_first = not self.is_newcomer
+        loop = self._strategy.trainer.fit_loop
         while True:
-            if fault is not None or self.is_newcomer:
+            must_recover = fault is not None or self.is_newcomer
+            if must_recover:
                 self._recover(fault)
             try:
+                if must_recover and loop.done:  # after the last step: only what ends a run is left to do
+                    loop.on_run_start()
+                    return loop.on_run_end()
                 if is_first:
                     is_first, self.is_newcomer = False, self._follows_a_lost_world()
                     if self.is_newcomer:
@@ -367,20 +373,23 @@ class ElasticWorlds:
         if world.rank in plan.apply_prepared:
             self._make_up()
         saved = self._fetch(plan, repair, world)
-        self._is_torn = True
         if plan.level == "live":
             self._share_state(plan, world)
+        # Another fault in this exchange leaves live rows as they were; what follows does not wait for peers, except
+        # where optimizer shards change hands.
+        self._is_torn |= plan.level != "live"
         strategy.experts.enter_world(world, repair.placements, plan.held, strategy.optimizers)
+        self._is_torn = True
         strategy.take_place(world)
+        if plan.level == "live" and saved is not None:
+            missing = {(la, e) for la, e in np.argwhere(~plan.held.any(axis=2)).tolist()}
+            strategy.training_state().restore_experts(saved, missing)
         strategy.reshard(plan.shards if plan.level == "live" else ())
         if plan.level != "live":
             assert saved is not None
             strategy.training_state().restore_model(saved)
             strategy.training_state().restore_optimizers(saved)
             strategy.restored_checkpoint = saved
-        elif saved is not None:
-            missing = {(la, e) for la, e in np.argwhere(~plan.held.any(axis=2)).tolist()}
-            strategy.training_state().restore_experts(saved, missing)
         self._is_torn = False
 
     def _fetch(self, plan: RecoveryPlan, repair: Repair, world: World) -> MemoryCheckpoint | None:
@@ -434,7 +443,7 @@ class ElasticWorlds:
             if not any(inventory.snapshots for inventory in inventories):
                 inventories = self._with_snapshots(inventories, self.sources, world)
             plan = plan_recovery(inventories, self._storage_inventory(self.sources, world), **shape)
-        if plan.level == "nothing" and all(inventory.live_version < 0 for inventory in inventories):
+        if plan.level == "nothing" and not any(all_gather_json(self.version > 0 or self._is_torn, world)):
             fresh = [replace(inventory, live_version=0) for inventory in inventories]
             plan = plan_recovery(fresh, None, **shape)  # nobody has trained yet: what was built is the state
         if plan.level == "nothing":
