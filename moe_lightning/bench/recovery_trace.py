@@ -7,11 +7,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +162,8 @@ def score(entries: Sequence[Mapping[str, Any]], began_s: float, seconds: float, 
         entries: of the diaries, in the order of time.
 
     Returns:
-        steps: done at the end; samples_per_s: those that count; steps_lost: done and then done again; full_step_s:
-        median time of a step of all ranks; share: of the samples that an undisturbed run of all ranks would have
-        trained.
+        steps: done at the end; samples_per_s: those that count; steps_lost: done and then done again; longest_gap_s:
+        between two finished steps.
 
     Raises:
         ConfigurationError: no step in that time.
@@ -174,30 +173,31 @@ def score(entries: Sequence[Mapping[str, Any]], began_s: float, seconds: float, 
         raise ConfigurationError(f"no step was done in {seconds:g} s: replay the trace for longer")
     started_s = {e["pid"]: e["time_s"] for e in entries if e["kind"] == "start"}
     reached, reached_s, lost = 0, 0.0, 0
+    reporters: set[int] = set()  # of the step that is reached: who reports it twice has done it again
     for entry in mine:
-        step = entry["step"]
-        if step < reached or (step == reached and started_s.get(entry["pid"], 0.0) > reached_s):
-            lost += reached - step + 1
-            reached, reached_s = step, entry["time_s"]
-        elif step > reached:
-            reached, reached_s = step, entry["time_s"]
-    full_step_s = statistics.median(e["step_s"] for e in mine if e["ranks"] == task.ranks)
-    samples_per_s = reached * task.batch / seconds
+        step, pid = entry["step"], entry["pid"]
+        again = pid in reporters or started_s.get(pid, 0.0) > reached_s
+        if step != reached or again:
+            lost += max(0, reached - step + 1)
+            reached, reached_s, reporters = step, entry["time_s"], set()
+        reporters.add(pid)
+    ends_s = [began_s, *(entry["time_s"] for entry in mine), began_s + seconds]
     return {
         "steps": reached,
-        "samples_per_s": samples_per_s,
+        "samples_per_s": reached * task.batch / seconds,
         "steps_lost": lost,
-        "full_step_s": full_step_s,
-        "share": samples_per_s * full_step_s / task.batch,
+        "longest_gap_s": max(later - earlier for earlier, later in pairwise(ends_s)),
     }
 
 
 def format_table(scores: Mapping[str, Mapping[str, float]]) -> str:
     """One line for each way."""
-    lines = [f"{'':<14}{'steps':>7}{'samples/s':>11}{'steps lost':>12}{'step ms':>9}{'of undisturbed':>16}"]
+    lines = [f"{'':<14}{'steps':>7}{'samples/s':>11}{'times DS-like':>15}{'steps lost':>12}{'longest gap s':>15}"]
+    base = scores["DS-like"]["samples_per_s"]
     for name, row in scores.items():
+        times = f"{row['samples_per_s'] / base:.1f}" if base else "-"
         lines.append(
-            f"{name:<14}{row['steps']:>7.0f}{row['samples_per_s']:>11.1f}{row['steps_lost']:>12.0f}"
-            f"{1e3 * row['full_step_s']:>9.1f}{100 * row['share']:>14.0f} %"
+            f"{name:<14}{row['steps']:>7.0f}{row['samples_per_s']:>11.1f}{times:>15}{row['steps_lost']:>12.0f}"
+            f"{row['longest_gap_s']:>15.1f}"
         )
     return "\n".join(lines)

@@ -6,7 +6,6 @@ that it survives the process. Ranks end at the step that a file named "stop" in 
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -179,6 +178,9 @@ def train(task: Task) -> None:
     loader = DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch, shuffle=True)
     module = GPTModule(config, OptimizerConfig(lr=1e-4, warmup_steps=0, decay="constant"))
     trainer.fit(module, loader, ckpt_path=_last(task))
+    elastic = getattr(trainer.strategy, "elastic", None)
+    if elastic is not None:
+        elastic.close()
 
 
 def _last(task: Task) -> str | None:
@@ -195,7 +197,6 @@ def main(arguments: list[str]) -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.pytorch")
     train(Task.read(Path(arguments[0])))
-    gc.unfreeze()  # elastic worlds freeze what was imported: some libraries call that leaked when the process ends
     leave_process_groups()
 
 

@@ -43,7 +43,7 @@ def strikes(rank: int, world_size: int, folder: str, faults: dict[str, Any], run
         struck.append((injection._step, place))
 
     seen: set[str] = set()
-    fault_effects.kill = note  # in this process only
+    fault_effects.kill = note  # type: ignore[assignment]  # in this process only
     for _ in range(runs):
         injection = FaultInjection(folder, **faults)
         trainer = make_trainer(
@@ -76,7 +76,7 @@ def test_wrong_faults_are_refused_before_anything_starts(tmp_path: Path) -> None
         ({"trace_start_s": -1.0}, "trace_start_s=-1.0 must not be negative"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            FaultInjection(str(tmp_path), **options)  # type: ignore[arg-type]
+            FaultInjection(str(tmp_path), **options)
 
 
 def trace_without_launcher(rank: int, world_size: int, folder: str, trace: str) -> str:

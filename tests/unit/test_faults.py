@@ -50,7 +50,8 @@ def test_what_is_written_is_read(wanted: list[Fault]) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(KINDS), st.text(max_size=40))
 def test_any_text_is_read_or_refused(kind: Kind, text: str) -> None:
-    refusal, found = None, ()
+    refusal = None
+    found: tuple[Fault, ...] = ()
     try:
         found = parse_faults(kind, text)
     except ConfigurationError as error:
