@@ -125,6 +125,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._step_ended = time.perf_counter()
         assert isinstance(trainer.strategy, ExpertParallelStrategy)
         self._strategy = trainer.strategy
+        if self._strategy.elastic is not None:  # a rank that joined for the end saves with those that were there
+            self._is_interrupted = self.session is None
         if self._settle not in trainer.strategy.before_replacing:
             trainer.strategy.before_replacing.append(self._settle)
             trainer.strategy.entered_world.append(self._enter_world)
@@ -376,7 +378,12 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
     def _close(self, *, wait: bool) -> None:
         session, self.session = self.session, None
         if session is not None:
-            status = session.close(timeout_s=self._timeout_s, wait=wait)
+            elastic = self._strategy.elastic if self._strategy is not None else None
+            status = session.close(
+                timeout_s=self._timeout_s,
+                wait=wait,
+                is_broken=lambda: elastic is not None and elastic.engine.reason is not None,
+            )
             self.best_model_path = self.last_model_path = status.committed_path or ""
 
 

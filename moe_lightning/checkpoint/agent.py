@@ -256,7 +256,8 @@ class Agent:
         # to another node.
         left = self._left_behind(job.session) if live else []
         arenas = {path: arena for path, arena in self._arenas.items() if path not in left}
-        if live and all(self._waits_for_newer_session(arena, job.session) for arena in live):
+        followed = [arena for arena in self._arenas.values() if self._waits_for_newer_session(arena, job.session)]
+        if followed and all(arena in followed for arena in live):
             self._end_job(success=False, keep=False)  # training was rolled back: what this session left is void
         elif any(rank_of(path) in missing and _passed_by(arena, job.step) for path, arena in arenas.items()):
             self._end_job(success=False)

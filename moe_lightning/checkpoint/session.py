@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -311,10 +311,16 @@ class CheckpointSession:
         self.k_persist = min(self._settings.k_persist or self.adapted.k_persist, self.k_snapshot)
         return True
 
-    def close(self, *, timeout_s: float, wait: bool = True) -> AgentStatus:
+    def close(
+        self, *, timeout_s: float, wait: bool = True, is_broken: Callable[[], bool] = lambda: False
+    ) -> AgentStatus:
         """Publish what is being copied; with `wait`, let the agent commit it and leave.
 
+        Args:
+            is_broken: whether the world broke meanwhile: the parts of lost ranks may never come.
+
         Raises:
+            ConnectionError: it did.
             CheckpointError: the agent could not write in time; the last committed checkpoint is as it was.
         """
         report = self._snapshotter.finish()
@@ -325,6 +331,8 @@ class CheckpointSession:
             return self.status()
         deadline = time.monotonic() + timeout_s
         while report is not None and (self.status().committed_step or -1) < report.step:
+            if is_broken():
+                raise ConnectionError(f"a rank was lost while the checkpoint of step {report.step} was written")
             status = self.status()
             gone = self._keeps_agent and not self._agent_runs(self._arenas)
             if time.monotonic() > deadline or gone:

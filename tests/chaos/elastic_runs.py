@@ -127,6 +127,12 @@ class ElasticRun:
             agent.join()
         shutil.rmtree(self.arenas(worker), ignore_errors=True)
 
+    def signal(self, worker: int, number: int) -> None:
+        """Send a signal to a worker."""
+        pid = self.processes[worker].pid
+        assert pid is not None
+        os.kill(pid, number)
+
     def reap(self, workers: Collection[int]) -> dict[int, int]:
         """Exit codes of those workers that have ended; deaths are told to the others."""
         codes = {w: code for w in workers if (code := self.processes[w].exitcode) is not None}
@@ -204,6 +210,10 @@ class ElasticRun:
             for step, loss, _, _ in _lines(path):
                 assert abs(found.setdefault(step, loss) - loss) < 1e-5, (step, path.name)
         return found
+
+    def validations(self) -> dict[int, float]:
+        """step -> loss of the validation after it."""
+        return {step: loss for path in self.folder.glob("validations-*.jsonl") for step, loss in _lines(path)}
 
     def world_sizes(self) -> dict[int, int]:
         """step -> ranks that made it, at its last run."""
@@ -291,17 +301,28 @@ def finish(run: ElasticRun, workers: Sequence[int], timeout_s: float = 90.0) -> 
     assert all(codes.get(worker) == 0 for worker in workers), f"{codes}: {run.words()}"
 
 
-def reference(steps: int, **options: Any) -> dict[int, float]:
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """By step."""
+
+    training: dict[int, float]
+    validation: dict[int, float]
+
+
+def reference(steps: int, **options: Any) -> Losses:
     """The losses of one process that nobody disturbs."""
     return _reference(steps, json.dumps(options, sort_keys=True))
 
 
 @cache
-def _reference(steps: int, options: str) -> dict[int, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(1, _train_alone, folder, steps, json.loads(options))
-        lines = _lines(Path(folder) / "diary-0.jsonl")
-        return {step: loss for step, loss, _, _ in lines}
+def _reference(steps: int, options: str) -> Losses:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_ranks(1, _train_alone, name, steps, json.loads(options))
+        return Losses(
+            training={step: loss for step, loss, _, _ in _lines(folder / "diary-0.jsonl")},
+            validation=dict(_lines(folder / "validations-0.jsonl")),
+        )
 
 
 def _train_alone(rank: int, world_size: int, folder: str, steps: int, options: dict[str, Any]) -> None:
@@ -310,12 +331,12 @@ def _train_alone(rank: int, world_size: int, folder: str, steps: int, options: d
     train_elastically(rank, world_size, Path(folder), steps, **options)
 
 
-def assert_same_losses(run: ElasticRun, expected: dict[int, float], tolerance: float = 1e-5) -> None:
-    """Law L1: every step was made, and its loss is that of a run without faults."""
-    losses = run.losses()
-    assert losses.keys() == expected.keys(), sorted(expected.keys() ^ losses.keys())
-    worst = max(losses, key=lambda step: abs(losses[step] - expected[step]))
-    assert abs(losses[worst] - expected[worst]) <= tolerance, (worst, losses[worst], expected[worst])
+def assert_same_losses(run: ElasticRun, expected: Losses, tolerance: float = 1e-5) -> None:
+    """Law L1: every step and validation was made, and its loss is that of a run without faults."""
+    for found, wanted in ((run.losses(), expected.training), (run.validations(), expected.validation)):
+        assert found.keys() == wanted.keys(), sorted(wanted.keys() ^ found.keys())
+        worst = max(found, key=lambda step: abs(found[step] - wanted[step]), default=0)
+        assert not found or abs(found[worst] - wanted[worst]) <= tolerance, (worst, found[worst], wanted[worst])
 
 
 def _agent_main(arenas: str, root: str, gate: str | None) -> None:

@@ -27,6 +27,7 @@ from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint import session as checkpoint_session
+from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.comm import exchange
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -38,7 +39,7 @@ PLACES = (
 )  # fmt: skip
 """Where a worker can be killed, in the order of a step."""
 
-_NEWCOMERS_S = 40.0
+_PATIENCE_S = 40.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +61,28 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Hold:
-    """Do not go on from a step before the world has so many ranks, or somebody asks to be let in."""
+    """Do not go on from a step before the world has so many ranks, or somebody asks to be let in.
+
+    Attributes:
+        stored: wait for a checkpoint on storage as well.
+    """
 
     step: int
-    ranks: int
+    ranks: int = 0
+    stored: bool = False
 
 
 class Diary(pl.Callback):
-    """Writes the loss of every step to a file as it comes, so that it survives the process."""
+    """Writes the loss of every step and validation to files as they come, so that they survive the process."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+    def __init__(self, folder: Path, worker: int) -> None:
+        self._file = (folder / f"diary-{worker}.jsonl").open("a", buffering=1)
+        self._validations = (folder / f"validations-{worker}.jsonl").open("a", buffering=1)
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            line = [trainer.global_step, float(trainer.callback_metrics["val/loss"])]
+            self._validations.write(json.dumps(line) + "\n")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         loss = float(trainer.callback_metrics["train/loss"])
@@ -141,18 +153,21 @@ class Holder(pl.Callback):
 
     def __init__(self, holds: Sequence[Hold], folder: Path) -> None:
         self._holds = holds
-        self._gate = gate_of(folder)
+        self._gate, self._root = gate_of(folder), checkpoints_of(folder)
 
     def on_train_end(self, *_: Any) -> None:
         self._gate.touch()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         elastic = _elastic(trainer)
-        due = [hold.ranks for hold in self._holds if trainer.global_step >= hold.step]
-        if elastic is None or not due or trainer.world_size >= due[-1]:
+        due = [hold for hold in self._holds if trainer.global_step >= hold.step]
+        if elastic is None or not due:
             return
-        deadline = time.monotonic() + _NEWCOMERS_S
-        while not elastic.engine.newcomers() and elastic.engine.reason is None and time.monotonic() < deadline:
+        deadline = time.monotonic() + _PATIENCE_S
+        while elastic.engine.reason is None and time.monotonic() < deadline:
+            is_full = trainer.world_size >= due[-1].ranks or elastic.engine.newcomers()
+            if is_full and (not due[-1].stored or checkpoints(self._root)):
+                return
             time.sleep(0.01)
 
 
@@ -287,7 +302,7 @@ def train_elastically(
         checkpoint_session._OBJECT_BYTES = 1 << 18  # arenas of a few MB: making them must not take longer than training
         extra.append(PartialExpertsCheckpoint(str(checkpoints_of(folder)), **{"timeout_s": 60.0, **saving}))
     witness = Witness(folder, worker)
-    watchers = [Killer(kills, folder, worker), Diary(folder / f"diary-{worker}.jsonl"), Holder(holds, folder)]
+    watchers = [Killer(kills, folder, worker), Diary(folder, worker), Holder(holds, folder)]
     trainer = make_trainer(
         worker,
         expected,

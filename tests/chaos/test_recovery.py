@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
-from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
+import pytest
+
+from moe_lightning.checkpoint.loader import find_newest
+from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, elastic_run, reference
+from tests.chaos.elastic_worker import checkpoints_of
 
 STEPS = 24
 
@@ -22,13 +29,18 @@ def test_kills_at_every_place_of_a_step(tmp_path: Path) -> None:
 
 def test_at_the_borders_of_a_run(tmp_path: Path) -> None:
     """The first step, epochs' ends (8 steps each), the last step and the end of training, rank 0 among the victims."""
-    places = ((0, 0, "backward"), (1, 7, "committed"), (2, 8, "forward"), (0, 16, "update"), (3, STEPS - 1, "committed"))
-    kills = [Kill(worker=w, step=s, place=p) for w, s, p in places] + [Kill(worker=1, step=STEPS, place="train_end")]
-    with elastic_run(tmp_path, workers=4, steps=STEPS, kills=kills, holds=[Hold(step=9, ranks=4)], validate=True) as run:
+    places = ((0, 0, "backward"), (1, 7, "committed"), (2, 8, "forward"), (0, 16, "update"), (1, STEPS, "train_end"))
+    kills = [Kill(worker=w, step=s, place=p) for w, s, p in places]
+    options: dict[str, Any] = {"kills": kills, "holds": [Hold(step=9, ranks=4)], "saving": {"every_n_steps": 5}}
+    with elastic_run(tmp_path, workers=4, steps=STEPS, **options) as run:
         run.supervise(restart=range(4))
         assert run.kills_done() == len(kills)
         assert_same_losses(run, reference(STEPS))
         assert run.assert_replicas_equal() > 0
+        found = find_newest(checkpoints_of(tmp_path)).checkpoint
+        assert found is not None
+        assert found.step == STEPS, "survivors of the end save the last step"
+        found.verify()
 
 
 def test_during_validation_and_recovery_and_two_at_once(tmp_path: Path) -> None:
@@ -46,5 +58,63 @@ def test_during_validation_and_recovery_and_two_at_once(tmp_path: Path) -> None:
     with elastic_run(tmp_path, workers=4, steps=STEPS, **options) as run:
         run.supervise(restart=range(4))
         assert run.kills_done() == len(kills)
-        assert_same_losses(run, reference(STEPS))
+        assert_same_losses(run, reference(STEPS, validate=True))
+        assert run.assert_replicas_equal() > 0
+
+
+KILLS = [Kill(worker=1, step=5, place="exchange"), Kill(worker=0, step=11, place="prepare")]
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"trainer_options": {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}}, 1e-5),
+        ({"trainer_options": {"precision": "bf16-mixed"}}, 2e-2),
+        ({"model": {"router": {"top_k": 1}}, "global_batch": 10}, 1e-5),
+        ({"model": {"router": {"noise_std": 0.3}, "num_experts": 7}, "global_batch": 10}, 1e-5),
+    ],
+    ids=["accumulation", "bf16", "top1-uneven-batch", "noise-7-experts"],
+)
+def test_ways_to_train(tmp_path: Path, options: dict[str, Any], tolerance: float) -> None:
+    with elastic_run(tmp_path, workers=3, steps=16, kills=KILLS, holds=[Hold(step=7, ranks=3)], **options) as run:
+        run.supervise(restart=[1])
+        assert run.kills_done() == 2
+        assert_same_losses(run, reference(16, **options), tolerance)
+        assert run.assert_replicas_equal() > 0
+
+
+def test_from_4_to_3_to_2_to_4_ranks(tmp_path: Path) -> None:
+    """With two replicas of each of 7 experts and a global batch of 10."""
+    kills = [Kill(worker=3, step=4, place="forward"), Kill(worker=2, step=8, place="forward")]
+    options: dict[str, Any] = {"model": {"num_experts": 7}, "global_batch": 10}
+    with elastic_run(tmp_path, workers=4, steps=18, kills=kills, holds=[Hold(step=11, ranks=4)], **options) as run:
+        while run.kills_done() < 2 or any(run.processes[worker].is_alive() for worker in (2, 3)):
+            time.sleep(0.02)
+        run.reap([2, 3])
+        for worker in (2, 3):
+            run.start(worker)
+        run.supervise()
+        sizes = list(run.world_sizes().values())
+        assert list(dict.fromkeys(sizes[:9])) == [4, 3, 2]
+        assert sizes[-1] == 4
+        assert_same_losses(run, reference(18, **options))
+        assert run.assert_replicas_equal() > 0
+
+
+def test_a_stopped_rank_is_expelled_and_comes_back(tmp_path: Path) -> None:
+    """Law L6: the others go on within the silence timeout; the stopped one comes back as a new member."""
+    kills = [Kill(worker=1, step=5, place="forward", signal=signal.SIGSTOP)]
+    with elastic_run(tmp_path, workers=3, steps=16, kills=kills, holds=[Hold(step=9, ranks=3)]) as run:
+        deadline = time.monotonic() + 60.0
+        while not (found := run.recoveries(0)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        stopped_at = float(next(tmp_path.glob("kill-1-*")).read_text())
+        report = found[0]["report"]
+        assert report["ranks_after"] == 2
+        went_on_at = report["began_at"] + report["seconds"]["total"]
+        assert went_on_at - stopped_at < SETTINGS.silence_timeout_s + SETTINGS.heartbeat_timeout_s + 3.0
+        run.signal(1, signal.SIGCONT)
+        run.supervise()
+        assert run.result(1)["world_size"] == 3
+        assert_same_losses(run, reference(16))
         assert run.assert_replicas_equal() > 0

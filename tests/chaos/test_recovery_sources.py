@@ -60,6 +60,7 @@ def test_all_workers_die_and_go_on_from_their_arenas(tmp_path: Path) -> None:
         run.supervise(restart=range(3), together=True)
         assert_same_losses(run, reference(STEPS))
         assert {report["step"] for report in run.reports()} <= {6, 7}
+        assert len(run.reports()) == 3
 
 
 def recounted(run: ElasticRun, history: dict[int, Any], upto: int, versions: list[list[int]]) -> np.ndarray[Any, Any]:
@@ -81,6 +82,7 @@ def test_beyond_the_protection_storage_is_read_and_lost_tokens_are_counted(tmp_p
         "saving": {"every_n_steps": 1, "k_snapshot": 2, "k_persist": 1},
         "callbacks": with_dynamic_k,
         "kills": [Kill(worker=worker, step=9, place="backward") for worker in victims],
+        "holds": [Hold(step=7, stored=True)],
     }
     with elastic_run(tmp_path, workers=3, steps=STEPS, **options) as run:
         run.supervise(restart=range(3) if all_die else (), lose=range(3), together=all_die)

@@ -326,3 +326,32 @@ def test_what_ranks_left_on_their_former_nodes_does_not_hold_a_checkpoint_up(tmp
     found = find_newest(tmp_path / "checkpoints").checkpoint
     assert found is not None
     assert found.step == 2
+
+
+def test_the_last_snapshot_of_a_new_session_does_not_wait_for_a_lost_rank_of_the_former_one(tmp_path: Path) -> None:
+    """Rank 1 dies before its part of the last step is written; rank 0 saves the step alone, and leaves its arena."""
+    with node(tmp_path, session="1") as made:
+        made.snapshot(1)
+        made.ranks.pop().close()
+        arena_path(made.arenas, 1).unlink()  # on a node that was lost
+        made.agent.serve_once()
+        made.close()
+        alone = Snapshotter(
+            arena_path(made.arenas, 0),
+            run="run",
+            session="2",
+            rank=0,
+            world_size=1,
+            state=state_of(0, 1, 0),
+            objects=0,
+        )
+        alone.start(1, state_of(0, 1, 1), extra=EXTRA)
+        alone.finish()
+        alone.close()
+        made.ranks = []
+        made.agent._job.checked = 0.0  # type: ignore[union-attr]
+        for _ in range(5):
+            made.agent.serve_once()
+    found = find_newest(made.root).checkpoint
+    assert found is not None
+    assert found.manifest.session == "2"

@@ -1,0 +1,59 @@
+"""Random fault schedules: a seed says who dies where, who comes back, and who is told; no schedule hangs.
+
+Repeat a failed one with `pytest tests/chaos/test_recovery_schedules.py -k "SEED" -m ""`.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
+
+STEPS = 20
+_PLACES = (
+    "forward", "exchange", "backward", "prepare", "update", "committed", "batch_end", "recovery", "movement",
+)  # fmt: skip
+
+
+def schedule(seed: int) -> dict[str, Any]:
+    """One kill every few steps, at times of two workers at once; four workers with three replicas of each expert."""
+    rng = random.Random(seed)
+    kills = []
+    for step in range(rng.randint(0, 3), STEPS, rng.randint(3, 6)):
+        victims = rng.sample(range(4), rng.choice([1, 1, 2]))
+        kills += [Kill(worker=worker, step=step, place=rng.choice(_PLACES)) for worker in victims]
+    saving = {"every_n_steps": rng.randint(1, 3)} if rng.random() < 0.3 else None
+    if saving is not None:
+        kills.append(Kill(worker=rng.randrange(4), step=rng.randint(4, STEPS - 2), place="snapshot"))
+    return {
+        "kills": kills,
+        "holds": [Hold(step=rng.randint(2, 10), ranks=4)],
+        "recovery": {"min_replicas": 3},
+        "saving": saving,
+        "tells": rng.random() < 0.5,
+        "global_batch": rng.choice([12, 10]),
+    }
+
+
+def run_schedule(folder: Path, seed: int) -> None:
+    chosen = schedule(seed)
+    print(f"fault schedule {seed}: {chosen}")
+    with elastic_run(folder, workers=4, steps=STEPS, **chosen) as run:
+        run.supervise(restart=range(4), timeout_s=120.0)
+        assert_same_losses(run, reference(STEPS, global_batch=chosen["global_batch"]))
+        assert run.assert_replicas_equal() > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_faults(tmp_path: Path, seed: int) -> None:
+    run_schedule(tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_200_schedules_of_random_faults(tmp_path: Path, seed: int) -> None:
+    run_schedule(tmp_path, seed)
