@@ -91,6 +91,7 @@ class Agent:
 
     def run(self) -> int:
         """Serve until told to stop, or until the workers have been gone for the grace period; then persist what waits.
+        Arenas that are deleted end it at once.
 
         Returns:
             0, or 1 where a snapshot could not be persisted (its arena file is kept).
@@ -103,6 +104,8 @@ class Agent:
                 alive_at = now
             told = self._stop.is_set() or (self.arenas_path / STOP).exists()
             gone = now - alive_at > self.grace_s
+            if not self.arenas_path.exists():
+                return self._leave()  # somebody took the node's snapshots away
             if (told or gone) and not busy and (self._failures >= _LAST_ATTEMPTS or not self._pending()):
                 return self._leave()
             if not busy:
@@ -332,6 +335,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}-s", type=float, default=default)
     options: dict[str, Any] = vars(parser.parse_args(argv))
     arenas, root = options.pop("arenas"), options.pop("checkpoints")
+    if not arenas.is_dir():
+        print(f"{arenas} is gone, there is nothing to write")
+        return 0
     with open(arenas / LOCK, "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

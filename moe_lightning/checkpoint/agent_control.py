@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 STATUS = "status.json"
 STOP = "stop"
 LOCK = "agent.lock"
+LOG = "agent.log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,8 @@ def request_stop(arenas: Path) -> None:
 
 
 def start_agent(arenas: Path, root: Path, **options: float) -> subprocess.Popen[bytes]:
-    """Start an agent in a session of its own, so that signals to the workers do not reach it.
+    """Start an agent in a session of its own, so that signals to the workers do not reach it. It writes to a log beside
+    the arenas.
 
     Args:
         options: `keep_last`, `poll_s`, `grace_s`, `retry_s`, `commit_timeout_s` of `Agent`.
@@ -77,5 +80,10 @@ def start_agent(arenas: Path, root: Path, **options: float) -> subprocess.Popen[
     ]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    # Not in the worker's directory, which may be gone before the agent is.
-    return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, cwd="/")
+    # Not in the worker's directory, which may be gone before the agent is, nor with its output: readers of that would
+    # wait until the agent ends.
+    descriptor = os.open(arenas / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "ab") as log:
+        return subprocess.Popen(
+            command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/"
+        )

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -265,6 +266,19 @@ def test_an_agent_process_outlives_its_workers(tmp_path: Path) -> None:
     assert found.checkpoint is not None
     assert_holds(found.checkpoint, dict.fromkeys(range(EXPERTS), 1))
     assert not list(made.arenas.glob("*.arena")), "memory is given back"
+
+
+def test_an_agent_whose_snapshots_are_taken_away_leaves(tmp_path: Path) -> None:
+    made = Node(tmp_path)
+    made.snapshot(1)
+    process = start_agent(made.arenas, made.root, grace_s=600.0, poll_s=0.01)
+    while read_status(made.arenas).committed_step is None:
+        assert process.poll() is None
+        time.sleep(0.01)
+    shutil.rmtree(made.arenas)
+    process.wait(timeout=60)
+    made.close()
+    assert main(["--arenas", str(made.arenas), "--checkpoints", str(made.root)]) == 0
 
 
 def test_a_second_agent_leaves_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
