@@ -209,13 +209,13 @@ def quiet_errors(path: Path) -> Iterator[None]:
 
 
 def arenas_of(task: Task) -> list[Path]:
-    """The folders of snapshots of a run whose ranks are nodes."""
+    """The folders of snapshots of a run, whose ranks are nodes where it is elastic."""
     found = []
-    for slot in range(task.ranks):
+    for node in ("", *(f"local-{slot}" for slot in range(task.ranks))):
         sources = RecoverySources(
             root=task.checkpoints.absolute(),
             name=Path(task.folder).absolute().name,
-            node=f"local-{slot}",
+            node=node,
             fallback=task.checkpoints.absolute(),
             report=print,
         )

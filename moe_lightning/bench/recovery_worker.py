@@ -140,7 +140,7 @@ def train(task: Task) -> None:
     elif task.every_n_steps:
         callbacks.append(
             PartialExpertsCheckpoint(
-                str(task.checkpoints), every_n_steps=task.every_n_steps, save_on_train_end=False, timeout_s=60.0
+                str(task.checkpoints), every_n_steps=task.every_n_steps, save_on_train_end=False, timeout_s=240.0
             )
         )
     if task.recovery is not None:

@@ -1,0 +1,90 @@
+"""`moe-train recipes=chaos` as a user runs it: ranks are killed where the command says, and the run ends well."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+STEPS = 8
+SMALL = [
+    "logger=csv",
+    "model.context_length=16",
+    "model.num_layers=2",
+    "model.d_model=16",
+    "model.num_heads=2",
+    "model.d_hidden=24",
+    "model.d_expert=16",
+    "data.source=words.txt",
+    "data.cache_dir=cache",
+    "data.val_samples=4",
+    f"trainer.max_steps={STEPS}",
+    f"trainer.val_check_interval={STEPS}",
+    "trainer.log_every_n_steps=1",
+    "callbacks.partial_experts_checkpoint.every_n_steps=2",
+]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """With a text to train on; the run's snapshots are deleted afterwards, which ends its agents."""
+    (tmp_path / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(2000)))
+    yield tmp_path
+    for path in Path("/dev/shm").glob(f"moe-lightning-{run_name(tmp_path)}-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def run_name(folder: Path) -> str:
+    return f"chaos-{os.getpid()}-{folder.name[-20:]}"
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moe_lightning.cli.train", "recipes=chaos", f"run_name={run_name(folder)}"]
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped} | {"OMP_NUM_THREADS": "1"}
+    out, err = folder / "out.txt", folder / "err.txt"  # files, as a persist agent outlives the command for a while
+    with out.open("w") as stdout, err.open("w") as stderr:
+        ran = subprocess.run(
+            [*command, *SMALL, *arguments], cwd=folder, env=environment, stdout=stdout, stderr=stderr, timeout=280
+        )
+    return subprocess.CompletedProcess(ran.args, ran.returncode, out.read_text(), err.read_text())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [
+        (2, {"kill.rank1.step3.forward": 3}),
+        pytest.param(
+            3, {"kill.rank1.step3.forward": 3, "kill.rank0.step5.backward": 5}, marks=pytest.mark.slow, id="rank-0-too"
+        ),
+    ],
+)
+def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: dict[str, int]) -> None:
+    named = (re.fullmatch(r"kill\.rank(\d+)\.step(\d+)\.(\w+)", name) for name in kills)
+    text = "; ".join(f"rank={found[1]},step={found[2]},place={found[3]}" for found in named if found)
+    ran = run(folder, f"chaos.kill={text}", f"ranks={ranks}")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("was killed by SIGKILL; started again") == len(kills)
+    run_dir = folder / "outputs" / run_name(folder)
+    marks = {path.name: json.loads(path.read_text())["step"] for path in (run_dir / "faults").iterdir()}
+    assert marks == kills
+    assert (run_dir / "checkpoints" / f"step-{STEPS:08d}").is_dir()
+    again = run(folder)
+    assert again.returncode == 0
+    assert f"has finished its {STEPS} steps" in again.stdout
+
+
+def test_a_wrong_fault_is_one_sentence(folder: Path) -> None:
+    ran = run(folder, "chaos.kill=rank=1,stap=30", "ranks=1", "elastic.enabled=false")
+    assert ran.returncode == 2
+    assert "kill='rank=1,stap=30': stap is not one of rank, step, place" in ran.stderr
+    assert "Traceback" not in ran.stderr
