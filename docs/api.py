@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+import typing
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pdoc
 
@@ -27,8 +29,17 @@ def modules() -> list[str]:
     names = [module.name for module in found if not module.name.startswith(_LEFT_OUT)]
     public = [name for name in names if not any(part.startswith("_") for part in name.split("."))]
     loaded = {name: importlib.import_module(name) for name in public} | {"moe_lightning": moe_lightning}
+    for module in loaded.values():
+        _resolve_named_tuples(module)
     hidden = [name for name in public if hasattr(loaded[name.rpartition(".")[0]], "__all__")]
     return ["moe_lightning", *hidden]
+
+
+def _resolve_named_tuples(module: ModuleType) -> None:
+    """Their annotations are references that do not say which module to look in."""
+    for cls in vars(module).values():
+        if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            cls.__annotations__ = cls.__new__.__annotations__ = typing.get_type_hints(cls)
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ CONFIG_NAME = "train"
 _LONGEST_NAME = 120  # characters; file systems allow 255 bytes
 
 _NAMED_VALUES = re.compile(r"([^=]+)=(\w+=[^'\"{}\[\]()]+)")
+_HOME = re.compile(r"([^=]+)=(~[^'\"{}\[\](),]*)")
 _BY_A_RESOLVER = "ConfigurationError raised while resolving interpolation: "
 _UNKNOWN_KEY = re.compile(r"Could not (?:override|append to config\.|delete from config)[^']*'([^']+)'")
 
@@ -37,10 +38,10 @@ def as_folder_name(text: str) -> str:
 
 
 def with_quotes(override: str) -> str:
-    """An override whose value itself reads name=value,...: the shell took its quotes away, and Hydra reads no such
-    value without them.
+    """An override whose value itself reads name=value,..., or begins with a tilde: the shell took its quotes away, and
+    Hydra reads no such value without them.
     """
-    match = _NAMED_VALUES.fullmatch(override)
+    match = _NAMED_VALUES.fullmatch(override) or _HOME.fullmatch(override)
     return f'{match[1]}="{match[2]}"' if match else override
 
 

@@ -15,6 +15,8 @@ from moe_lightning.cli.composition import with_quotes
         ("chaos.kill=rank=1,step=30; rank=0,step=60,place=backward", "rank=1,step=30; rank=0,step=60,place=backward"),
         ("+a.b=x=1", "x=1"),
         ('chaos.kill="rank=1,step=30"', "rank=1,step=30"),
+        ("data.source=~/books", "~/books"),
+        ("data.source=~", "~"),
     ],
 )
 def test_named_values_are_text(typed: str, value: str) -> None:
