@@ -104,7 +104,7 @@ def phase_lines(lanes: Mapping[str, Mapping[str, float]], title: str, *, end_s: 
     end_s = end_s or longest_s
     scale = _WIDTH_PX / end_s
     left = 2 * _MARGIN_PX
-    colors = [*_COLORS.values(), "#17a2b8", "#7a5c3e", "#e377c2"]
+    colors = [*_COLORS.values(), "#17a2b8", "#7a5c3e", "#e377c2", "#2c3e50"]
     names = list(dict.fromkeys(name for phases in lanes.values() for name in phases))
     parts = [_text(left, 18, title)]
     for lane, (case, phases) in enumerate(lanes.items()):
