@@ -85,6 +85,8 @@ class Diary(pl.Callback):
             self._validations.write(json.dumps(line) + "\n")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
         loss = float(trainer.callback_metrics["train/loss"])
         self._file.write(json.dumps([trainer.global_step, loss, trainer.world_size, time.time()]) + "\n")
 
