@@ -69,8 +69,8 @@ KILLS = [Kill(worker=1, step=5, place="exchange"), Kill(worker=0, step=11, place
     ("options", "tolerance"),
     [
         ({"trainer_options": {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}}, 1e-5),
-        ({"trainer_options": {"precision": "bf16-mixed"}}, 2e-2),
-        ({"model": {"router": {"top_k": 1}}, "global_batch": 10}, 1e-5),
+        pytest.param({"trainer_options": {"precision": "bf16-mixed"}}, 2e-2, marks=pytest.mark.slow),
+        pytest.param({"model": {"router": {"top_k": 1}}, "global_batch": 10}, 1e-5, marks=pytest.mark.slow),
         ({"model": {"router": {"jitter": 0.1}, "num_experts": 7}, "global_batch": 10}, 1e-5),
     ],
     ids=["accumulation", "bf16", "top1-uneven-batch", "noise-7-experts"],
@@ -83,6 +83,7 @@ def test_ways_to_train(tmp_path: Path, options: dict[str, Any], tolerance: float
         assert run.assert_replicas_equal() > 0
 
 
+@pytest.mark.slow
 def test_from_4_to_3_to_2_to_4_ranks(tmp_path: Path) -> None:
     """With two replicas of each of 7 experts and a global batch of 10."""
     kills = [Kill(worker=3, step=4, place="forward"), Kill(worker=2, step=8, place="forward")]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
 
-STEPS = 20
+STEPS = 14
 _PLACES = (
     "forward", "exchange", "backward", "prepare", "update", "committed", "batch_end", "recovery", "movement",
 )  # fmt: skip
