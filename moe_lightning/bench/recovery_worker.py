@@ -198,6 +198,9 @@ def main(arguments: list[str]) -> None:
     warnings.filterwarnings("ignore", module="lightning.pytorch")
     train(Task.read(Path(arguments[0])))
     leave_process_groups()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # taking the interpreter down takes long, and a library reports its own leaks then
 
 
 if __name__ == "__main__":
