@@ -14,7 +14,7 @@ from moe_lightning.cli.bench import BENCHMARKS
 from moe_lightning.cli.composition import CONFIG_DIR, with_quotes
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
