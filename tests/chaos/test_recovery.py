@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.loader import find_newest
 from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.chaos.elastic_worker import checkpoints_of
@@ -117,5 +118,19 @@ def test_a_stopped_rank_is_expelled_and_comes_back(tmp_path: Path) -> None:
         run.signal(1, signal.SIGCONT)
         run.supervise()
         assert run.result(1)["world_size"] == 3
+        assert_same_losses(run, reference(16))
+        assert run.assert_replicas_equal() > 0
+
+
+def with_balancer(folder: Path) -> list[Any]:
+    return [LoadBalancer(shadows="top2", rebalance_every=3, min_replicas=2, calibrate=False)]
+
+
+def test_while_experts_move_and_visit(tmp_path: Path) -> None:
+    """A balancer plans new placements every three steps and lets experts visit other ranks in every step."""
+    options: dict[str, Any] = {"kills": KILLS, "holds": [Hold(step=7, ranks=3)], "strategy": {"slots": 6}}
+    with elastic_run(tmp_path, workers=3, steps=16, callbacks=with_balancer, **options) as run:
+        run.supervise(restart=range(3))
+        assert run.kills_done() == 2
         assert_same_losses(run, reference(16))
         assert run.assert_replicas_equal() > 0
