@@ -11,7 +11,7 @@ from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run
 
 
 def run_recoveries(folder: Path, deaths: int) -> None:
-    """Each death is followed by a return: two recoveries."""
+    """Each death is followed by a return: one recovery or two."""
     steps = 4 + 2 * deaths
     kills = [Kill(worker=1 + index % 2, step=2 + 2 * index, place="backward") for index in range(deaths)]
     options: dict[str, Any] = {"kills": kills, "holds": [Hold(step=1, ranks=3)], "saving": {"every_n_steps": 1}}
@@ -21,7 +21,7 @@ def run_recoveries(folder: Path, deaths: int) -> None:
         assert_same_losses(run, reference(steps))
         survivor = run.recoveries(0)
         assert len({line["pid"] for line in survivor}) == 1
-        assert len(survivor) >= 2 * deaths - 1
+        assert len(survivor) >= deaths  # a quick return makes the next world together with the survivors
         full = [line["open"] for line in survivor if line["report"]["ranks_after"] == 3]
         second, last = full[1], full[-1]
         grown = {kind: (second.get(kind, 0), count) for kind, count in last.items() if count > second.get(kind, 0)}

@@ -37,7 +37,11 @@ def test_experts_of_a_lost_rank_come_from_its_arena(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("protection", "word"), [pytest.param("arc", "copies", marks=pytest.mark.slow), ("aec", "parity")]
+    ("protection", "word"),
+    [
+        pytest.param("arc", "copies", marks=pytest.mark.slow),
+        pytest.param("aec", "parity", marks=pytest.mark.slow),
+    ],
 )
 def test_experts_of_a_lost_node_come_from_what_protects_them(tmp_path: Path, protection: str, word: str) -> None:
     """The node's arena goes with the node."""
@@ -97,7 +101,6 @@ def test_beyond_the_protection_storage_is_read_and_lost_tokens_are_counted(tmp_p
         results = [run.result(worker) for worker in range(3) if (tmp_path / f"result-{worker}.json").exists()]
         for result in results:
             assert result["plt"] == pytest.approx(float((lost / planned).mean()), rel=1e-9)
-            assert result["k_persist"] > 1, "Dynamic-K reacts"
         assert run.losses().keys() == set(range(1, STEPS + 1))
         assert run.assert_replicas_equal() > 0
 
