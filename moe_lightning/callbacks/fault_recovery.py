@@ -24,8 +24,9 @@ from moe_lightning.algorithms.protection import (
 )
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryReport, WorldChanged
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds, WorldChanged
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.recovery_report import RecoveryReport
 
 _Protection = Literal["auto", "arc", "aec", "none"]
 
@@ -115,10 +116,9 @@ class FaultRecovery(Callback):
         elastic.observers = [partial(self._note, trainer)]
         checkpoint = next((c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)), None)  # type: ignore[attr-defined]
         if checkpoint is not None:
-            assert isinstance(trainer.strategy, ExpertParallelStrategy)
             checkpoint.protect_with(self._layout)
-            elastic.sources = checkpoint.recovery_sources(trainer.strategy)
-            elastic.publish_snapshots = checkpoint.settle_snapshots
+            elastic.planner.sources = checkpoint.recovery_sources(_strategy(trainer))
+            elastic.planner.publish_snapshots = checkpoint.settle_snapshots
             elastic.count_stale = checkpoint.count_stale
         loop = trainer.fit_loop
         loop.run = partial(elastic.run, loop.run)  # type: ignore[method-assign]
@@ -153,8 +153,7 @@ class FaultRecovery(Callback):
 
     def _replay_next_rank(self, trainer: pl.Trainer) -> None:
         """Begin to repeat the updates of the next rank's shard, from its present state; collective."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, ExpertParallelStrategy)
+        strategy = _strategy(trainer)
         if strategy.shards_optimizers:
             strategy.replay_peer((strategy.world.rank + 1) % strategy.world.size, trainer.global_step)
             strategy.verify_replay(trainer.global_step)
@@ -177,8 +176,7 @@ class FaultRecovery(Callback):
         elastic.keep_progress()
         self._committed = trainer.global_step
         if self._replays and trainer.global_step % self._verify_every == 0:
-            assert isinstance(trainer.strategy, ExpertParallelStrategy)
-            pl_module.log("recovery/replay_corrections", float(trainer.strategy.verify_replay(trainer.global_step)))
+            pl_module.log("recovery/replay_corrections", float(_strategy(trainer).verify_replay(trainer.global_step)))
 
     def _note(self, trainer: pl.Trainer, report: RecoveryReport) -> None:
         self.reports.append(report)
@@ -203,5 +201,10 @@ def _sentence(report: RecoveryReport) -> str:
 
 
 def _elastic(trainer: pl.Trainer) -> ElasticWorlds | None:
+    return _strategy(trainer).elastic
+
+
+def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
+    """The strategy that `setup` has checked."""
     assert isinstance(trainer.strategy, ExpertParallelStrategy)
-    return trainer.strategy.elastic
+    return trainer.strategy

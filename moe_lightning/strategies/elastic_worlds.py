@@ -6,19 +6,16 @@ its update. So survivors of a fault differ by at most one update, and those that
 A recovery does not leave `trainer.fit`: the fit loop is run again with the progress of the last committed step, in the
 same process, with the same module, optimizers, loggers and callbacks, as Lightning does on a resume. Retrying inside
 the strategy could not bring back the micro-batches before a failed one, and calling `trainer.fit` again would run the
-user's setup hooks once more, close the loggers and move the model. Source: DESIGN of Lazarus 4.3 and REFT 4, with live
-state in the place of a checkpoint.
+user's setup hooks once more, close the loggers and move the model. Sources: Lazarus 4.3 and REFT 4; ours keeps
+live state in the place of a checkpoint.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -28,8 +25,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.inventory import RankInventory, StorageInventory
-from moe_lightning.algorithms.recovery import RecoveryPlan, plan_recovery, without_snapshots
+from moe_lightning.algorithms.inventory import RankInventory
+from moe_lightning.algorithms.recovery import RecoveryPlan, without_snapshots
 from moe_lightning.algorithms.repair import Repair, repair_placements
 from moe_lightning.checkpoint.live_state import (
     adopt_optimizers,
@@ -37,10 +34,8 @@ from moe_lightning.checkpoint.live_state import (
     broadcast_object,
     optimizer_schema,
 )
-from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
-from moe_lightning.checkpoint.recovery_sources import RecoverySources, storage_inventory
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
@@ -50,6 +45,8 @@ from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.fit_progress import FitProgress
+from moe_lightning.strategies.recovery_planning import RecoveryPlanner
+from moe_lightning.strategies.recovery_report import RecoveryReport, Stopwatch
 
 if TYPE_CHECKING:
     from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -65,47 +62,6 @@ class WorldChanged(Exception):
     """The ranks agreed, between two steps, to form another world: somebody wants in, or leaves."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecoveryReport:
-    """How one world followed another.
-
-    Attributes:
-        reason: one sentence.
-        step: optimizer steps that the run goes on from.
-        steps_lost: committed steps that are run again.
-        ranks_before, ranks_after: sizes of the two worlds; 0 before for a process that was in none.
-        restored: where the experts' state came from, in words with counts.
-        stale_experts: those that came back older than the step.
-        min_replicas: nodes that hold each expert now.
-        began_at: seconds since the epoch at which this rank saw the fault.
-        seconds: of each phase: "leaving", "rendezvous", "groups", "plan", "movement", "settling"; and their "total".
-    """
-
-    reason: str
-    step: int
-    steps_lost: int
-    ranks_before: int
-    ranks_after: int
-    restored: str
-    stale_experts: int
-    min_replicas: int
-    began_at: float
-    seconds: dict[str, float]
-
-
-@dataclass
-class _Watch:
-    """Seconds of the phases of a recovery."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
-
-
 class ElasticWorlds:
     """Joins worlds for a strategy and brings its state across.
 
@@ -119,8 +75,7 @@ class ElasticWorlds:
         version: committed optimizer steps of the live state.
         is_newcomer: this process holds nothing of the run yet.
         change_is_due: the ranks agreed to form another world before the next step.
-        sources: where saved state lies; None where nothing is saved.
-        publish_snapshots: called before snapshots are looked for: one may be half done.
+        planner: chooses what to go on from.
         count_stale: told the versions of the experts that came back older than the live state, before newcomers learn
             what was counted.
         has_rolled_back: the last change of the world went back to a saved state.
@@ -137,8 +92,7 @@ class ElasticWorlds:
         self.is_newcomer = False
         self.change_is_due = False
         self.observers: list[Callable[[RecoveryReport], None]] = []
-        self.sources: RecoverySources | None = None
-        self.publish_snapshots: Callable[[], None] = lambda: None
+        self.planner = RecoveryPlanner()
         self.count_stale: Callable[[Mapping[tuple[int, int], int]], None] = lambda stale: None
         self.has_rolled_back = False
         self.report: RecoveryReport | None = None
@@ -148,7 +102,6 @@ class ElasticWorlds:
         self._is_torn = False
         self._own_forward: Any = None
         self._cause: str | None = None
-        self._storage: Checkpoint | None = None
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
 
@@ -161,13 +114,13 @@ class ElasticWorlds:
             self.is_newcomer = True
             settings = self.engine.task
             return World.offline(min(settings.slot, settings.expected - 1), settings.expected, self._device)
-        return self._join(_Watch())
+        return self._join(Stopwatch())
 
     @property
     def _device(self) -> torch.device:
         return self._strategy.root_device
 
-    def _join(self, watch: _Watch) -> World:
+    def _join(self, watch: Stopwatch) -> World:
         with watch.phase("rendezvous"):
             members = self.engine.join()
         self._cause = self.engine.reason or self._cause  # by now a launcher may have said how a rank ended
@@ -265,7 +218,7 @@ class ElasticWorlds:
     def _follows_a_lost_world(self) -> bool:
         """Whether this first world of its ranks follows one that nobody survived: what was saved is then taken up."""
         starts = all_gather_json(self.engine.task.starts, self._strategy.world)
-        return self.sources is not None and max(starts) > 1
+        return self.planner.sources is not None and max(starts) > 1
 
     def _is_worlds_fault(self, error: BaseException) -> bool:
         """Whether an exception came of a lost peer and not of a mistake of this process."""
@@ -290,7 +243,7 @@ class ElasticWorlds:
                 raise ConfigurationError(
                     f"the run has recovered {self.max_recoveries} times, the limit of max_recoveries: {reason}"
                 )
-            watch = _Watch()
+            watch = Stopwatch()
             try:
                 if isinstance(fault, WorldChanged):
                     self._hand_over()
@@ -340,14 +293,22 @@ class ElasticWorlds:
         torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
         gc.collect()  # what is still tied to the old groups: graphs of the failed step, their threads and connections
 
-    def _settle_in(self, watch: _Watch) -> tuple[RecoveryPlan, Repair]:
+    def _settle_in(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""
         strategy = self._strategy
+        layers = strategy.experts.layers
         world = self._join(watch)
         inventories = [RankInventory.from_json(entry) for entry in all_gather_json(self._inventory(world), world)]
         while True:
             with watch.phase("plan"):
-                plan, inventories = self._plan(inventories, world)
+                plan, inventories = self.planner.plan(
+                    inventories,
+                    world,
+                    num_layers=len(layers),
+                    num_experts=max((layer.num_experts for layer in layers), default=0),
+                    last_step=self.version,
+                    has_trained=self.version > 0 or self._is_torn,
+                )
                 repair = self._repair(plan)
             try:
                 with watch.phase("movement"):
@@ -400,14 +361,15 @@ class ElasticWorlds:
         """
         if plan.level == "live" and not plan.reads and not plan.from_storage:
             return None
-        assert self.sources is not None
+        sources = self.planner.sources
+        assert sources is not None
         needed = {
             (index, expert)
             for index, placement in enumerate(repair.placements)
             for expert in placement.experts_on(world.rank)
             if not plan.held[index, expert].any()
         }
-        return fetch(plan, world, self.sources.arenas, needed, storage=self._storage)
+        return fetch(plan, world, sources.arenas, needed, storage=self.planner.storage)
 
     def _inventory(self, world: World) -> dict[str, Any]:
         """What this rank brings along, as JSON."""
@@ -427,51 +389,6 @@ class ElasticWorlds:
             replayed_dense=strategy.replay.names if strategy.replay is not None else (),
             replay_version=strategy.replay.version if strategy.replay is not None and counts else -1,
         ).to_json()
-
-    def _plan(self, inventories: list[RankInventory], world: World) -> tuple[RecoveryPlan, list[RankInventory]]:
-        """Choose the version to go on from: the live one where nothing of it is lost, else with what was saved.
-
-        Raises:
-            ConfigurationError: no source is left.
-        """
-        layers = self._strategy.experts.layers
-        shape = {"num_layers": len(layers), "num_experts": max((layer.num_experts for layer in layers), default=0)}
-        plan = plan_recovery(inventories, None, **shape)
-        if plan.level == "live" and not plan.reads and not plan.stale:
-            return plan, inventories
-        if self.sources is not None:
-            if not any(inventory.snapshots for inventory in inventories):
-                inventories = self._with_snapshots(inventories, self.sources, world)
-            plan = plan_recovery(inventories, self._storage_inventory(self.sources, world), **shape)
-        if plan.level == "nothing" and not any(all_gather_json(self.version > 0 or self._is_torn, world)):
-            fresh = [replace(inventory, live_version=0) for inventory in inventories]
-            plan = plan_recovery(fresh, None, **shape)  # nobody has trained yet: what was built is the state
-        if plan.level == "nothing":
-            raise ConfigurationError(
-                f"no rank, snapshot or checkpoint holds every expert any more, the last committed step was "
-                f"{self.version}: raise min_replicas, or add a PartialExpertsCheckpoint"
-            )
-        return plan, inventories
-
-    def _with_snapshots(
-        self, inventories: list[RankInventory], sources: RecoverySources, world: World
-    ) -> list[RankInventory]:
-        """The first rank of every node reports what lies in its memory."""
-        self.publish_snapshots()
-        found = sources.snapshots() if world.rank == self.node_peers[0] else []
-        mine = inventories[world.rank].with_snapshots(found).to_json()
-        return [RankInventory.from_json(entry) for entry in all_gather_json(mine, world)]
-
-    def _storage_inventory(self, sources: RecoverySources, world: World) -> StorageInventory | None:
-        """The newest whole checkpoint, as rank 0 finds it."""
-        checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
-        own = [str(checkpoint.path), storage_inventory(checkpoint).to_json()] if checkpoint is not None else None
-        path_and_inventory = all_gather_json(own, world)[0]
-        self._storage = None
-        if path_and_inventory is None:
-            return None
-        self._storage = checkpoint or Checkpoint(Path(path_and_inventory[0]))
-        return StorageInventory.from_json(path_and_inventory[1])
 
     def _repair(self, plan: RecoveryPlan) -> Repair:
         assert self.members is not None

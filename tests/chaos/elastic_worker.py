@@ -186,14 +186,14 @@ class Witness(pl.Callback):
         elastic = _elastic(trainer)
         if elastic is not None:
             elastic.observers.append(lambda report: self._note(trainer, report))
-            choose = elastic._plan
+            choose = elastic.planner.plan
 
-            def chosen(*args: Any) -> Any:
-                result = choose(*args)
+            def chosen(*args: Any, **options: Any) -> Any:
+                result = choose(*args, **options)
                 self._versions = result[0].versions.tolist()
                 return result
 
-            elastic._plan = chosen  # type: ignore[method-assign]
+            elastic.planner.plan = chosen  # type: ignore[method-assign]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.fit_loop._should_accumulate():

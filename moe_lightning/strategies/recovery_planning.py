@@ -1,0 +1,90 @@
+"""Chooses what a new world goes on from: the live state where nothing of it is lost, else with what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from moe_lightning.algorithms.inventory import RankInventory, StorageInventory
+from moe_lightning.algorithms.recovery import RecoveryPlan, plan_recovery
+from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.recovery_sources import RecoverySources, storage_inventory
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.world import World
+from moe_lightning.errors import ConfigurationError
+
+
+class RecoveryPlanner:
+    """Looks at saved state only when live state is not enough: that reads files, and a plan is waited for.
+
+    Attributes:
+        sources: where saved state lies; None where nothing is saved.
+        publish_snapshots: called before snapshots are looked for: one may be half done.
+        storage: the checkpoint that the last plan counted on; None where it counted on none.
+    """
+
+    def __init__(self) -> None:
+        self.sources: RecoverySources | None = None
+        self.publish_snapshots: Callable[[], None] = lambda: None
+        self.storage: Checkpoint | None = None
+
+    def plan(
+        self,
+        inventories: list[RankInventory],
+        world: World,
+        *,
+        num_layers: int,
+        num_experts: int,
+        last_step: int,
+        has_trained: bool,
+    ) -> tuple[RecoveryPlan, list[RankInventory]]:
+        """The plan, the same on every rank, and the inventories it was made from; collective.
+
+        Args:
+            inventories: of all ranks, with snapshots or without.
+            num_layers, num_experts: L and E.
+            last_step: that this rank committed.
+            has_trained: this rank's values are not, or may not be, those that were built.
+
+        Raises:
+            ConfigurationError: no source is left.
+        """
+        shape = {"num_layers": num_layers, "num_experts": num_experts}
+        plan = plan_recovery(inventories, None, **shape)
+        if plan.level == "live" and not plan.reads and not plan.stale:
+            return plan, inventories
+        if self.sources is not None:
+            if not any(inventory.snapshots for inventory in inventories):
+                inventories = self._with_snapshots(inventories, self.sources, world)
+            plan = plan_recovery(inventories, self._newest_on_storage(self.sources, world), **shape)
+        if plan.level == "nothing" and not any(all_gather_json(has_trained, world)):
+            fresh = [replace(inventory, live_version=0) for inventory in inventories]
+            plan = plan_recovery(fresh, None, **shape)  # nobody has trained yet: what was built is the state
+        if plan.level == "nothing":
+            raise ConfigurationError(
+                f"no rank, snapshot or checkpoint holds every expert any more, the last committed step was "
+                f"{last_step}: raise min_replicas, or add a PartialExpertsCheckpoint"
+            )
+        return plan, inventories
+
+    def _with_snapshots(
+        self, inventories: list[RankInventory], sources: RecoverySources, world: World
+    ) -> list[RankInventory]:
+        """The first rank of every node reports what lies in its memory."""
+        self.publish_snapshots()
+        mine = inventories[world.rank]
+        first = next(inventory.rank for inventory in inventories if inventory.node == mine.node)
+        found = sources.snapshots() if world.rank == first else []
+        return [RankInventory.from_json(e) for e in all_gather_json(mine.with_snapshots(found).to_json(), world)]
+
+    def _newest_on_storage(self, sources: RecoverySources, world: World) -> StorageInventory | None:
+        """The newest whole checkpoint, as rank 0 finds it."""
+        checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
+        own = [str(checkpoint.path), storage_inventory(checkpoint).to_json()] if checkpoint is not None else None
+        path_and_inventory = all_gather_json(own, world)[0]
+        self.storage = None
+        if path_and_inventory is None:
+            return None
+        self.storage = checkpoint or Checkpoint(Path(path_and_inventory[0]))
+        return StorageInventory.from_json(path_and_inventory[1])

@@ -1,0 +1,49 @@
+"""What a recovery did, and how long its phases took."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """How one world followed another.
+
+    Attributes:
+        reason: one sentence.
+        step: optimizer steps that the run goes on from.
+        steps_lost: committed steps that are run again.
+        ranks_before, ranks_after: sizes of the two worlds; 0 before for a process that was in none.
+        restored: where the experts' state came from, in words with counts.
+        stale_experts: those that came back older than the step.
+        min_replicas: nodes that hold each expert now.
+        began_at: seconds since the epoch at which this rank saw the fault.
+        seconds: of each phase: "leaving", "rendezvous", "groups", "plan", "movement", "settling"; and their "total".
+    """
+
+    reason: str
+    step: int
+    steps_lost: int
+    ranks_before: int
+    ranks_after: int
+    restored: str
+    stale_experts: int
+    min_replicas: int
+    began_at: float
+    seconds: dict[str, float]
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of the phases of a recovery."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
