@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,19 @@ def measure(
         enable_model_summary=False,
         log_every_n_steps=steps + 1,
     )
-    config = GPTConfig(
+    config = model_config(options, forced=ForcedRouting(kind="trace", path=trace))
+    batch = options["batch"] * trainer.world_size
+    ids = torch.randint(0, 256, (batch * steps, options["context"] + 1))
+    loader = DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch)
+    trainer.fit(GPTModule(config, OptimizerConfig(lr=1e-4, warmup_steps=0)), loader)
+    found = watch.summary(strategy, over_steps)
+    strategy.world.close()
+    return found
+
+
+def model_config(options: Mapping[str, Any], *, forced: ForcedRouting | None = None) -> GPTConfig:
+    """The GPT that is measured."""
+    return GPTConfig(
         vocab_size=256,
         context_length=options["context"],
         num_layers=options["layers"],
@@ -168,15 +180,8 @@ def measure(
         d_expert=options["d_expert"],
         num_experts=options["experts"],
         moe_every=1,
-        router=RouterConfig(top_k=2, aux_loss_coef=0.0, forced=ForcedRouting(kind="trace", path=trace)),
+        router=RouterConfig(top_k=2, aux_loss_coef=0.0, forced=forced),
     )
-    batch = options["batch"] * trainer.world_size
-    ids = torch.randint(0, 256, (batch * steps, options["context"] + 1))
-    loader = DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch)
-    trainer.fit(GPTModule(config, OptimizerConfig(lr=1e-4, warmup_steps=0)), loader)
-    found = watch.summary(strategy, over_steps)
-    strategy.world.close()
-    return found
 
 
 def _strategy(ways: Strategy | None, slots: int) -> ExpertParallelStrategy:

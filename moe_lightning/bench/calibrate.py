@@ -23,13 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lightning.bench.balance import most_skewed
+from moe_lightning.bench.balance_worker import model_config
 from moe_lightning.bench.calibrate_worker import CLOCKS, SAVE_EVERY
 from moe_lightning.bench.measure import machine
 from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt_config import GPTConfig
-from moe_lightning.modules.router import RouterConfig
 from moe_lightning.simulate.calibrated import save_hardware
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import Hardware
@@ -38,7 +37,6 @@ from moe_lightning.simulate.routing import Routing
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import gpt_workload
 
-_TOP_K = 2
 _SKEWED = "trace"
 _BASE: dict[str, Any] = {
     "batch": 4, "context": 128, "d_model": 192, "d_expert": 768, "layers": 2, "experts": 8,
@@ -176,18 +174,7 @@ Shares = Mapping[tuple[str, int], NDArray[np.float64]]
 
 def step_cost(hardware: Hardware, choice: Mapping[str, Any], shares: Shares) -> tuple[StepCost, float]:
     """The simulator's view of one training: its step, and the seconds of one snapshot."""
-    config = GPTConfig(
-        vocab_size=256,
-        context_length=choice["context"],
-        num_layers=choice["layers"],
-        num_heads=4,
-        d_model=choice["d_model"],
-        d_expert=choice["d_expert"],
-        num_experts=choice["experts"],
-        moe_every=1,
-        router=RouterConfig(top_k=_TOP_K),
-    )
-    workload = gpt_workload(config, rank_batch=choice["batch"], activation_bytes=4)
+    workload = gpt_workload(model_config(choice), rank_batch=choice["batch"], activation_bytes=4)
     counts = np.round(shares[choice["routing"], choice["experts"]] * 1e6).astype(np.int64)
     routing = Routing(shares_SLE=np.maximum(1, counts)[None, None], steps=np.zeros(1, dtype=np.int64))
     slots = -(-choice["experts"] // hardware.ranks_per_node)

@@ -3,7 +3,6 @@ tensor."""
 
 from __future__ import annotations
 
-import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import xxhash
 
 from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.checkpoint.frames import load_object
 from moe_lightning.checkpoint.records import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
 from moe_lightning.errors import CheckpointError
 
@@ -100,7 +100,7 @@ class CheckpointSource(ABC):
         data = self._raw(item).numpy().tobytes()
         if xxhash.xxh3_64_hexdigest(data) != item.piece.xxh3:
             raise CheckpointError(f"{self.path} is damaged: the checksum of {key} does not match")
-        return torch.load(io.BytesIO(data), weights_only=True)
+        return load_object(data)
 
     def version(self, key: str) -> int:
         """The step after which the state under a key was taken."""

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from moe_lightning.data.step_loader import StepLoader
-from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.losses import IGNORED_TARGET
@@ -205,23 +204,14 @@ class InstructionData(LightningDataModule):
         return Conversations(self._path, offsets, self.tokenizer, self._end_token, self.context_length)
 
     def _loader(self, conversations: Conversations, *, training: bool) -> StepLoader:
-        sampler = StepSampler(
-            num_samples=len(conversations),
+        return StepLoader.of_samples(
+            conversations,
             global_batch_size=self.global_batch_size,
             seed=self.seed,
-            shuffle=training,
-            drop_last=training,
-        )
-        loader = StepLoader(
-            conversations,
-            sampler,
+            training=training,
             num_workers=self._num_workers,
-            persistent_workers=self._num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
+            trainer=self.trainer,
         )
-        if self.trainer is not None:
-            loader.bind_to(self.trainer)
-        return loader
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:

@@ -113,6 +113,43 @@ class StepLoader:
         )
         return cls(loader.dataset, sampler, **{name: getattr(loader, name) for name in _KEPT_OPTIONS})
 
+    @classmethod
+    def of_samples(
+        cls,
+        dataset: Dataset[Any],
+        *,
+        global_batch_size: int,
+        seed: int,
+        training: bool,
+        num_workers: int = 0,
+        trainer: Trainer | None = None,
+    ) -> StepLoader:
+        """What a data module answers: training shuffles and takes whole steps, evaluation sees every sample in order.
+
+        Args:
+            trainer: whose rank, world and accumulation the loader takes; None: one process.
+
+        Raises:
+            ConfigurationError: as StepSampler and `bind_to`.
+        """
+        sampler = StepSampler(
+            num_samples=len(dataset),  # type: ignore[arg-type]
+            global_batch_size=global_batch_size,
+            seed=seed,
+            shuffle=training,
+            drop_last=training,
+        )
+        loader = cls(
+            dataset,
+            sampler,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+        if trainer is not None:
+            loader.bind_to(trainer)
+        return loader
+
     # ------------------------------------------------------------------ iteration
 
     def __len__(self) -> int:

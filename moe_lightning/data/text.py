@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 from moe_lightning.data.corpus import Corpus, prepare_corpus
 from moe_lightning.data.sources import TokenSpan
 from moe_lightning.data.step_loader import StepLoader
-from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
 
 
@@ -171,20 +170,11 @@ class TextData(LightningDataModule):
         return self.val_dataloader()
 
     def _loader(self, windows: TokenWindows, *, training: bool) -> StepLoader:
-        sampler = StepSampler(
-            num_samples=len(windows),
+        return StepLoader.of_samples(
+            windows,
             global_batch_size=self.global_batch_size,
             seed=self.seed,
-            shuffle=training,
-            drop_last=training,
-        )
-        loader = StepLoader(
-            windows,
-            sampler,
+            training=training,
             num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
+            trainer=self.trainer,
         )
-        if self.trainer is not None:
-            loader.bind_to(self.trainer)
-        return loader

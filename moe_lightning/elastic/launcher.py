@@ -23,8 +23,9 @@ from moe_lightning.comm.world import STORE_VARIABLE
 from moe_lightning.elastic import processes
 from moe_lightning.elastic.failure import Interrupted, RankFailure
 from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE
+from moe_lightning.elastic.membership import LOOPBACK
 from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed, WorkerLogs
-from moe_lightning.elastic.rendezvous_host import LOOPBACK, bound_store
+from moe_lightning.elastic.rendezvous_host import bound_store
 
 __all__ = ["LocalLauncher", "RanksFailed", "loopback_store"]
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from moe_lightning.errors import ConfigurationError
 
 _CONNECT_TIMEOUT = timedelta(seconds=10)
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +141,8 @@ class LighthouseMembership:
                 self._heart = ManagerServer(
                     replica_id=self._member_id,
                     lighthouse_addr=self._lighthouse,
-                    hostname=_LOOPBACK,
-                    bind=f"{_LOOPBACK}:0",
+                    hostname=LOOPBACK,
+                    bind=f"{LOOPBACK}:0",
                     store_addr="",
                     world_size=1,
                     heartbeat_interval=self._interval,

@@ -20,10 +20,9 @@ from typing import Any, Self
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from moe_lightning.elastic.membership import has_lighthouse, silence_engine
+from moe_lightning.elastic.membership import LOOPBACK, has_lighthouse, silence_engine
 from moe_lightning.errors import ConfigurationError
 
-LOOPBACK = "127.0.0.1"
 _TICK_MS = 10
 _STRAGGLERS_MS = 24 * 3600 * 1000
 

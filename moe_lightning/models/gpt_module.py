@@ -73,7 +73,47 @@ class OptimizerConfig:
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * shape
 
 
-class GPTModule(pl.LightningModule):
+class SupervisedModule(pl.LightningModule):
+    """Trains `model` on batches (inputs, targets) with AdamW; a subclass says what its loss is.
+
+    Logs `train/loss`, `val/loss` and `test/loss`, auxiliary losses not included.
+    """
+
+    model: Any
+    optimizer_config: OptimizerConfig
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Of a batch, without auxiliary losses."""
+        raise NotImplementedError
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self._logged_loss(batch, "train/loss") + auxiliary_loss(self.model)
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._logged_loss(batch, "val/loss")
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._logged_loss(batch, "test/loss")
+
+    @override
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The most likely next token at each position, or the most likely class; int64."""
+        return self(batch[0]).argmax(dim=-1)  # type: ignore[no-any-return]
+
+    def _logged_loss(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
+        loss = self.loss(batch)
+        self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
+        return loss
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return adamw_with_schedule(self, self.optimizer_config)
+
+
+class GPTModule(SupervisedModule):
     """Trains a GPT on batches (inputs [B, L], targets [B, L]) of token ids.
 
     Logs `train/loss`, `val/loss` and `test/loss`: mean cross-entropy in nats per token over the global batch,
@@ -106,33 +146,10 @@ class GPTModule(pl.LightningModule):
         return self.model(ids_BL)  # type: ignore[no-any-return]
 
     @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = self._cross_entropy(batch, "train/loss")
-        return loss + auxiliary_loss(self.model)
-
-    @override
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._cross_entropy(batch, "val/loss")
-
-    @override
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._cross_entropy(batch, "test/loss")
-
-    @override
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The most likely next token at each position, int64 [B, L]."""
-        return self(batch[0]).argmax(dim=-1)  # type: ignore[no-any-return]
-
-    def _cross_entropy(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs_BL, targets_BL = batch
         logits_BLV = self(inputs_BL)
-        loss = F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
-        self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=inputs_BL.shape[0])
-        return loss
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return adamw_with_schedule(self, self.optimizer_config)
+        return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
 
 
 def adamw_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> OptimizerLRScheduler:

@@ -8,20 +8,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt_module import OptimizerConfig, adamw_with_schedule
+from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
 from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import config_from, load_model, read_config
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
-from moe_lightning.modules.losses import auxiliary_loss, mean_over_samples
+from moe_lightning.modules.losses import mean_over_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,7 @@ class HuggingFaceConfig:
         return SparseArchitecture(config, self.router)
 
 
-class HuggingFaceModule(pl.LightningModule):
+class HuggingFaceModule(SupervisedModule):
     """Trains a Hugging Face model on batches (inputs, targets): token ids [B, L] and next tokens [B, L], where -100 is
     not predicted; or images [B, C, H, W] and classes [B].
 
@@ -101,8 +99,6 @@ class HuggingFaceModule(pl.LightningModule):
     Raises:
         ConfigurationError: a checkpoint that is not known, or options that it does not fit.
     """
-
-    model: Any
 
     def __init__(
         self,
@@ -151,28 +147,6 @@ class HuggingFaceModule(pl.LightningModule):
         return logits
 
     @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self._cross_entropy(batch, "train/loss") + auxiliary_loss(self.model)
-
-    @override
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._cross_entropy(batch, "val/loss")
-
-    @override
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._cross_entropy(batch, "test/loss")
-
-    @override
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The most likely next token at each position, or the most likely class; int64."""
-        return self(batch[0]).argmax(dim=-1)  # type: ignore[no-any-return]
-
-    def _cross_entropy(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
-        loss = mean_over_samples(self(inputs), targets)
-        self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(inputs))
-        return loss
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return adamw_with_schedule(self, self.optimizer_config)
+        return mean_over_samples(self(inputs), targets)
