@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moe_lightning.callbacks.fault_recovery import FaultRecovery
     from moe_lightning.callbacks.huggingface_export import HuggingFaceExport, export_to_huggingface
     from moe_lightning.callbacks.load_balancer import LoadBalancer
+    from moe_lightning.callbacks.model_summary import ExpertModelSummary
     from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
     from moe_lightning.data.step_loader import StepLoader
     from moe_lightning.data.step_sampler import StepSampler
@@ -37,6 +38,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConfigurationError": "errors",
     "DynamicK": "callbacks.dynamic_k",
+    "ExpertModelSummary": "callbacks.model_summary",
     "ExpertParallelStrategy": "strategies",
     "FaultRecovery": "callbacks.fault_recovery",
     "ForcedRouting": "modules.forced_routing",
@@ -62,6 +64,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DynamicK",
+    "ExpertModelSummary",
     "ExpertParallelStrategy",
     "FaultRecovery",
     "ForcedRouting",

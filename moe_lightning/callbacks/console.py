@@ -22,6 +22,7 @@ from typing_extensions import override
 from moe_lightning.data.text import TextData
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT
+from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import moe_layers
 
 
@@ -121,12 +122,12 @@ def _progress_bar() -> Progress:
 def describe(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     """The headline: parameters, experts, ranks, data."""
     layers = moe_layers(module)
-    total, active = count_parameters(module)
-    lines = [f"model  {_short(total)} parameters"]
+    size = model_size(module)
+    lines = [f"model  {_short(size.whole)} parameters"]
     if layers:
         blocks = next((len(m.blocks) for m in module.modules() if isinstance(m, GPT)), len(layers))
         lines[0] += (
-            f", {_short(active)} active for a token: "
+            f", {_short(size.active)} active for a token: "
             f"{layers[0].num_experts} experts in {len(layers)} of {blocks} layers, top-{layers[0].router.config.top_k}"
         )
     data = getattr(trainer, "datamodule", None)
@@ -136,17 +137,6 @@ def describe(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     ranks = "1 rank" if trainer.world_size == 1 else f"{trainer.world_size} ranks"
     lines.append(f"ranks  {ranks} on {device}, {trainer.precision} precision")
     return "\n".join(lines)
-
-
-def count_parameters(module: pl.LightningModule) -> tuple[int, int]:
-    """Parameters of the whole model, experts of other ranks included, and those that one token passes."""
-    total = active = sum(p.numel() for p in module.parameters())
-    for layer in moe_layers(module):
-        held = sum(p.numel() for p in layer.experts.parameters())
-        each = held // layer.experts.num_slots
-        total += each * layer.num_experts - held
-        active += each * layer.router.config.top_k - held
-    return total, active
 
 
 def _short(count: float) -> str:

@@ -8,18 +8,23 @@ device.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from moe_lightning.callbacks.wandb_logger import log_histograms
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 
 Reduction = Literal["same", "sum", "mean", "max"]
@@ -41,34 +46,46 @@ class Metric:
 class Telemetry(Callback):
     """Logs the metrics of a step every `log_every_n_steps` of the Trainer.
 
-    * train/tokens_per_s (sum over ranks), train/step_ms (maximum), train/gradient_norm, train/lr
+    * train/tokens_per_s (sum over ranks; samples where batches hold no token ids), train/step_ms (maximum),
+      train/gradient_norm, train/lr
+    * train/mfu_ratio (mean): the model's floating-point operations over those that the devices could have done (PaLM,
+      arXiv 2204.02311, appendix B), where the module has `flops_per_batch` and the device's peak is known
+    * device/peak_memory_bytes (maximum) that tensors took since the process began, on GPUs
     * moe/layerNN/expert_imbalance_ratio: busiest expert over the mean; moe/layerNN/rank_imbalance_ratio: busiest rank
       over the mean, so after replicas and quotas did their work; moe/expert_imbalance_ratio and
       moe/rank_imbalance_ratio: their means over the layers
     * moe/layerNN/dropped_fraction of assignments, moe/layerNN/auxiliary_loss (mean)
     * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in one dispatch (sum)
 
-    Numbers of MoE layers are those of the step's last micro-batch.
+    Numbers of MoE layers are those of the step's last micro-batch. W&B also gets moe/layerNN/expert_load, a histogram
+    over the experts, which it draws as a heat map over time.
 
     Args:
         expert_load_path: CSV that gets a line `step,layer,share of each expert` for every layer on logging steps;
             None: none.
+        peak_flops_per_s: of one device in the precision of the run; None: what Lightning knows of the GPU, which
+            leaves MFU out where it does not know it, as on CPUs.
 
     Attributes:
         tokens_trained: tokens that this rank trained on.
         train_s: seconds spent in training steps, validation excluded, up to the last logging step.
     """
 
-    def __init__(self, expert_load_path: str | None = None) -> None:
+    def __init__(self, expert_load_path: str | None = None, peak_flops_per_s: float | None = None) -> None:
+        if peak_flops_per_s is not None and not peak_flops_per_s > 0:
+            raise ConfigurationError(f"peak_flops_per_s={peak_flops_per_s} must be above 0, or null where unknown")
         self._path = Path(expert_load_path) if expert_load_path else None
+        self._peak_flops_per_s = peak_flops_per_s
         self.tokens_trained = 0
         self.train_s = 0.0
-        self._tokens = self._steps = 0
+        self._tokens = self._steps = self._flops = 0
         self._elapsed_s = 0.0
         self._resumed_at = 0.0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._peak_flops_per_s is None:
+            self._peak_flops_per_s = known_peak(trainer.strategy.root_device, str(trainer.precision))
         self._resumed_at = time.perf_counter()
 
     @override
@@ -84,15 +101,22 @@ class Telemetry(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._tokens += _num_tokens(batch)
+        self._flops += getattr(pl_module, "flops_per_batch", None) or 0
         if trainer.fit_loop._should_accumulate():
             return
         self._steps += 1
         if not trainer._logger_connector.should_update_logs:
             return
-        metrics = [*self._pace(), *_optimizer_metrics(trainer), *layer_metrics(moe_layers(pl_module))]
+        layers = moe_layers(pl_module)
+        metrics = [*self._pace(), *_device_metrics(trainer), *_optimizer_metrics(trainer), *layer_metrics(layers)]
         pl_module.log_dict(reduced(metrics, trainer))
-        if self._path is not None and trainer.is_global_zero:
-            self._write_expert_load(self._path, trainer.global_step, moe_layers(pl_module))
+        if trainer.is_global_zero:
+            loads = expert_loads(layers)
+            if self._path is not None:
+                _write_expert_load(self._path, trainer.global_step, loads)
+            for logger in trainer.loggers:
+                if isinstance(logger, WandbLogger):
+                    log_histograms(logger, loads, trainer.global_step)
 
     def _pace(self) -> Iterator[Metric]:
         """Throughput since the last call."""
@@ -100,24 +124,51 @@ class Telemetry(Callback):
         elapsed_s = self._elapsed_s + now - self._resumed_at
         yield Metric(name="train/tokens_per_s", value=self._tokens / elapsed_s, over_ranks="sum")
         yield Metric(name="train/step_ms", value=1e3 * elapsed_s / self._steps, over_ranks="max")
+        if self._peak_flops_per_s is not None and self._flops:
+            ratio = self._flops / elapsed_s / self._peak_flops_per_s
+            yield Metric(name="train/mfu_ratio", value=ratio, over_ranks="mean")
         self.tokens_trained += self._tokens
         self.train_s += elapsed_s
-        self._tokens = self._steps = 0
+        self._tokens = self._steps = self._flops = 0
         self._elapsed_s, self._resumed_at = 0.0, now
 
-    def _write_expert_load(self, path: Path, step: int, layers: list[MoELayer]) -> None:
-        with path.open("a") as file:
-            for index, layer in enumerate(layers):
-                if layer.statistics is not None:
-                    counts_E = layer.statistics.tokens_NE.sum(dim=0).double()
-                    shares = (counts_E / counts_E.sum().clamp_min(1)).tolist()
-                    file.write(",".join([str(step), str(index), *(f"{share:.5f}" for share in shares)]) + "\n")
+
+def known_peak(device: torch.device, precision: str) -> float | None:
+    """Operations a second of a GPU in a precision as Lightning lists them; None of what it does not list."""
+    if device.type != "cuda":
+        return None
+    dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of GPUs that are not listed: MFU is left out
+        return get_available_flops(device, dtype)
+
+
+def expert_loads(layers: list[MoELayer]) -> dict[int, Tensor]:
+    """Share of the assignments that each expert got in the last micro-batch, float64 [E] on the host, by layer."""
+    counts = {index: layer.statistics.tokens_NE for index, layer in enumerate(layers) if layer.statistics is not None}
+    sums = {index: tokens_NE.sum(dim=0).double().cpu() for index, tokens_NE in counts.items()}
+    return {index: counts_E / counts_E.sum().clamp_min(1) for index, counts_E in sums.items()}
+
+
+def _write_expert_load(path: Path, step: int, loads: Mapping[int, Tensor]) -> None:
+    with path.open("a") as file:
+        for layer, shares_E in loads.items():
+            file.write(",".join([str(step), str(layer), *(f"{share:.5f}" for share in shares_E.tolist())]) + "\n")
 
 
 def _num_tokens(batch: Any) -> int:
-    """Elements of the batch's first tensor: token ids [B, L]."""
+    """Elements of the batch's first tensor where it holds token ids [B, L], else its samples."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return tensors[0].numel() if tensors else 0
+    if not tensors or not tensors[0].ndim:
+        return 0
+    return len(tensors[0]) if tensors[0].is_floating_point() else tensors[0].numel()
+
+
+def _device_metrics(trainer: pl.Trainer) -> Iterator[Metric]:
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+        yield Metric(name="device/peak_memory_bytes", value=float(peak_bytes), over_ranks="max")
 
 
 def _optimizer_metrics(trainer: pl.Trainer) -> Iterator[Metric]:

@@ -6,18 +6,24 @@ import netrc
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import numpy as np
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import WandbLogger
+from torch import Tensor
 from typing_extensions import override
+
+_MOST_BINS = 512
 
 
 class QuietWandbLogger(WandbLogger):
     """Lightning's WandbLogger, offline unless there is a login, without W&B's notes on the terminal, and with one run
-    id for a directory: a run that is resumed, or whose logging rank died, goes on in the same W&B run.
+    id for a directory: a run that is resumed, or whose logging rank died, goes on in the same W&B run. WANDB_RUN_ID, as
+    agents of sweeps set it, comes first.
 
     Args:
         project, name, save_dir, log_model: as in WandbLogger.
@@ -47,8 +53,28 @@ class QuietWandbLogger(WandbLogger):
     def experiment(self) -> Any:
         """W&B's run; the same one for every process that logs into this directory, one after the other."""
         if self._experiment is None and self._wandb_init.get("id") is None:
-            self._wandb_init["id"] = self._id = lasting_run_id(Path(str(self._save_dir)))
+            # An agent of a sweep names the run that it starts.
+            run_id = os.environ.get("WANDB_RUN_ID") or lasting_run_id(Path(str(self._save_dir)))
+            self._wandb_init["id"] = self._id = run_id
         return super().experiment
+
+
+def log_histograms(logger: WandbLogger, loads: Mapping[int, Tensor], step: int) -> None:
+    """Shares of the experts as W&B's histograms `moe/layerNN/expert_load`; rank 0 only.
+
+    Args:
+        loads: shares [E] by MoE layer; W&B takes no more than 512 bins, so of more experts neighbours are added.
+    """
+    import wandb
+
+    histograms: dict[str, Any] = {}
+    for layer, shares_E in loads.items():
+        bins = shares_E.numpy()
+        width = -(-len(bins) // _MOST_BINS)
+        sums = np.add.reduceat(bins, np.arange(0, len(bins), width))
+        edges = np.minimum(np.arange(len(sums) + 1) * width, len(bins))
+        histograms[f"moe/layer{layer:02d}/expert_load"] = wandb.Histogram(np_histogram=(sums, edges))
+    logger.log_metrics(histograms, step)
 
 
 def lasting_run_id(folder: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.size import ModelSize, model_size
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.losses import auxiliary_loss
 
@@ -77,10 +79,16 @@ class SupervisedModule(pl.LightningModule):
     """Trains `model` on batches (inputs, targets) with AdamW; a subclass says what its loss is.
 
     Logs `train/loss`, `val/loss` and `test/loss`, auxiliary losses not included.
+
+    Attributes:
+        attention_width: heads times head size, summed over the layers; None where inputs are not token ids [B, L], so
+            that nobody knows how many operations a batch takes.
     """
 
     model: Any
     optimizer_config: OptimizerConfig
+    attention_width: int | None = None
+    _inputs_shape: torch.Size | None = None
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Of a batch, without auxiliary losses."""
@@ -103,7 +111,23 @@ class SupervisedModule(pl.LightningModule):
         """The most likely next token at each position, or the most likely class; int64."""
         return self(batch[0]).argmax(dim=-1)  # type: ignore[no-any-return]
 
+    @property
+    def flops_per_batch(self) -> int | None:
+        """Floating-point operations of this rank's part of the last batch, while training of the backward pass too:
+        what Lightning's ThroughputMonitor and our Telemetry ask for. None: unknown.
+        """
+        if self.attention_width is None or self._inputs_shape is None:
+            return None
+        length = self._inputs_shape[-1]
+        flops = self._size.training_flops(self._inputs_shape.numel(), length, self.attention_width)
+        return flops if self.training else flops // 3
+
+    @cached_property
+    def _size(self) -> ModelSize:
+        return model_size(self.model)
+
     def _logged_loss(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
+        self._inputs_shape = batch[0].shape
         loss = self.loss(batch)
         self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
         return loss
@@ -131,6 +155,7 @@ class GPTModule(SupervisedModule):
     ) -> None:
         super().__init__()
         self.config = build_config(GPTConfig, config)
+        self.attention_width = self.config.num_layers * self.config.d_model
         self.optimizer_config = build_config(OptimizerConfig, optimizer)
         # Plain values only: a checkpoint must load without unpickling classes.
         self.save_hyperparameters({"config": asdict(self.config), "optimizer": asdict(self.optimizer_config)})

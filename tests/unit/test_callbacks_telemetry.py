@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig
+from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig
 from moe_lightning.callbacks import telemetry
 from moe_lightning.callbacks.telemetry import Metric, Telemetry, imbalance, layer_metrics, reduced
 from moe_lightning.modules.moe_layer import LayerStatistics
@@ -155,3 +155,37 @@ def _reduce_on_ranks(rank: int, world_size: int) -> dict[str, float]:
 
 def test_reductions_over_ranks() -> None:
     assert run_ranks(2, _reduce_on_ranks) == [{"a": 3.0, "b": 1.5, "c": 2.0, "d": 7.0}] * 2
+
+
+def test_mfu_is_the_models_work_over_what_the_devices_could_do() -> None:
+    logged = Logged()
+    _fit([Telemetry(peak_flops_per_s=1e9), logged])
+    first, second = (logged.steps[step] for step in sorted(logged.steps))
+    elapsed_s = first["train/step_ms"] * 3 / 1e3
+    dense = 2 * (3 * 32 * 32 + 32 * 32) + 64 * 32  # attention of two layers, the tied head
+    moe = 2 * (6 * 32 + 2 * (32 * 48 + 48 * 32))  # the router, two of six experts
+    flops_per_token = 6 * (dense + moe) + 12 * 2 * 32 * 16
+    assert first["train/mfu_ratio"] == pytest.approx(3 * 12 * 16 * flops_per_token / elapsed_s / 1e9)
+    assert second["train/mfu_ratio"] > 0
+
+
+def test_no_mfu_where_the_peak_or_the_work_is_not_known() -> None:
+    logged = Logged()
+    _fit([Telemetry(), logged])
+    assert not any("train/mfu_ratio" in metrics for metrics in logged.steps.values())
+    assert telemetry.known_peak(torch.device("cpu"), "32-true") is None
+    with pytest.raises(ConfigurationError, match="peak_flops_per_s=0 must be above 0"):
+        Telemetry(peak_flops_per_s=0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        ((torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5)), 15),
+        ({"x": torch.zeros(3, 5)}, 3),
+        (torch.tensor(1.0), 0),
+        ("text", 0),
+    ],
+)
+def test_what_is_counted_of_a_batch(batch: Any, count: int) -> None:
+    assert telemetry._num_tokens(batch) == count

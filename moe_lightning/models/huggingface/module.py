@@ -109,6 +109,7 @@ class HuggingFaceModule(SupervisedModule):
         self.config = build_config(HuggingFaceConfig, config)
         self.optimizer_config = build_config(OptimizerConfig, optimizer)
         self.architecture = self.config.architecture()
+        self.attention_width = _attention_width(self.architecture.config)
         # Plain values only: a checkpoint must load without unpickling classes.
         self.save_hyperparameters(
             {
@@ -150,3 +151,15 @@ class HuggingFaceModule(SupervisedModule):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
         return mean_over_samples(self(inputs), targets)
+
+
+def _attention_width(config: Any) -> int | None:
+    """Heads times head size over all layers of a language model; the mean of both sizes where values have another than
+    queries (DeepSeek). None: of a model of images.
+    """
+    if not hasattr(config, "vocab_size"):
+        return None
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if hasattr(config, "v_head_dim"):
+        size = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    return int(config.num_hidden_layers * config.num_attention_heads * size)

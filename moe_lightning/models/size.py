@@ -1,0 +1,81 @@
+"""How large a model is and how much arithmetic it asks for, whatever part of its experts this process holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from moe_lightning.modules.experts import Experts
+from moe_lightning.modules.moe_layer import MoELayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """Parameters of a model.
+
+    Attributes:
+        whole: of the model, each expert once.
+        here: that this process holds; replicas count, experts of other ranks do not.
+        active: that one token passes.
+        multiplied: those of the active ones that are multiplied with a token: matrices but not lookups in embeddings.
+    """
+
+    whole: int
+    here: int
+    active: int
+    multiplied: int
+
+    def training_flops(self, num_tokens: int, context_length: int, attention_width: int) -> int:
+        """Floating-point operations of one forward and backward pass (PaLM, arXiv 2204.02311, appendix B): six for
+        each parameter and token, and twelve for each token, position and unit of attention. Nothing is added for
+        recomputation or for the routers' softmax, nothing taken off for causal masks.
+
+        Args:
+            num_tokens: in all sequences together.
+            context_length: tokens that attend to each other.
+            attention_width: heads times head size, summed over the layers.
+        """
+        return num_tokens * (6 * self.multiplied + 12 * attention_width * context_length)
+
+
+def model_size(model: nn.Module) -> ModelSize:
+    """The size of a model with MoE layers under any placement, or of one without any."""
+    whole = active = whole_parameters(model)
+    multiplied = _multiplied_by_every_token(model)
+    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+        top_k, size = layer.router.config.top_k, expert_size(layer.experts)
+        active -= (layer.num_experts - top_k) * size
+        multiplied += top_k * size
+    here = sum(p.numel() for p in model.parameters())
+    return ModelSize(whole=whole, here=here, active=active, multiplied=multiplied)
+
+
+def whole_parameters(model: nn.Module, *, trained: bool = False) -> int:
+    """Parameters of the whole model, each expert once; with `trained` only those that need gradients."""
+    experts = {id(p): module for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
+    total = 0
+    for parameter in model.parameters():
+        if trained and not parameter.requires_grad:
+            continue
+        owner = experts.get(id(parameter))
+        total += parameter.numel() if owner is None else owner.num_experts * math.prod(parameter.shape[1:])
+    return total
+
+
+def expert_size(experts: Experts) -> int:
+    """Parameters of one expert."""
+    return sum(math.prod(p.shape[1:]) for p in experts.stacked_parameters().values())
+
+
+def _multiplied_by_every_token(model: nn.Module) -> int:
+    """Elements of the dense matrices that every token meets; a matrix that is also an embedding counts."""
+    matrices = {
+        id(parameter): parameter.numel()
+        for module in model.modules()
+        if not isinstance(module, Experts | nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim >= 2
+    }
+    return sum(matrices.values())

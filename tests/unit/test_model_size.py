@@ -1,0 +1,110 @@
+"""Sizes are those of the whole model, whatever part of its experts this process holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from moe_lightning import GPTModule, MoELayer
+from moe_lightning.callbacks.model_summary import ExpertModelSummary, WholeModelSummary
+from moe_lightning.models.gpt import count_parameters
+from moe_lightning.models.size import expert_size, model_size, whole_parameters
+from tests.distributed.harness import connect, run_ranks
+from tests.distributed.training import TINY, OwnModule
+
+
+def test_parameters_in_all_and_active() -> None:
+    module = GPTModule(TINY)
+    module.configure_model()
+    size = model_size(module)
+    assert size.whole == size.here == count_parameters(module.config)
+    one_expert_fewer = count_parameters(GPTModule(TINY | {"num_experts": 5}).config)
+    routers = 2 * TINY["d_model"]
+    assert size.whole - size.active == (TINY["num_experts"] - 2) * (size.whole - one_expert_fewer - routers)
+
+
+def test_lookups_are_not_multiplied_unless_they_are_the_head_too() -> None:
+    own = model_size(OwnModule())
+    assert own.multiplied == 6 * 32 + 2 * 2 * 32 * 48 + 32 * 64
+    tied = GPTModule(TINY | {"num_experts": 0, "num_layers": 1, "d_hidden": 8})
+    tied.configure_model()
+    assert model_size(tied).multiplied == 4 * 32 * 32 + 2 * 32 * 8 + 64 * 32
+
+
+def test_frozen_parameters_are_not_trained() -> None:
+    layer = MoELayer(8, 16, num_experts=4)
+    layer.experts.requires_grad_(False)
+    assert whole_parameters(layer, trained=True) == whole_parameters(layer) - 4 * expert_size(layer.experts)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_operations_of_a_batch(num_tokens: int) -> None:
+    size = model_size(nn.Linear(3, 5, bias=False))
+    assert size.training_flops(num_tokens, context_length=2, attention_width=11) == num_tokens * (6 * 15 + 12 * 22)
+
+
+def test_modules_count_what_they_saw() -> None:
+    module = GPTModule(TINY)
+    module.configure_model()
+    assert module.flops_per_batch is None, "before any batch"
+    ids = torch.zeros(3, 10, dtype=torch.int64)
+    module.log = lambda *_, **__: None  # type: ignore[method-assign, assignment]
+    module.training_step((ids, ids), 0)
+    training = module.flops_per_batch
+    assert training == model_size(module.model).training_flops(30, 10, 2 * 32)
+    module.eval()
+    assert module.flops_per_batch == training // 3
+
+
+def _sizes_on_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    from moe_lightning.strategies.placed_experts import PlacedExperts, resolve_placements
+
+    pl.seed_everything(1, verbose=False)
+    module = OwnModule()
+    PlacedExperts(module, resolve_placements(module, world_size, copies=1), connect(), slots=4)
+    summary = WholeModelSummary(module, max_depth=2)
+    columns = {name: [cell.strip() for cell in cells] for name, cells in summary._get_summary_data()}
+    return {
+        "size": model_size(module),
+        "total": summary.total_parameters,
+        "params": dict(zip(columns["Name"], columns["Params"], strict=True)),
+        "here": dict(zip(columns["Name"], columns["Params per Device"], strict=True)),
+    }
+
+
+def test_experts_of_other_ranks_count_once() -> None:
+    alone = model_size(OwnModule())
+    for found in run_ranks(2, _sizes_on_ranks):
+        assert (found["size"].whole, found["size"].active) == (alone.whole, alone.active)
+        assert found["size"].multiplied == alone.multiplied
+        assert found["size"].here == alone.here - 2 * 2 * 32 * 48, "four slots, one of them vacant, instead of six"
+        assert found["total"] == alone.whole
+        assert found["params"]["moe.experts"] == "18.4 K"
+        assert found["here"]["moe.experts"] == "12.3 K"
+        assert found["params"]["embed"] == found["here"]["embed"] == "2.0 K"
+
+
+def test_a_row_for_what_no_layer_owns() -> None:
+    class Scaled(OwnModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(5))
+
+    columns = dict(WholeModelSummary(Scaled())._get_summary_data())
+    assert columns["Name"][-1] == "other params"
+    assert columns["Params per Device"][-1] == "n/a"
+
+
+def test_the_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[ExpertModelSummary(max_depth=1)]
+    )
+    assert sum(isinstance(callback, pl.callbacks.ModelSummary) for callback in trainer.callbacks) == 1
+    trainer.callbacks[0].on_fit_start(trainer, OwnModule())
+    out = capsys.readouterr().out
+    assert "Params per Device" in out
+    assert "18.6 K" in out
