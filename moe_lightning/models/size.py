@@ -45,9 +45,9 @@ def model_size(model: nn.Module) -> ModelSize:
     whole = active = whole_parameters(model)
     multiplied = _multiplied_by_every_token(model)
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
-        top_k, size = layer.router.config.top_k, expert_size(layer.experts)
-        active -= (layer.num_experts - top_k) * size
-        multiplied += top_k * size
+        top_k = layer.router.config.top_k
+        active -= (layer.num_experts - top_k) * expert_size(layer.experts)
+        multiplied += top_k * expert_size(layer.experts, matrices_only=True)
     here = sum(p.numel() for p in model.parameters())
     return ModelSize(whole=whole, here=here, active=active, multiplied=multiplied)
 
@@ -64,9 +64,10 @@ def whole_parameters(model: nn.Module, *, trained: bool = False) -> int:
     return total
 
 
-def expert_size(experts: Experts) -> int:
-    """Parameters of one expert."""
-    return sum(math.prod(p.shape[1:]) for p in experts.stacked_parameters().values())
+def expert_size(experts: Experts, *, matrices_only: bool = False) -> int:
+    """Parameters of one expert, with or without its biases."""
+    rows = [p.shape[1:] for p in experts.stacked_parameters().values()]
+    return sum(math.prod(shape) for shape in rows if len(shape) > 1 or not matrices_only)
 
 
 def _multiplied_by_every_token(model: nn.Module) -> int:
