@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.checkpoint.agent_control import LOCK, STATUS, STOP, AgentStatus
+from moe_lightning.checkpoint.agreement import Agreement, agreed_step, propose
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.buffers import TripleBuffer, choose_step
+from moe_lightning.checkpoint.buffers import TripleBuffer, newest_common
 from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part
 from moe_lightning.checkpoint.durable import write_durably
 from moe_lightning.checkpoint.room import ARENAS, rank_of
-from moe_lightning.checkpoint.store import staging_path, steps_in_staging, write_part
+from moe_lightning.checkpoint.store import checkpoints, staging_path, write_part
 from moe_lightning.checkpoint.table import Table
 from moe_lightning.errors import CheckpointError
 
@@ -50,6 +51,7 @@ class _Job:
     step: int
     world_size: int
     began: float
+    agreed: int | None = None  # with other nodes: this step's snapshot is the first of that step or later
     written: set[Path] = field(default_factory=set)
     nbytes: int = 0
     checked: float = 0.0
@@ -86,7 +88,7 @@ class Agent:
         self._job: _Job | None = None
         self._retry_at = 0.0
         self._failures = 0  # in a row
-        self._seen: list[TripleBuffer] | None = None
+        self._seen: tuple[list[TripleBuffer], Agreement | None] | None = None
         self._stop = threading.Event()
 
     def run(self) -> int:
@@ -155,8 +157,9 @@ class Agent:
     def _take_up(self) -> None:
         """Choose the step to persist, and make its snapshots P."""
         states = [arena.state for arena in self._arenas.values()]
-        if self._job is None and states != self._seen:  # otherwise there was nothing to do, and tables are long
-            self._seen = states
+        seen = (states, Agreement.read(self.root) if any(state.waiting for state in states) else None)
+        if self._job is None and seen != self._seen:  # otherwise there was nothing to do, and tables are long
+            self._seen = seen
             self._job = self._interrupted_job() or self._next_job()
         job = self._job
         if job is None:
@@ -179,17 +182,27 @@ class Agent:
         return None
 
     def _next_job(self) -> _Job | None:
-        waiting = {path: arena.waiting_tables() for path, arena in self._arenas.items()}
-        session = max((table.session for tables in waiting.values() for table in tables), default=None)
+        session, arenas = self._current()
         if session is None:
             return None
-        left = self._left_behind(session)
-        current = [{t.step for t in ts if t.session == session} for path, ts in waiting.items() if path not in left]
-        step = choose_step(current, steps_in_staging(self.root, session))
+        tables = [[t for t in arena.waiting_tables() if t.session == session] for arena in arenas]
+        step = newest_common([t.step for t in ts] for ts in tables)
+        world_size = next(t.world_size for ts in tables for t in ts)
+        if len(arenas) >= world_size:
+            return None if step is None else _Job(session, step, world_size, time.monotonic())
+        if any(all(t.session != session for t in arena.tables()) for arena in arenas):
+            return None  # a rank has only just come to this session
+        step = agreed_step(self.root, session, arenas, step)
         if step is None:
             return None
-        world_size = next(t.world_size for ts in waiting.values() for t in ts if (t.session, t.step) == (session, step))
-        return _Job(session, step, world_size, time.monotonic())
+        agreed = Agreement.read(self.root)
+        return _Job(session, step, world_size, time.monotonic(), agreed.step if agreed is not None else None)
+
+    def _current(self) -> tuple[str | None, list[Arena]]:
+        """The newest session of which a snapshot waits, and the arenas of its ranks; None where nothing waits."""
+        session = max((t.session for arena in self._arenas.values() for t in arena.waiting_tables()), default=None)
+        left = self._left_behind(session) if session is not None else []
+        return session, [arena for path, arena in self._arenas.items() if path not in left]
 
     def _left_behind(self, session: str) -> list[Path]:
         """Arenas of ranks that are no longer of this world: dead, and with snapshots of older sessions only."""
@@ -243,6 +256,9 @@ class Agent:
         )
         for path in self._left_behind(job.session):
             self._let_go(path, delete=True)
+        agreed = Agreement.read(self.root)
+        if agreed is not None and agreed.session == job.session and not agreed.is_open and agreed.step <= job.step:
+            propose(self.root, agreed, agreed.fulfilled())
         prune(self.root, self.keep_last)
         return True
 
@@ -253,7 +269,6 @@ class Agent:
             return
         job.checked = now
         missing = missing_ranks(staging_path(self.root, job.session, job.step), job.world_size)
-        newer = [step for step in steps_in_staging(self.root, job.session) if step > job.step]
         live = [arena for arena in self._arenas.values() if arena.writer_alive]
         # A rank's arena that was left behind says nothing of that rank while others write here: it may have moved on
         # to another node.
@@ -262,15 +277,24 @@ class Agent:
         followed = [arena for arena in self._arenas.values() if self._waits_for_newer_session(arena, job.session)]
         if followed and all(arena in followed for arena in live):
             self._end_job(success=False, keep=False)  # training was rolled back: what this session left is void
-        elif any(rank_of(path) in missing and _passed_by(arena, job.step) for path, arena in arenas.items()):
+        elif self._others_went_on(job) or any(
+            rank_of(path) in missing and _passed_by(arena, job.step) for path, arena in arenas.items()
+        ):
             self._end_job(success=False)
-        elif newer and all(any(step in arena.state.waiting for step in newer) for arena in arenas.values()):
-            self._end_job(success=False)  # other nodes went on to a step that waits here too
         elif now - job.began > self.commit_timeout_s:
             raise CheckpointError(
                 f"the parts of ranks {missing} of step {job.step} did not come within {self.commit_timeout_s:g} s: "
                 "look at their agents"
             )
+
+    def _others_went_on(self, job: _Job) -> bool:
+        """Whether the other nodes will persist another step, or have persisted a later session's."""
+        agreed = Agreement.read(self.root)
+        is_ours = agreed is not None and agreed.session == job.session and not agreed.is_open
+        if agreed is not None and is_ours and (agreed.step > job.step or job.agreed not in (None, agreed.step)):
+            return True
+        committed = checkpoints(self.root)
+        return bool(committed) and committed[0][1].session > job.session
 
     @staticmethod
     def _waits_for_newer_session(arena: Arena, session: str) -> bool:
@@ -301,7 +325,14 @@ class Agent:
     def _pending(self) -> bool:
         """Whether there is, or soon will be, something to persist."""
         copying = any(arena.state.writing is not None and arena.writer_alive for arena in self._arenas.values())
-        return copying or self._job is not None or self._next_job() is not None
+        if copying or self._job is not None:
+            return True
+        session, arenas = self._current()
+        agreed = Agreement.read(self.root)
+        if session is None or (agreed is not None and agreed.session > session):
+            return False  # the others went on in a world without this node
+        steps = [[t.step for t in arena.waiting_tables() if t.session == session] for arena in arenas]
+        return newest_common(steps) is not None
 
     def _report(self, status: AgentStatus) -> None:
         self.status = status

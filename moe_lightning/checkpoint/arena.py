@@ -38,13 +38,15 @@ from moe_lightning.checkpoint.room import reserve
 from moe_lightning.checkpoint.table import Placed, Table
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
-_MAGIC = b"MOEARN01"
+_MAGIC = b"MOEARN02"
 _PAGE = 4096
 _ALIGN = 64
 _MADV_POPULATE_WRITE = 23  # missing from the mmap module
 _SUPERBLOCK = struct.Struct("<8sQQQQ")  # magic, bytes of superblock, of a table, of all blocks, of the JSON behind
 _HEADER = struct.Struct("<QqQQQ")  # generation begin, step, bytes of table, xxh3 of table, generation end
-_STATE = struct.Struct("<Q" + "qqq" * 3 + "qQ")  # sequence, (status, step, used_at) x 3, writing, clock
+_STATE = struct.Struct(
+    "<Q" + "qqq" * 3 + "qQqq"
+)  # sequence, (status, step, used_at) x 3, writing, clock, newest, wanted
 _LOCK_TIMEOUT_S = 10.0
 
 
@@ -157,7 +159,7 @@ class Arena:
             new = step(state)
             numbers = [value for b in new.buffers for value in (int(b.status), b.step, b.used_at)]
             writing = -1 if new.writing is None else new.writing
-            packed = _STATE.pack(sequence + 1, *numbers, writing, new.clock)
+            packed = _STATE.pack(sequence + 1, *numbers, writing, new.clock, new.newest, new.wanted)
             at = self._state_at + (sequence + 1) % 2 * _PAGE
             self._map[at : at + _STATE.size + 8] = packed + xxhash.xxh3_64_digest(packed)
             return new
@@ -167,12 +169,15 @@ class Arena:
         packed = self._map[at : at + _STATE.size]
         if xxhash.xxh3_64_digest(packed) != self._map[at + _STATE.size : at + _STATE.size + 8]:
             return 0, TripleBuffer()  # never written, or its writer died in the middle: the other copy counts
-        sequence, *numbers, writing, clock = _STATE.unpack(packed)
+        sequence, *numbers, writing, clock, newest, wanted = _STATE.unpack(packed)
         buffers = tuple(
             Buffer(status=Status(status), step=step, used_at=used_at)
             for status, step, used_at in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
         )
-        return sequence, TripleBuffer(buffers=buffers, writing=None if writing < 0 else writing, clock=clock)
+        state = TripleBuffer(
+            buffers=buffers, writing=None if writing < 0 else writing, clock=clock, newest=newest, wanted=wanted
+        )
+        return sequence, state
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

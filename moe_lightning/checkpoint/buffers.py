@@ -45,35 +45,45 @@ class TripleBuffer:
     Attributes:
         writing: index of the buffer that a snapshot is being copied into, or None.
         clock: counts snapshots begun, so that the least recently used buffer is known.
+        newest: step of the newest whole snapshot there ever was, whether or not a buffer still holds it.
+        wanted: the first snapshot of this step or later is held until it is persisted; NO_STEP: none is.
     """
 
     buffers: tuple[Buffer, ...] = (Buffer(), Buffer(), Buffer())
     writing: int | None = None
     clock: int = 0
+    newest: int = NO_STEP
+    wanted: int = NO_STEP
 
     def begin_snapshot(self) -> TripleBuffer:
-        """Open the least recently used empty S buffer, or overwrite the oldest waiting snapshot; the result's
-        `writing` names it."""
+        """Open the least recently used empty S buffer, or overwrite the oldest waiting snapshot that is not held; the
+        result's `writing` names it."""
         assert self.writing is None, "a snapshot is already being written"
         free = [i for i, b in enumerate(self.buffers) if b.status is Status.SNAPSHOT]
-        index = min(free, key=lambda i: (self.buffers[i].waits, self.buffers[i].used_at))
+        held = self.waiting.get(self.held) if self.held is not None else None
+        index = min(free, key=lambda i: (i == held, self.buffers[i].waits, self.buffers[i].used_at))
         opened = Buffer(used_at=self.clock + 1)
         return replace(self._with(index, opened), writing=index, clock=self.clock + 1)
 
     def finish_snapshot(self, step: int) -> TripleBuffer:
         """The snapshot of `step` is whole and waits to be persisted."""
         assert self.writing is not None, "no snapshot is being written"
-        return replace(self._with(self.writing, replace(self.buffers[self.writing], step=step)), writing=None)
+        whole = self._with(self.writing, replace(self.buffers[self.writing], step=step))
+        return replace(whole, writing=None, newest=step)
 
     def abort_snapshot(self) -> TripleBuffer:
         """The snapshot being written will never be whole (its writer died): the buffer is empty."""
         return replace(self, writing=None)
 
+    def want(self, step: int) -> TripleBuffer:
+        """Hold the first snapshot of `step` or later; unchanged where that may have come and gone."""
+        return replace(self, wanted=step) if step > self.newest or step in self.waiting else self
+
     def start_persist(self, step: int) -> TripleBuffer:
         """The waiting snapshot of `step` becomes P; older waiting ones are dropped."""
         assert self.persisting is None, "a persist is already running"
         chosen = self.waiting[step]
-        kept = self._without(lambda b: b.waits and b.step < step)
+        kept = replace(self._without(lambda b: b.waits and b.step < step), wanted=NO_STEP)
         return kept._with(chosen, replace(self.buffers[chosen], status=Status.PERSIST))
 
     def finish_persist(self) -> TripleBuffer:
@@ -93,12 +103,17 @@ class TripleBuffer:
 
     def drop_waiting(self) -> TripleBuffer:
         """Waiting snapshots are void: a new session has rolled training back."""
-        return self._without(lambda b: b.waits)
+        return replace(self._without(lambda b: b.waits), newest=NO_STEP, wanted=NO_STEP)
 
     @property
     def waiting(self) -> dict[int, int]:
         """step -> buffer of the snapshots that wait to be persisted."""
         return {b.step: i for i, b in enumerate(self.buffers) if b.waits}
+
+    @property
+    def held(self) -> int | None:
+        """Step of the waiting snapshot that is not overwritten; None while none is wanted, or it has not come."""
+        return min((step for step in self.waiting if 0 <= self.wanted <= step), default=None)
 
     @property
     def persisting(self) -> int | None:
@@ -121,17 +136,11 @@ class TripleBuffer:
         return replace(self, buffers=buffers)
 
 
-def choose_step(waiting: Iterable[Iterable[int]], started_elsewhere: Iterable[int] = ()) -> int | None:
-    """The step that all ranks of a node should persist next.
+def newest_common(waiting: Iterable[Iterable[int]]) -> int | None:
+    """The newest step whose snapshot waits in every rank's arena; None where there is none.
 
     Args:
-        waiting: for each local rank the steps of its waiting snapshots.
-        started_elsewhere: steps of which other nodes have already written parts; such a step is preferred, so that
-            nodes whose storage is not equally fast agree on one.
-
-    Returns:
-        The newest step that every rank has, or None.
+        waiting: for each rank the steps of its waiting snapshots.
     """
     sets = [set(steps) for steps in waiting]
-    common = set.intersection(*sets) if sets else set()
-    return max(common & set(started_elsewhere), default=max(common, default=None))
+    return max(set.intersection(*sets), default=None) if sets else None

@@ -51,12 +51,6 @@ def parse_staging(path: Path) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
-def steps_in_staging(root: Path, session: str) -> list[int]:
-    """Steps of a session for which somebody has written a part that is not committed yet."""
-    found = {parse_staging(path.parent) for path in root.glob(f".staging-{session}-*/part-*.json")}
-    return sorted(owner[1] for owner in found if owner is not None and owner[0] == session)
-
-
 def checkpoints(root: Path) -> list[tuple[Path, Manifest]]:
     """Named checkpoints whose manifest is undamaged, newest first; the data behind it are not looked at."""
     found = []

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.checkpoint.arena import Arena, arena_bytes, capacity_of
-from moe_lightning.checkpoint.buffers import NO_STEP, Status, TripleBuffer, choose_step
+from moe_lightning.checkpoint.buffers import NO_STEP, Status, TripleBuffer, newest_common
 from moe_lightning.checkpoint.memory import copies_in_memory
 from moe_lightning.checkpoint.room import arena_directory
 from moe_lightning.checkpoint.snapshotter import Snapshotter
@@ -67,14 +67,36 @@ def test_the_papers_timeline() -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.sets(st.integers(0, 6)), max_size=4), st.sets(st.integers(0, 6)))
-def test_all_ranks_of_a_node_persist_the_same_step(waiting: list[set[int]], elsewhere: set[int]) -> None:
-    chosen = choose_step(waiting, elsewhere)
+@given(st.lists(st.sets(st.integers(0, 6)), max_size=4))
+def test_all_ranks_of_a_node_persist_the_same_step(waiting: list[set[int]]) -> None:
     common = {step for step in range(7) if waiting and all(step in steps for steps in waiting)}
-    if not common:
-        assert chosen is None
-    else:
-        assert chosen == max(common & elsewhere or common)
+    assert newest_common(waiting) == max(common, default=None)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from(["begin", "finish", "start", "done", "want"]), max_size=80), st.integers(1, 4))
+def test_the_first_snapshot_that_is_wanted_is_held(actions: list[str], ahead: int) -> None:
+    state, step, wanted, promised = TripleBuffer(), 0, NO_STEP, None
+    for action in actions:
+        if action == "begin" and state.writing is None:
+            state = state.begin_snapshot()
+        elif action == "finish" and state.writing is not None:
+            step += 1
+            state = state.finish_snapshot(step)
+            if wanted != NO_STEP and promised is None and step >= wanted:
+                promised = step
+        elif action == "want" and state.persisting is None and wanted == NO_STEP:
+            wanted = step + ahead
+            state = state.want(wanted)
+            assert state.wanted == wanted, "what has not come can be held"
+            assert step == 0 or state.want(0) == state, "what has gone cannot"
+        elif action == "start" and promised is not None and state.persisting is None:
+            state = state.start_persist(promised)
+            wanted, promised = NO_STEP, None
+        elif action == "done" and state.persisting is not None:
+            state = state.finish_persist()
+        assert state.newest == (step or NO_STEP)
+        assert state.held == promised
 
 
 def test_memory_is_reserved_up_front_and_bounded(tmp_path: Path) -> None:
