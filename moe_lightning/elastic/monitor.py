@@ -121,8 +121,11 @@ class Monitor:
             self._main_is_here = True
 
     def is_expelled(self) -> bool:
-        """Whether the others went on without this process."""
+        """Whether the others went on without this process, by the news of this moment: a process that was stopped wakes
+        in its main thread before this thread has read anything.
+        """
         with self._lock:
+            self._read_news()
             return self._expelled
 
     def rename(self, member_id: str) -> None:
