@@ -24,7 +24,7 @@ from moe_lightning.errors import ConfigurationError
 
 TARGET = "_target_"
 _REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, MisconfigurationException)
-_FILLED_LATER = {"vocab_size": "auto"}  # decided by the data
+_FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the data
 
 
 def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:

@@ -107,7 +107,7 @@ def build(config: Mapping[str, Any]) -> Run:
     check_arguments(config)
     pl.seed_everything(config["seed"], verbose=False)
     data = build_object(config["data"], "data")
-    config = with_vocab_size(config, data)
+    config = with_sizes_of_data(config, data)
     module = build_object(config["module"], "module")
     callbacks, loggers = _built_group(config, "callbacks"), _built_group(config, "logger")
     trainer = build_object(
@@ -167,24 +167,32 @@ def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
     return str(directory.checkpoints if newest.path.is_dir() else newest.path)
 
 
-def with_vocab_size(config: Mapping[str, Any], data: Any) -> dict[str, Any]:
-    """The configuration with `vocab_size: auto` replaced by the data's.
+def with_sizes_of_data(config: Mapping[str, Any], data: Any) -> dict[str, Any]:
+    """The configuration with `vocab_size: auto` and `num_classes: auto` of the model replaced by the data's.
 
     Raises:
-        ConfigurationError: the model has fewer tokens than the data.
+        ConfigurationError: the model has fewer tokens or classes than the data, or asks for what the data have not.
     """
     from moe_lightning.errors import ConfigurationError
 
     model = config["module"].get("config")
-    if not (isinstance(model, Mapping) and "vocab_size" in model and hasattr(data, "vocab_size")):
+    if not isinstance(model, Mapping):
         return dict(config)
-    wanted, needed = model["vocab_size"], data.vocab_size
-    if wanted != "auto" and wanted < needed:
-        raise ConfigurationError(
-            f"model.vocab_size={wanted} is below the {needed} tokens of the data: use model.vocab_size=auto"
-        )
-    size = needed if wanted == "auto" else wanted
-    return {**config, "module": {**config["module"], "config": {**model, "vocab_size": size}}}
+    sizes = {}
+    for name, things in (("vocab_size", "tokens"), ("num_classes", "classes")):
+        wanted, needed = model.get(name), getattr(data, name, None) if name in model else None
+        if wanted == "auto" and needed is None:
+            raise ConfigurationError(
+                f"model.{name}=auto asks {type(data).__name__} for its {things}, but it has none: choose data that fit "
+                "the model, as data=images for images"
+            )
+        if needed is not None and wanted != "auto" and wanted < needed:
+            raise ConfigurationError(
+                f"model.{name}={wanted} is below the {needed} {things} of the data: use model.{name}=auto"
+            )
+        if needed is not None:
+            sizes[name] = needed if wanted == "auto" else wanted
+    return {**config, "module": {**config["module"], "config": {**model, **sizes}}}
 
 
 def _environment_plugins() -> list[Any]:

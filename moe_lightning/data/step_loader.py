@@ -123,16 +123,18 @@ class StepLoader:
         training: bool,
         num_workers: int = 0,
         trainer: Trainer | None = None,
+        sampler: type[StepSampler] = StepSampler,
     ) -> StepLoader:
         """What a data module answers: training shuffles and takes whole steps, evaluation sees every sample in order.
 
         Args:
+            sampler: the class that turns positions into indices of the data set.
             trainer: whose rank, world and accumulation the loader takes; None: one process.
 
         Raises:
             ConfigurationError: as StepSampler and `bind_to`.
         """
-        sampler = StepSampler(
+        step_sampler = sampler(
             num_samples=len(dataset),  # type: ignore[arg-type]
             global_batch_size=global_batch_size,
             seed=seed,
@@ -141,7 +143,7 @@ class StepLoader:
         )
         loader = cls(
             dataset,
-            sampler,
+            step_sampler,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),

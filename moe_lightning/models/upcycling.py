@@ -13,16 +13,17 @@ from typing import Any
 
 from torch import nn
 
-from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.architecture import Architecture, ExpertReader
-from moe_lightning.models.huggingface.blocks import SparseBlock
+from moe_lightning.models.huggingface.blocks import DroppingLayerNorm, SparseBlock
 from moe_lightning.models.huggingface.families import FAMILIES, OUR_ROUTER, Family
 from moe_lightning.models.huggingface.layouts import GatedFeedForward, PlainFeedForward
 from moe_lightning.models.huggingface.loading import config_from
+from moe_lightning.models.sparse_layers import SparseLayers
 from moe_lightning.modules.experts import Activation
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
+from moe_lightning.modules.stream import StreamDropout
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -34,29 +35,23 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpcyclingConfig:
-    """What becomes of the feed-forward layers of a dense model.
+class UpcyclingConfig(SparseLayers):
+    """What becomes of the feed-forward layers of a trained dense model.
 
     Attributes:
         num_experts: copies of the layer in each MoE layer.
-        moe_every: layers moe_every - 1, 2 * moe_every - 1, ... become MoE layers: 1 is every layer.
+        moe_every, num_dense_layers: see SparseLayers.
         router: how tokens choose; the weights of a token's experts must sum to one, or the function would change.
 
     Raises:
-        ConfigurationError: sizes below one, or a router whose weights do not sum to one or do not train it.
+        ConfigurationError: sizes out of range, or a router whose weights do not sum to one or do not train it.
     """
 
-    num_experts: int = 8
-    moe_every: int = 1
     router: RouterConfig = field(default_factory=lambda: RouterConfig(softmax_after_top_k=True))
 
     def __post_init__(self) -> None:
-        router = build_config(RouterConfig, self.router)
-        object.__setattr__(self, "router", router)
-        for name in ("num_experts", "moe_every"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)} must be at least 1")
-        router.check(self.num_experts)
+        super().__post_init__()
+        router = self.router
         if router.top_k == 1:
             raise ConfigurationError(
                 "router.top_k=1 cannot keep the function of the dense model and train the router: use at least 2"
@@ -100,13 +95,16 @@ class DenseFamily:
         activation: the name of the activation, from the configuration.
         auto_class: the transformers class that makes the model of the configuration.
         exported: the MoE configuration of the same function and its family; None: transformers has no such class.
+        keyed: puts randomness that follows samples in the place of torch's, so that the loss depends on no number of
+            ranks; None: the model's own stays.
     """
 
     reader: ExpertReader
     layers: Callable[[nn.Module], Iterator[DenseLayer]]
     activation: Callable[[Any], str]
     auto_class: str = "AutoModelForCausalLM"
-    exported: Callable[[Any, UpcyclingConfig], tuple[Any, Family]] | None = None
+    exported: Callable[[Any, SparseLayers], tuple[Any, Family]] | None = None
+    keyed: Callable[[nn.Module], None] | None = None
 
 
 class UpcycledArchitecture(Architecture):
@@ -114,16 +112,19 @@ class UpcycledArchitecture(Architecture):
 
     Args:
         config: a transformers configuration of one of the `DENSE_FAMILIES`.
-        upcycling: what becomes of its layers.
+        sparse: what becomes of its layers; an UpcyclingConfig where the weights come from a checkpoint.
+        new_modules: names of modules, with a dot at their ends, that start at random although the checkpoint has
+            weights for them, such as the head for other classes.
 
     Raises:
         ConfigurationError: an activation that no expert has.
     """
 
-    def __init__(self, config: Any, upcycling: UpcyclingConfig) -> None:
+    def __init__(self, config: Any, sparse: SparseLayers, new_modules: tuple[str, ...] = ()) -> None:
         super().__init__(config)
         self._family = DENSE_FAMILIES[config.model_type]
-        self._upcycling = upcycling
+        self._sparse = sparse
+        self._new_modules = new_modules
         self._prefixes: dict[str, str] = {}
         self.auto_class = self._family.auto_class
         self.reader = self._family.reader
@@ -138,18 +139,22 @@ class UpcycledArchitecture(Architecture):
         self._activation = _ACTIVATIONS[name]
 
     def install(self, model: nn.Module) -> None:
-        upcycling = self._upcycling
+        sparse = self._sparse
+        if self._family.keyed is not None:
+            self._family.keyed(model)
         found = list(self._family.layers(model))
-        if len(found) < upcycling.moe_every:
+        chosen = [layer for index, layer in enumerate(found) if sparse.is_moe_layer(index)]
+        if not chosen:
             raise ConfigurationError(
-                f"moe_every={upcycling.moe_every} leaves no MoE layer among {len(found)}: lower it"
+                f"moe_every={sparse.moe_every} and num_dense_layers={sparse.num_dense_layers} leave no MoE layer among "
+                f"{len(found)}: lower them"
             )
-        for layer in found[upcycling.moe_every - 1 :: upcycling.moe_every]:
+        for layer in chosen:
             moe = MoELayer(
                 layer.d_model,
                 layer.d_hidden,
-                upcycling.num_experts,
-                upcycling.router,
+                sparse.num_experts,
+                sparse.router,
                 activation=self._activation,
                 bias=isinstance(self.reader, PlainFeedForward),
             )
@@ -158,7 +163,7 @@ class UpcycledArchitecture(Architecture):
             self._prefixes[layer.block] = layer.prefix
 
     def disk_name(self, name: str) -> str | None:
-        return None if f".{OUR_ROUTER}." in name else name
+        return None if f".{OUR_ROUTER}." in name or name.startswith(self._new_modules) else name
 
     def disk_prefix(self, block: str) -> str:
         return self._prefixes[block]
@@ -169,7 +174,7 @@ class UpcycledArchitecture(Architecture):
                 f"transformers has no {self.config.model_type} with experts, so this model cannot be exported: "
                 "keep its Lightning checkpoint"
             )
-        return self._family.exported(self.config, self._upcycling)
+        return self._family.exported(self.config, self._sparse)
 
 
 def _blocks(model: nn.Module, *parts: str) -> Iterator[tuple[str, Any]]:
@@ -211,19 +216,31 @@ def _swin_layers(model: nn.Module) -> Iterator[DenseLayer]:
         )
 
 
-def _as_mixtral(config: Any, upcycling: UpcyclingConfig) -> tuple[Any, Family]:
+def _swin_keyed(model: nn.Module) -> None:
+    """Dropout and stochastic depth that follow the sample; the norm that ends a branch drops it."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Dropout and module.p > 0:
+            model.set_submodule(name, StreamDropout(module.p))
+    for _, block in _blocks(model, "drop_path", "layernorm_before", "layernorm_after"):
+        probability = getattr(block.drop_path, "drop_prob", 0.0)
+        block.drop_path = nn.Identity()
+        block.layernorm_before = DroppingLayerNorm(block.layernorm_before, probability)
+        block.layernorm_after = DroppingLayerNorm(block.layernorm_after, probability)
+
+
+def _as_mixtral(config: Any, sparse: SparseLayers) -> tuple[Any, Family]:
     """Mixtral is LLaMA or Mistral with experts in every layer and a softmax over the chosen logits."""
-    if upcycling.moe_every != 1 or getattr(config, "attention_bias", False):
+    if sparse.moe_every != 1 or sparse.num_dense_layers or getattr(config, "attention_bias", False):
         raise ConfigurationError(
-            f"a {config.model_type} is a Mixtral only with experts in every layer (moe_every=1) and no attention "
-            "biases: keep the Lightning checkpoint of this one"
+            f"a {config.model_type} is a Mixtral only with experts in every layer (moe_every=1, num_dense_layers=0) "
+            "and no attention biases: keep the Lightning checkpoint of this one"
         )
-    experts = {"num_local_experts": upcycling.num_experts, "num_experts_per_tok": upcycling.router.top_k}
+    experts = {"num_local_experts": sparse.num_experts, "num_experts_per_tok": sparse.router.top_k}
     others = {"sliding_window": getattr(config, "sliding_window", None)}
-    return _moe_config("mixtral", config, upcycling, experts | others)
+    return _moe_config("mixtral", config, sparse, experts | others)
 
 
-def _as_qwen3_moe(config: Any, upcycling: UpcyclingConfig) -> tuple[Any, Family]:
+def _as_qwen3_moe(config: Any, sparse: SparseLayers) -> tuple[Any, Family]:
     """Qwen3-MoE is Qwen3 with experts in some layers."""
     if config.use_sliding_window:
         raise ConfigurationError(
@@ -231,21 +248,19 @@ def _as_qwen3_moe(config: Any, upcycling: UpcyclingConfig) -> tuple[Any, Family]
         )
     layers = range(config.num_hidden_layers)
     others = {
-        "num_experts": upcycling.num_experts,
-        "num_experts_per_tok": upcycling.router.top_k,
+        "num_experts": sparse.num_experts,
+        "num_experts_per_tok": sparse.router.top_k,
         "moe_intermediate_size": config.intermediate_size,
         "norm_topk_prob": True,
-        "mlp_only_layers": [layer for layer in layers if (layer + 1) % upcycling.moe_every],
+        "mlp_only_layers": [layer for layer in layers if not sparse.is_moe_layer(layer)],
         "attention_bias": config.attention_bias,
     }
-    return _moe_config("qwen3_moe", config, upcycling, others)
+    return _moe_config("qwen3_moe", config, sparse, others)
 
 
-def _moe_config(
-    model_type: str, config: Any, upcycling: UpcyclingConfig, others: Mapping[str, Any]
-) -> tuple[Any, Family]:
+def _moe_config(model_type: str, config: Any, sparse: SparseLayers, others: Mapping[str, Any]) -> tuple[Any, Family]:
     """The configuration of the same model with experts, where its router is the one that this family has."""
-    router = upcycling.router
+    router = sparse.router
     if router.score != "softmax" or router.num_groups > 1 or router.bias_update_rate or router.noisy_top_k:
         raise ConfigurationError(
             f"{model_type} has a plain softmax router, without groups, selection bias and learned noise: keep the "
@@ -280,7 +295,7 @@ _LLAMA_KEYS = (
 """What a model with experts takes over from the dense one."""
 
 
-def _llama_like(exported: Callable[[Any, UpcyclingConfig], tuple[Any, Family]]) -> DenseFamily:
+def _llama_like(exported: Callable[[Any, SparseLayers], tuple[Any, Family]]) -> DenseFamily:
     return DenseFamily(
         reader=GatedFeedForward(),
         layers=_llama_layers,
@@ -303,6 +318,7 @@ DENSE_FAMILIES: dict[str, DenseFamily] = {
         layers=_swin_layers,
         activation=lambda config: str(config.hidden_act),
         auto_class="AutoModelForImageClassification",
+        keyed=_swin_keyed,
     ),
 }
 """By the `model_type` of config.json."""

@@ -1,4 +1,4 @@
-"""What takes the place of a Hugging Face feed-forward block."""
+"""What takes the place of modules of a Hugging Face model: feed-forward blocks, norms of branches that are dropped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.modules.stream import SampleStream
 
 
 class SparseBlock(nn.Module):
@@ -40,3 +42,33 @@ class SparseBlock(nn.Module):
         if self.after is not None:
             out = self.after(out)
         return (out, None) if self._returns_scores else out
+
+
+class DroppingLayerNorm(nn.LayerNorm):
+    """[B, ..., D] -> [B, ..., D]: the LayerNorm at the end of a residual branch, with stochastic depth: while training,
+    the branch is zero for some samples (Huang et al. 2016). Which ones follows the sample, not the rank.
+
+    Args:
+        norm: the layer in whose place it comes, of the same parameters.
+        p: probability of dropping the branch, in [0, 1).
+
+    Raises:
+        ConfigurationError: p is outside its range.
+    """
+
+    def __init__(self, norm: nn.LayerNorm, p: float) -> None:
+        super().__init__(norm.normalized_shape, norm.eps)
+        if not 0.0 <= p < 1.0:
+            raise ConfigurationError(f"drop_path_rate={p} must be at least 0 and below 1")
+        self.p = p
+        self.tag = 0
+        self.stream = SampleStream()
+
+    def forward(self, input: Tensor) -> Tensor:
+        branch = super().forward(input)
+        if not self.training or self.p == 0.0:
+            return branch
+        # Negative tags are nobody else's: routers and dropouts count upwards.
+        uniform_B1 = self.stream.uniform(-1 - self.tag, branch.shape[0], 1, branch.device)
+        kept_B = (uniform_B1[:, 0] >= self.p).to(branch.dtype) / (1.0 - self.p)
+        return branch * kept_B.view(-1, *[1] * (branch.ndim - 1))

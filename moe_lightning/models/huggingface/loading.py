@@ -135,6 +135,18 @@ def load_model(architecture: Architecture, weights: WeightsFolder) -> Any:
     return model
 
 
+def new_model(architecture: Architecture) -> Any:
+    """The model with random weights: dense ones as transformers draws them, experts and routers as our layers do."""
+    model = build_skeleton(architecture)
+    _materialise(model)
+    for layer in architecture.layers.values():
+        layer.router.reset_parameters()
+        if not experts_are_deferred():
+            layer.experts.place(range(layer.num_experts), torch.device("cpu"))
+    model.initialize_weights()
+    return model
+
+
 def _materialise(model: nn.Module) -> None:
     """Memory for everything but the experts; shared parameters stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}

@@ -1,0 +1,40 @@
+"""Which layers of a dense architecture hold experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_lightning.config import build_config
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.router import RouterConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLayers:
+    """Which feed-forward layers of a dense architecture become MoE layers, and what these are.
+
+    Attributes:
+        num_experts: of each MoE layer.
+        moe_every: layers moe_every - 1, 2 * moe_every - 1, ... become MoE layers: 1 is every layer.
+        num_dense_layers: so many layers stay dense at the front, whatever `moe_every` says.
+        router: how tokens choose.
+
+    Raises:
+        ConfigurationError: sizes out of range, or a router that cannot serve so many experts.
+    """
+
+    num_experts: int = 8
+    moe_every: int = 1
+    num_dense_layers: int = 0
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "router", build_config(RouterConfig, self.router))
+        for name, least in (("num_experts", 1), ("moe_every", 1), ("num_dense_layers", 0)):
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be at least {least}")
+        self.router.check(self.num_experts)
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether feed-forward layer `index` (0-based, in the model's order) becomes an MoE layer."""
+        return index >= self.num_dense_layers and (index + 1) % self.moe_every == 0
