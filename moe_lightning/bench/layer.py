@@ -103,15 +103,16 @@ class LoopLayer(nn.Module):
         self.up = nn.ParameterList(nn.Parameter(w.detach().clone()) for w in experts.w_up)
         self.down = nn.ParameterList(nn.Parameter(w.detach().clone()) for w in experts.w_down)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, x.shape[-1])
         routing = self.router(x_TD)
         out_TD = torch.zeros_like(x_TD)
         for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
             token, choice = torch.where(routing.expert_ids_TK == expert)
-            if token.numel():
-                rows = _activate(x_TD[token] @ up, self.activation) @ down
-                out_TD.index_add_(0, token, rows * routing.weights_TK[token, choice, None])
-        return out_TD
+            # Without tokens too: a parameter that is not used is an error under DDP.
+            rows = _activate(x_TD[token] @ up, self.activation) @ down
+            out_TD.index_add_(0, token, rows * routing.weights_TK[token, choice, None])
+        return out_TD.view_as(x)
 
 
 class PaddedLayer(nn.Module):

@@ -70,7 +70,7 @@ def _median_step(strategy: Any, options: argparse.Namespace) -> float:
     )
     samples = options.batch * (options.steps + _WARMUP_STEPS + 1)
     ids = torch.randint(0, 256, (samples, options.context + 1))
-    clock = _StepClock()
+    clock = StepClock()
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -88,7 +88,7 @@ def _median_step(strategy: Any, options: argparse.Namespace) -> float:
     return statistics.median(clock.durations_s()[_WARMUP_STEPS:])
 
 
-class _StepClock(pl.Callback):
+class StepClock(pl.Callback):
     """Notes the end of every step; durations hold all that lies between two ends, the data loader included."""
 
     def __init__(self) -> None:

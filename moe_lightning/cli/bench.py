@@ -13,6 +13,7 @@ from moe_lightning.errors import ConfigurationError
 BENCHMARKS = {
     "layer": "MoE layer forward and backward against a loop over experts and padded matrices",
     "step": "training step with the strategy on one rank against stock Lightning",
+    "compare": "the same model trained and saved by stock Lightning (DDP, FSDP2, DCP) and by this project",
     "checkpoint": "stall of a snapshot and speed of writing against memmove, DCP, torch.save and safetensors",
     "balance-trace": "balance of placements and quotas on a recorded routing trace",
     "balance": "step time under skewed routing for every way of balancing, on two ranks of one core each",
