@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from moe_lightning.checkpoint.arena import Arena, arena_bytes, capacity_of
 from moe_lightning.checkpoint.buffers import NO_STEP, Status, TripleBuffer, newest_common
-from moe_lightning.checkpoint.memory import copies_in_memory
 from moe_lightning.checkpoint.room import arena_directory
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -259,26 +258,3 @@ def test_strided_tensors_are_copied_in_order(tmp_path: Path) -> None:
     (placed,) = snapshotter.arena.tables()[0].placed
     assert torch.equal(snapshotter.arena.payload(placed).view(torch.float32).view(4, 3), tensor)
     snapshotter.close()
-
-
-def test_recovery_from_memory_finds_the_newest_copy_old_enough(tmp_path: Path) -> None:
-    with node(tmp_path) as made:
-        made.snapshot(1)
-        made.persist()
-        made.snapshot(2, fresh=[0, 1], persist=[0])
-        made.persist()
-        made.snapshot(3, fresh=[2], persist=[2])
-        copies = copies_in_memory(made.arenas, run="run", recovery_step=2)
-        for key, tensor in whole_state(2).items():
-            if key.startswith("expert/"):
-                version = 2 if key.split("/")[2] in "01" else 1
-                copy = copies[key, 0]
-                assert copy.piece.version == version, key
-                assert torch.equal(copy.read(), whole_state(version)[key])
-            elif key != "dense/embedding/weight":
-                assert torch.equal(copies[key, 0].read(), tensor)
-        assert copies_in_memory(made.arenas, run="another", recovery_step=9) == {}
-        harmed = copies["expert/0/0/weight/b", 0]
-        harmed.arena.payload(harmed.placed)[0] ^= 1
-        with pytest.raises(CheckpointError, match="is damaged in"):
-            harmed.read()

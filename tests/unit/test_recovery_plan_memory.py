@@ -12,7 +12,7 @@ from moe_lightning.checkpoint.inventory import local_inventory
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.records import is_partial
-from moe_lightning.checkpoint.recovery import fetch
+from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import EXPERTS, LAYERS, node, whole_state
@@ -81,6 +81,34 @@ def test_a_whole_version_in_memory_is_preferred_to_a_newer_stale_one(tmp_path: P
     plan, found = recover(made.arenas, find_newest(made.root).checkpoint)
     assert (plan.level, plan.version, plan.stale) == ("memory", 2, {})
     assert_state(found, 2, [2] * EXPERTS)
+
+
+def test_experts_carried_over_keep_their_versions(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+        made.snapshot(2, fresh=[0, 1], persist=[0])
+        made.persist()
+        made.snapshot(3, fresh=[2], persist=[2])
+        held = [
+            (s.step, e.expert, e.version)
+            for s in local_inventory(made.arenas, "run")
+            for e in s.experts
+            if e.layer == 0
+        ]
+        assert sorted(held) == [(2, 0, 2), (2, 1, 2), (2, 2, 1), (2, 3, 1), (3, 0, 2), (3, 1, 2), (3, 2, 3), (3, 3, 1)]
+        plan, found = recover(made.arenas, None)
+        assert plan.describe() == "8 experts from arenas, 6 stale"
+        assert_state(found, 3, [2, 2, 3, 1])
+
+
+def test_damaged_memory_is_named(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        newest = made.ranks[1].arena.tables()[0].placed[0]
+        made.ranks[1].arena.payload(newest)[0] ^= 1
+        with pytest.raises(DamagedSnapshots, match="the arena snapshot of writer 1 at step 1 on node 0 is damaged"):
+            recover(made.arenas, None)
 
 
 def test_tensors_can_be_let_go_and_objects_stay(tmp_path: Path) -> None:
