@@ -39,6 +39,21 @@ def build_config(cls: type[T], values: T | Mapping[str, Any] | None) -> T:
     return cls(**values)
 
 
+def build_variant(known: Mapping[str, T], name: str, changes: Mapping[str, Any], what: str) -> T:
+    """One of several named dataclass instances with some fields replaced; those given as None stay.
+
+    Args:
+        what: what the instances are, for the error.
+
+    Raises:
+        ConfigurationError: an unknown name, or a field that cannot be so.
+    """
+    if name not in known:
+        raise ConfigurationError(f"{what} {name!r} is unknown: use one of {sorted(known)}")
+    given = {key: value for key, value in changes.items() if value is not None}
+    return build_config(type(known[name]), vars(known[name]) | given)
+
+
 _WORDS = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string", type(None): "null"}
 
 

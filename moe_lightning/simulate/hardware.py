@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from moe_lightning.config import build_config
+from moe_lightning.config import build_variant
 from moe_lightning.errors import ConfigurationError
 
 
@@ -153,7 +153,4 @@ def preset(name: str, **changes: Any) -> Hardware:
     Raises:
         ConfigurationError: an unknown preset, or a number that cannot be.
     """
-    if name not in PRESETS:
-        raise ConfigurationError(f"hardware preset {name!r} is unknown: use one of {sorted(PRESETS)}")
-    given = {key: value for key, value in changes.items() if value is not None}
-    return build_config(Hardware, vars(PRESETS[name]) | given)
+    return build_variant(PRESETS, name, changes, "hardware preset")

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from moe_lightning.algorithms.balancing import STRATEGIES, PlacementPolicy, Strategy
 from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
 from moe_lightning.algorithms.selection import parse_scopes
-from moe_lightning.config import build_config
+from moe_lightning.config import build_variant
 from moe_lightning.errors import ConfigurationError
 
 Layout = Literal["replicated", "groups"]
@@ -229,7 +229,4 @@ def policy(name: str, **changes: Any) -> Policy:
     Raises:
         ConfigurationError: an unknown policy, or a part that cannot be.
     """
-    if name not in POLICIES:
-        raise ConfigurationError(f"policy {name!r} is unknown: use one of {sorted(POLICIES)}")
-    given = {key: value for key, value in changes.items() if value is not None}
-    return build_config(Policy, vars(POLICIES[name]) | given)
+    return build_variant(POLICIES, name, changes, "policy")
