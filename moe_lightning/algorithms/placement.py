@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lightning.algorithms.parts import cut
 from moe_lightning.errors import ConfigurationError
 
 IntArray = NDArray[np.int64]
@@ -85,14 +86,6 @@ class Placement:
                     f"dispatch group of ranks {list(group)} holds no replica of expert {missing[0]}: "
                     "place every expert in every group, or raise ep_size"
                 )
-
-
-def cut(total: int, parts: int) -> tuple[int, ...]:
-    """Boundaries [parts + 1] that cut range(total) into parts whose sizes differ by at most one, the larger ones
-    first.
-    """
-    base, extra = divmod(total, parts)
-    return tuple(i * base + min(i, extra) for i in range(parts + 1))
 
 
 def dispatch_groups(num_ranks: int, ep_size: int) -> tuple[tuple[int, ...], ...]:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from moe_lightning.algorithms.placement import cut
+from moe_lightning.algorithms.parts import cut
 from moe_lightning.errors import ConfigurationError
 
 METHODS = ("none", "arc", "aec")

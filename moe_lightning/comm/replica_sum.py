@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.algorithms.placement import Placement, cut
+from moe_lightning.algorithms.parts import cut
+from moe_lightning.algorithms.placement import Placement
 from moe_lightning.comm.exchange import PendingExchange
 from moe_lightning.comm.world import World
 

@@ -17,25 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from moe_lightning.algorithms.parts import boundary, cut, part_at
 from moe_lightning.errors import ConfigurationError
-
-
-def _boundary(total: int, parts: int, index: int) -> int:
-    """Where part `index` of `cut(total, parts)` begins."""
-    size, larger = divmod(total, parts)
-    return index * size + min(index, larger)
-
-
-def _part_at(total: int, parts: int, position: int) -> int:
-    """The part of `cut(total, parts)` that holds `position`, 0 <= position < total, where no part is empty."""
-    size, larger = divmod(total, parts)
-    in_larger_parts = larger * (size + 1)
-    return position // (size + 1) if position < in_larger_parts else larger + (position - in_larger_parts) // size
-
-
-def cut(total: int, parts: int) -> tuple[int, ...]:
-    """The `parts + 1` boundaries of parts of `total` items whose sizes differ by at most one, larger parts first."""
-    return tuple(_boundary(total, parts, index) for index in range(parts + 1))
 
 
 def mixed_seed(*words: int) -> int:
@@ -139,8 +122,8 @@ class StepSampler(Sampler[list[int]]):
         """The data set's indices of `slice_at(consumed)`, in the order of the global batch."""
         here = self.slice_at(consumed)
         epoch, inside = divmod(consumed, self.epoch_size)
-        step = _part_at(self.epoch_size, self.epoch_steps, inside)
-        first = _boundary(self.epoch_size, self.epoch_steps, step) + here.offset
+        step = part_at(self.epoch_size, self.epoch_steps, inside)
+        first = boundary(self.epoch_size, self.epoch_steps, step) + here.offset
         if not self.shuffle:
             return list(range(first, first + here.count))
         indices: list[int] = self._order(epoch)[first : first + here.count].tolist()
@@ -148,8 +131,8 @@ class StepSampler(Sampler[list[int]]):
 
     def _slice(self, consumed: int, rank: int, world_size: int, num_micros: int) -> StepSlice:
         epoch, inside = divmod(consumed, self.epoch_size)
-        step = _part_at(self.epoch_size, self.epoch_steps, inside)
-        start, stop = (_boundary(self.epoch_size, self.epoch_steps, i) for i in (step, step + 1))
+        step = part_at(self.epoch_size, self.epoch_steps, inside)
+        start, stop = (boundary(self.epoch_size, self.epoch_steps, i) for i in (step, step + 1))
         micro_bounds = cut(stop - start, num_micros)
         if inside - start not in micro_bounds[:-1]:
             raise ConfigurationError(
@@ -159,7 +142,7 @@ class StepSampler(Sampler[list[int]]):
             )
         micro = micro_bounds.index(inside - start)
         micro_total = micro_bounds[micro + 1] - micro_bounds[micro]
-        first, last = (_boundary(micro_total, world_size, r) for r in (rank, rank + 1))
+        first, last = (boundary(micro_total, world_size, r) for r in (rank, rank + 1))
         return StepSlice(
             step=epoch * self.epoch_steps + step,
             micro=micro,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.data.step_sampler import StepSampler, cut
+from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
 
 PROPERTY = settings(deadline=None, max_examples=60)
@@ -43,18 +42,6 @@ def steps_of(world_size: int, num_micros: int, steps: int, **options: Any) -> li
             sampler.consumed += here.micro_total
     assert all(index is not None for batch in batches for index in batch)
     return batches
-
-
-@given(total=st.integers(0, 300), parts=st.integers(1, 40))
-@PROPERTY
-def test_cut_is_even_and_complete(total: int, parts: int) -> None:
-    bounds = cut(total, parts)
-    sizes = [b - a for a, b in pairwise(bounds)]
-    assert len(sizes) == parts
-    assert bounds[0] == 0
-    assert sum(sizes) == total
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
 
 
 @given(

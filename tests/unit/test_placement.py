@@ -10,26 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lightning.algorithms.parts import cut
 from moe_lightning.algorithms.placement import (
     Placement,
-    cut,
     dispatch_groups,
     parse_placements,
     uniform_placement,
 )
 from moe_lightning.errors import ConfigurationError
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(0, 1000), st.integers(1, 50))
-def test_cut_is_even_and_complete(total: int, parts: int) -> None:
-    bounds = cut(total, parts)
-    sizes = [last - first for first, last in itertools.pairwise(bounds)]
-    assert len(sizes) == parts
-    assert sum(sizes) == total
-    assert bounds[0] == 0
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] - sizes[-1] <= 1
 
 
 @settings(deadline=None, max_examples=150)

@@ -1,0 +1,21 @@
+"""Contiguous parts of range(total) whose sizes differ by at most one, the larger ones first."""
+
+from __future__ import annotations
+
+
+def boundary(total: int, parts: int, index: int) -> int:
+    """Where part `index` of `cut(total, parts)` begins."""
+    size, larger = divmod(total, parts)
+    return index * size + min(index, larger)
+
+
+def part_at(total: int, parts: int, position: int) -> int:
+    """The part of `cut(total, parts)` that holds `position`, 0 <= position < total, where no part is empty."""
+    size, larger = divmod(total, parts)
+    in_larger_parts = larger * (size + 1)
+    return position // (size + 1) if position < in_larger_parts else larger + (position - in_larger_parts) // size
+
+
+def cut(total: int, parts: int) -> tuple[int, ...]:
+    """The boundaries [parts + 1] of all parts."""
+    return tuple(boundary(total, parts, index) for index in range(parts + 1))
