@@ -88,7 +88,7 @@ class Agent:
         self._job: _Job | None = None
         self._retry_at = 0.0
         self._failures = 0  # in a row
-        self._seen: tuple[list[TripleBuffer], Agreement | None] | None = None
+        self._seen: tuple[list[tuple[TripleBuffer, bool]], Agreement | None] | None = None
         self._stop = threading.Event()
 
     def run(self) -> int:
@@ -156,8 +156,8 @@ class Agent:
 
     def _take_up(self) -> None:
         """Choose the step to persist, and make its snapshots P."""
-        states = [arena.state for arena in self._arenas.values()]
-        seen = (states, Agreement.read(self.root) if any(state.waiting for state in states) else None)
+        states = [(arena.state, arena.writer_alive) for arena in self._arenas.values()]
+        seen = (states, Agreement.read(self.root) if any(state.waiting for state, _ in states) else None)
         if self._job is None and seen != self._seen:  # otherwise there was nothing to do, and tables are long
             self._seen = seen
             self._job = self._interrupted_job() or self._next_job()

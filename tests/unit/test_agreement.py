@@ -165,3 +165,20 @@ def test_a_damaged_agreement_is_none(tmp_path: Path, damage: bytes) -> None:
     assert Agreement.read(tmp_path) is None
     proposal = Agreement(session="1", step=4)
     assert propose(tmp_path, None, proposal) == proposal
+
+
+def test_what_was_agreed_on_never_comes(tmp_path: Path) -> None:
+    """Nothing but the death of the writers tells the agents that training is over."""
+    nodes = Nodes(tmp_path, [1, 1])
+    nodes.root.mkdir()
+    propose(nodes.root, None, Agreement(session="1", step=10))
+    for rank in (0, 1):
+        nodes.snapshot(rank, 3)
+    for node in (0, 1):
+        nodes.serve(node, 3)
+    assert nodes.committed == 0
+    nodes.close()
+    for _ in range(5):
+        for node in (0, 1):
+            nodes.serve(node)
+    assert nodes.committed == 3
