@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_lightning.callbacks.compile_dense import CompileDense
     from moe_lightning.callbacks.dynamic_k import DynamicK
     from moe_lightning.callbacks.fault_recovery import FaultRecovery
     from moe_lightning.callbacks.huggingface_export import HuggingFaceExport, export_to_huggingface
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointError": "errors",
+    "CompileDense": "callbacks.compile_dense",
     "ConfigurationError": "errors",
     "DynamicK": "callbacks.dynamic_k",
     "ExpertModelSummary": "callbacks.model_summary",
@@ -62,6 +64,7 @@ _HOMES = {
 
 __all__ = [
     "CheckpointError",
+    "CompileDense",
     "ConfigurationError",
     "DynamicK",
     "ExpertModelSummary",

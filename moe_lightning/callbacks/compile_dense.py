@@ -1,0 +1,105 @@
+"""torch.compile for the dense parts of a model: attention, dense feed-forward layers, shared experts.
+
+Dispatch depends on the counts of every micro-batch, on integers on the host and on other ranks, so an MoE layer has
+nothing that a static graph could hold; and Lightning's `self.log` cannot be traced, so `torch.compile(module)` of a
+whole LightningModule does not help either. What lies between is compiled in place: names in checkpoints stay.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from typing_extensions import override
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import MoELayer
+
+
+class CompileDense(Callback):
+    """Compiles the dense parts of the module when the Trainer starts; the first steps take longer.
+
+    Args:
+        backend: of torch.compile.
+        mode: of torch.compile, such as "max-autotune-no-cudagraphs"; None: its default.
+        dynamic: as in torch.compile; None: shapes are taken as fixed until they change.
+
+    Attributes:
+        compiled: names of the parts.
+
+    Raises:
+        ConfigurationError: an unknown backend.
+    """
+
+    def __init__(self, backend: str = "inductor", mode: str | None = None, dynamic: bool | None = None) -> None:
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ConfigurationError(f"backend={backend!r} is not known to torch.compile: use one of {sorted(known)}")
+        self._backend = backend
+        self._mode = mode
+        self._dynamic = dynamic
+        self.compiled: list[str] = []
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._compile(trainer, pl_module)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._compile(trainer, pl_module)
+
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._compile(trainer, pl_module)
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._compile(trainer, pl_module)
+
+    def _compile(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Once for a module; later calls find it compiled."""
+        parts = [(name, part) for name, part in dense_parts(pl_module) if part._compiled_call_impl is None]
+        if parts and self._backend == "inductor":
+            check_inductor(trainer.strategy.root_device)
+        for name, part in parts:
+            part.compile(backend=self._backend, mode=self._mode, dynamic=self._dynamic)
+            self.compiled.append(name)
+
+
+def dense_parts(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The largest submodules without experts that have several layers, with their names; a single layer gains nothing
+    from being compiled alone.
+    """
+    for child_name, child in model.named_children():
+        path = f"{name}.{child_name}".lstrip(".")
+        if isinstance(child, MoELayer):
+            if child.shared_expert is not None:
+                yield f"{path}.shared_expert", child.shared_expert
+        elif isinstance(child, nn.ModuleList | nn.ModuleDict) or any(isinstance(m, MoELayer) for m in child.modules()):
+            yield from dense_parts(child, path)
+        elif next(child.children(), None) is not None:
+            yield path, child
+
+
+def check_inductor(device: torch.device) -> None:
+    """Refuse what would end in a traceback of the compiler.
+
+    Raises:
+        ConfigurationError: no C++ compiler for a CPU, no Triton for a GPU.
+    """
+    cure = "drop CompileDense, or give it backend='aot_eager'"
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise ConfigurationError(
+                f"torch.compile needs a C++ compiler on the CPU and {compiler} is not there: install g++ or set CXX, "
+                f"or {cure}"
+            )
+    elif importlib.util.find_spec("triton") is None:
+        raise ConfigurationError(f'torch.compile needs Triton: pip install "moe-lightning[triton]", or {cure}')
