@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.modules.stream import StreamDropout
 
 
 class CompileDense(Callback):
@@ -68,8 +69,18 @@ class CompileDense(Callback):
         if parts and self._backend == "inductor":
             check_inductor(trainer.strategy.root_device)
         for name, part in parts:
+            _keep_noise_out(part)
             part.compile(backend=self._backend, mode=self._mode, dynamic=self._dynamic)
             self.compiled.append(name)
+
+
+def _keep_noise_out(part: nn.Module) -> None:
+    """Let keyed dropout run outside of graphs: Inductor's CPU code of its 64-bit integer hash ends in a segmentation
+    fault (torch 2.13).
+    """
+    for module in part.modules():
+        if isinstance(module, StreamDropout) and module.p > 0:
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign, no-untyped-call]
 
 
 def dense_parts(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
