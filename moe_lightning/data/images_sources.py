@@ -179,7 +179,7 @@ def _split(
 
 # ---------------------------------------------------------------------- shapes
 
-_SHAPES = ("disc", "square", "triangle", "cross")
+_SHAPES = ("disc", "ring", "beam", "pillar")
 _COLOURS = {"red": (200, 60, 60), "green": (60, 180, 70), "blue": (70, 90, 210)}
 
 
@@ -212,24 +212,22 @@ class Shapes:
         ground = tuple(int(value) for value in rng.integers(60, 190) + rng.integers(-30, 31, 3))
         image = pillow("Image").new("RGB", (self.side, self.side), ground)
         fill = np.clip(list(_COLOURS.values())[colour] + rng.integers(-40, 41, 3), 0, 255)
-        size = self.side * rng.uniform(0.3, 0.6)
+        size = self.side * rng.uniform(0.5, 0.8)
         left, top = rng.uniform(0, self.side - size, 2)
         draw = pillow("ImageDraw").Draw(image)
         _draw(draw, _SHAPES[shape], float(left), float(top), float(size), tuple(int(value) for value in fill))
-        noise = rng.normal(0, 20, (self.side, self.side, 3))
+        noise = rng.normal(0, 8, (self.side, self.side, 3))
         noisy = np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8)
         return pillow("Image").fromarray(noisy), number
 
 
 def _draw(draw: Any, shape: str, left: float, top: float, size: float, fill: tuple[int, ...]) -> None:
-    right, bottom, middle = left + size, top + size, left + size / 2
+    right, bottom, third = left + size, top + size, size / 3
     if shape == "disc":
         draw.ellipse((left, top, right, bottom), fill=fill)
-    elif shape == "square":
-        draw.rectangle((left, top, right, bottom), fill=fill)
-    elif shape == "triangle":
-        draw.polygon([(middle, top), (right, bottom), (left, bottom)], fill=fill)
-    else:
-        third = size / 3
-        draw.rectangle((left + third, top, right - third, bottom), fill=fill)
+    elif shape == "ring":
+        draw.ellipse((left, top, right, bottom), outline=fill, width=max(1, round(size / 6)))
+    elif shape == "beam":
         draw.rectangle((left, top + third, right, bottom - third), fill=fill)
+    else:
+        draw.rectangle((left + third, top, right - third, bottom), fill=fill)

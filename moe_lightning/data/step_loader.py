@@ -7,7 +7,7 @@ Lightning leaves such a loader as it is (no sampler is injected), saves and rest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class StepLoader:
         moves = sampler.moves
         if self._own_generator is not None:
             self._own_generator.manual_seed(mixed_seed(sampler.seed, sampler.rank, sampler.consumed))
-        for batch in self._loader:
+        for batch in _with_plain_mistakes(self._loader):
             self.current = sampler.slice_at(sampler.consumed)
             sampler.consumed += self.current.micro_total
             yield batch
@@ -236,6 +236,14 @@ class StepLoader:
     @worker_init_fn.setter
     def worker_init_fn(self, function: Callable[[int], None] | None) -> None:
         self._loader.worker_init_fn = function
+
+
+def _with_plain_mistakes(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches; a mistake that a worker process found is the sentence it was there, without torch's traceback."""
+    try:
+        yield from batches
+    except ConfigurationError as error:
+        raise ConfigurationError(str(error).rpartition("ConfigurationError: ")[2].rstrip()) from error
 
 
 def _batch_size_and_shuffle(loader: DataLoader[Any]) -> tuple[int, bool]:

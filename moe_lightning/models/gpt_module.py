@@ -188,11 +188,12 @@ def adamw_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> 
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two optimizer groups: matrices, which decay, and vectors (biases, norms), which do not; an expert's bias is a
-    vector too.
+    """Two optimizer groups: matrices, which decay, and vectors (biases, norms, tensors whose other sizes are one),
+    which do not; an expert's bias is a vector too.
     """
     vectors = {id(p) for m in model.modules() if isinstance(m, Experts) for p in (m.b_up, m.b_down) if p is not None}
     trained = [p for p in model.parameters() if p.requires_grad]
-    decay = [p for p in trained if p.ndim >= 2 and id(p) not in vectors]
-    rest = [p for p in trained if p.ndim < 2 or id(p) in vectors]
+    vectors |= {id(p) for p in trained if p.squeeze().ndim < 2}
+    decay = [p for p in trained if id(p) not in vectors]
+    rest = [p for p in trained if id(p) in vectors]
     return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

@@ -14,13 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
-from moe_lightning.models.huggingface.loading import config_from, load_model, new_model, read_config
+from moe_lightning.models.huggingface.blocks import DroppingLayerNorm
+from moe_lightning.models.huggingface.loading import (
+    config_from,
+    load_model,
+    new_model,
+    read_config,
+    recompute_activations,
+)
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.sparse_layers import SparseLayers
 from moe_lightning.models.upcycling import UpcycledArchitecture, UpcyclingConfig
@@ -190,12 +197,14 @@ class SwinModule(SupervisedModule):
         if hasattr(self, "model"):
             return
         folder = self.config.folder
-        self.model = (
-            new_model(self.architecture) if folder is None else load_model(self.architecture, WeightsFolder(folder))
-        )
+        if folder is None:
+            self.model = new_model(self.architecture)
+            _silence_branches(self.model)
+        else:
+            self.model = load_model(self.architecture, WeightsFolder(folder))
         self.model.train()
         if self.config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_activations(self.model)
 
     @override
     def setup(self, stage: str) -> None:
@@ -238,6 +247,14 @@ class SwinModule(SupervisedModule):
         self.log(f"{stage}accuracy", top_k_accuracy(logits_BV, classes_B, 1), prog_bar=True, **options)
         self.log(f"{stage}top_5_accuracy", top_k_accuracy(logits_BV, classes_B, 5), **options)
         return loss
+
+
+@torch.no_grad()
+def _silence_branches(model: nn.Module) -> None:
+    """Start every residual branch at zero, as SwinV2 (Liu et al. 2022) does and transformers does not."""
+    for module in model.modules():
+        if isinstance(module, DroppingLayerNorm):
+            module.weight.zero_()
 
 
 @torch.no_grad()

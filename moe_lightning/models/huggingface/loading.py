@@ -147,6 +147,13 @@ def new_model(architecture: Architecture) -> Any:
     return model
 
 
+def recompute_activations(model: Any) -> None:
+    """Keep only the inputs of layers for the backward pass, which computes the rest again."""
+    # transformers 5 has renamed the method
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def _materialise(model: nn.Module) -> None:
     """Memory for everything but the experts; shared parameters stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}

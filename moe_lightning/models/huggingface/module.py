@@ -16,7 +16,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
 from moe_lightning.models.huggingface.families import FAMILIES
-from moe_lightning.models.huggingface.loading import config_from, load_model, read_config
+from moe_lightning.models.huggingface.loading import config_from, load_model, read_config, recompute_activations
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.modules.losses import mean_over_samples
@@ -126,9 +126,7 @@ class HuggingFaceModule(SupervisedModule):
         self.model = load_model(self.architecture, WeightsFolder(self.config.folder))
         self.model.train()
         if self.config.gradient_checkpointing:
-            model = self.model  # transformers 5 has renamed the method
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            recompute_activations(self.model)
 
     @override
     def setup(self, stage: str) -> None:
