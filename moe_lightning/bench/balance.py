@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -24,8 +23,8 @@ from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.bench.balance_worker import CONTENDERS
 from moe_lightning.bench.measure import machine
+from moe_lightning.bench.ranks import launch, own_cores
 from moe_lightning.elastic.failure import Interrupted
-from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.errors import ConfigurationError
 
 FloatArray = NDArray[np.float64]
@@ -63,16 +62,16 @@ def run(options: argparse.Namespace) -> int:
             f"{options.experts} experts do not divide over {_RANKS} ranks of {options.slots} slots: "
             "use an even number, and at least half as many slots"
         )
-    cores = sorted(os.sched_getaffinity(0))[:_RANKS] if hasattr(os, "sched_setaffinity") else []
+    cores = own_cores(_RANKS)
     try:
         with tempfile.TemporaryDirectory(prefix="moe-balance-") as folder:
-            rows = _measure(Path(folder), options, cores if len(cores) == _RANKS else [])
+            rows = _measure(Path(folder), options, cores)
     except Interrupted as stop:
         print(f"moe-bench: {stop}", file=sys.stderr)
         return 128 + stop.signal
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1))
-    pinned = f"pinned to cores {cores}" if len(cores) == _RANKS else "not pinned: this machine has one core"
+    pinned = f"pinned to cores {cores}" if cores else "not pinned: too few cores"
     print(f"{machine()}; {_RANKS} ranks, {pinned}; medians of {options.rounds} x {options.steps} steps")
     medians = _medians(rows)
     print(format_table(medians))
@@ -89,13 +88,12 @@ def _measure(folder: Path, options: argparse.Namespace, cores: list[int]) -> lis
     names = ("rounds", "steps", "batch", "context", "d_model", "d_expert", "layers", "experts", "slots", "strategies")
     settings = {name: getattr(options, name) for name in names} | {"traces": traces, "cores": cores, "ranks": _RANKS}
     (folder / "options.json").write_text(json.dumps(settings))
-    launcher = LocalLauncher(
-        num_ranks=_RANKS, log_dir=folder / "logs", module="moe_lightning.bench.balance_worker", grace_s=5.0
+    launch(
+        "moe_lightning.bench.balance_worker",
+        [str(folder / "options.json"), str(folder / "results.json")],
+        num_ranks=_RANKS,
+        log_dir=folder / "logs",
     )
-    try:
-        launcher.run([str(folder / "options.json"), str(folder / "results.json")])
-    except RanksFailed as error:
-        raise ConfigurationError(f"a rank of the benchmark failed: {error} {error.failure.details}") from error
     rows: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return rows
 

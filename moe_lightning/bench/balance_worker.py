@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +22,11 @@ from moe_lightning.algorithms.balancing import STRATEGIES, Strategy
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
 from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.bench.ranks import enter
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.padded import PaddedDispatcher
-from moe_lightning.elastic.lifeline import end_with_launcher, leave_process_groups
+from moe_lightning.elastic.lifeline import leave_process_groups
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.modules.forced_routing import ForcedRouting
@@ -193,15 +191,8 @@ def _strategy(ways: Strategy | None, slots: int) -> ExpertParallelStrategy:
 
 
 def main(arguments: list[str]) -> None:
-    end_with_launcher()
     options = json.loads(Path(arguments[0]).read_text())
-    rank = int(os.environ["RANK"])
-    if options["cores"]:
-        os.sched_setaffinity(0, {options["cores"][rank]})
-    torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning.pytorch")
+    rank = enter(options["cores"])
     results = []
     for index in range(options["rounds"]):
         for name in options["strategies"]:

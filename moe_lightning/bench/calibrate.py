@@ -26,8 +26,8 @@ from moe_lightning.bench.balance import most_skewed
 from moe_lightning.bench.balance_worker import model_config
 from moe_lightning.bench.calibrate_worker import CLOCKS, SAVE_EVERY
 from moe_lightning.bench.measure import machine
+from moe_lightning.bench.ranks import launch
 from moe_lightning.elastic.failure import Interrupted
-from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.calibrated import save_hardware
 from moe_lightning.simulate.checkpoint_cost import save_cost
@@ -131,13 +131,12 @@ def _one_world(folder: Path, ranks: int, options: argparse.Namespace) -> tuple[H
         runs.append(choice | {"name": name, "trace": str(path), "ranks": ranks, "steps": options.steps, "slots": slots})
     jobs, results = folder / f"jobs{ranks}.json", folder / f"results{ranks}.json"
     jobs.write_text(json.dumps({"runs": runs}))
-    launcher = LocalLauncher(
-        num_ranks=ranks, log_dir=folder / f"logs{ranks}", module="moe_lightning.bench.calibrate_worker", grace_s=5.0
+    launch(
+        "moe_lightning.bench.calibrate_worker",
+        [str(jobs), str(results)],
+        num_ranks=ranks,
+        log_dir=folder / f"logs{ranks}",
     )
-    try:
-        launcher.run([str(jobs), str(results)])
-    except RanksFailed as error:
-        raise ConfigurationError(f"a rank of the calibration failed: {error} {error.failure.details}") from error
     found = json.loads(results.read_text())
     measured = dict(zip(named, found["seconds"], strict=True))
     machines, predictions = {}, []

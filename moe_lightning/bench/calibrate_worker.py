@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,10 +15,11 @@ import lightning.pytorch as pl
 import torch
 
 from moe_lightning.bench.balance_worker import measure
+from moe_lightning.bench.ranks import enter
 from moe_lightning.callbacks.calibration import measure_exchange, measure_experts
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.comm.world import World
-from moe_lightning.elastic.lifeline import end_with_launcher, leave_process_groups
+from moe_lightning.elastic.lifeline import leave_process_groups
 from moe_lightning.modules.experts import Experts
 
 SAVE_EVERY = 4
@@ -70,23 +69,18 @@ def train(options: dict[str, Any], folder: str) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> None:
-    end_with_launcher()
-    jobs = json.loads(Path(arguments[0]).read_text())
-    torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning.pytorch")
+    jobs, rank = json.loads(Path(arguments[0]).read_text()), enter()
     seconds: list[dict[str, float]] = []
     for index, options in enumerate(jobs["runs"]):
         folder = str(Path(arguments[1]).parent / f"checkpoints{index}")
         seconds.append(train(options, folder))
-        if os.environ["RANK"] == "0":
+        if rank == 0:
             wall_ms, cpu_ms = (1e3 * seconds[-1][clock] for clock in CLOCKS)
             print(f"{options['name']}: {wall_ms:.1f} ms a step, {cpu_ms:.1f} ms of a processor", flush=True)
     world = World.connect(torch.device("cpu"), timedelta(seconds=60))  # the trainings have made the default group
     found = parts(world, jobs["runs"][0])
     world.close()
-    if os.environ["RANK"] == "0":
+    if rank == 0:
         Path(arguments[1]).write_text(json.dumps({"seconds": seconds, "parts": found}))
     leave_process_groups()
 
