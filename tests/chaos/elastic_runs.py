@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import sys
 import tempfile
 import time
 import uuid
@@ -19,20 +16,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from moe_lightning.checkpoint.agent import Agent
-from moe_lightning.checkpoint.agent import main as agent_main
 from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.store import claim
 from moe_lightning.elastic.news import News
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
+from tests.agents import fork_agent
 from tests.chaos.elastic_worker import Hold, Kill, checkpoints_of, gate_of, worker_main
 from tests.distributed.harness import run_ranks
+from tests.forks import FORKS
 
 __all__ = ["SETTINGS", "ElasticRun", "Hold", "Kill", "assert_same_losses", "elastic_run", "finish", "reference"]
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["lightning.pytorch", "torch.distributed", "torch._dynamo", "tests.chaos.elastic_worker"])
 
 SETTINGS = ElasticSettings(
     heartbeat_timeout_s=0.5, silence_timeout_s=3.0, hang_timeout_s=12.0, join_timeout_s=60.0, join_window_s=0.1
@@ -94,7 +88,7 @@ class ElasticRun:
         )
         self._tokens[worker] = task.token
         arguments = (worker, self.expected, task.to_environment(), str(self.folder), self.steps, self.options)
-        process = _FORKS.Process(target=worker_main, args=arguments, daemon=True)
+        process = FORKS.Process(target=worker_main, args=arguments, daemon=True)
         process.start()
         self.processes[worker] = process
 
@@ -110,10 +104,8 @@ class ElasticRun:
         root = checkpoints_of(self.folder)
         claim(root, self._run)
         self.arenas(worker).mkdir(mode=0o700, exist_ok=True)
-        gate = str(gate_of(self.folder)) if self.stores_late else None
-        agent = _FORKS.Process(target=_agent_main, args=(str(self.arenas(worker)), str(root), gate), daemon=True)
-        agent.start()
-        self._agents[node] = agent
+        gate = gate_of(self.folder) if self.stores_late else None
+        self._agents[node] = fork_agent(self.arenas(worker), root, gate=gate)
 
     def arenas(self, worker: int) -> Path:
         """The memory of a worker's node."""
@@ -339,18 +331,6 @@ def assert_same_losses(run: ElasticRun, expected: Losses, tolerance: float = 1e-
     for found, wanted in ((losses, expected.training), (validations, expected.validation)):
         wrong = {step: (loss, wanted[step]) for step, loss in found.items() if abs(loss - wanted[step]) > tolerance}
         assert not wrong, wrong
-
-
-def _agent_main(arenas: str, root: str, gate: str | None) -> None:
-    if gate is not None:
-        serve = Agent.serve_once
-        Agent.serve_once = lambda agent: os.path.exists(gate) and serve(agent)  # type: ignore[method-assign]
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.argv = ["agent", "--arenas", arenas, "--checkpoints", root, "--poll-s", "0.01"]
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    agent_main()
 
 
 def _lines(path: Path) -> Iterator[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -30,11 +29,7 @@ from moe_lightning.elastic.membership import Members
 from moe_lightning.elastic.monitor import EXIT_HANGING
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    ["lightning.pytorch", "moe_lightning.strategies", "torch.distributed", "moe_lightning.elastic.engine"]
-)
+from tests.forks import FORKS
 
 FAST = ElasticSettings(
     heartbeat_timeout_s=0.4,
@@ -191,8 +186,8 @@ class Toy:
                 expected=count if expected is None else expected,
                 settings=self.settings,
             )
-            mine, theirs = _FORKS.Pipe()
-            process = _FORKS.Process(
+            mine, theirs = FORKS.Pipe()
+            process = FORKS.Process(
                 target=work, args=(task.to_environment(), theirs, (behaviours or {}).get(index, "")), daemon=True
             )
             process.start()

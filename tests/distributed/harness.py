@@ -1,14 +1,12 @@
 """Runs a function on several gloo ranks in real processes, in a fraction of a second.
 
-Ranks are forked from a server process that has torch and Lightning imported but has never run them, so a world starts
-in about 0.1 s. Each world
+Ranks are forked from a server process that has imported everything, so a world starts in about 0.1 s. Each world
 meets in a file store of its own: no ports are chosen by the tests.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -24,9 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_lightning.comm.world import World
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["lightning.pytorch", "moe_lightning.strategies", "torch.distributed"])
+from tests.forks import FORKS
 
 
 class RankFailure(AssertionError):
@@ -44,8 +40,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     with tempfile.TemporaryDirectory(prefix="moe-ranks-") as folder:
         pipes, processes = [], []
         for rank in range(world_size):
-            receiver, sender = _FORKS.Pipe()
-            process = _FORKS.Process(
+            receiver, sender = FORKS.Pipe()
+            process = FORKS.Process(
                 target=_rank_main, args=(rank, world_size, folder, sender, function, args), daemon=True
             )
             process.start()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from moe_lightning.cli.ckpt import main as moe_ckpt
+from tests.commands import moe_train
 from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
 
 COMMON = [
@@ -28,13 +27,6 @@ COMMON = [
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="moe-train's launcher of local ranks needs Linux")
 
 
-def moe_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
-    environment = {name: value for name, value in os.environ.items() if name not in dropped} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "moe_lightning.cli.train", *arguments, *COMMON]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-
-
 def test_fine_tuning(tmp_path: Path) -> None:
     """Two ranks with partial checkpoints; the exported model is the last checkpoint's."""
     make_checkpoint("olmoe", tmp_path / "olmoe", vocab_size=256)
@@ -44,7 +36,7 @@ def test_fine_tuning(tmp_path: Path) -> None:
     # All experts in every checkpoint: with fewer, the last one would rightly hold some older ones.
     values = ("every_n_steps=2", "k_snapshot=6", "k_persist=6")
     partial = [f"callbacks.partial_experts_checkpoint.{value}" for value in values]
-    trained = moe_train(tmp_path, *recipe, *partial, "trainer.max_steps=4", "optimizer.lr=0.01")
+    trained = moe_train(tmp_path, *recipe, *partial, "trainer.max_steps=4", "optimizer.lr=0.01", *COMMON)
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
 
@@ -61,7 +53,7 @@ def test_upcycling(tmp_path: Path) -> None:
     make_checkpoint("gpt2", tmp_path / "gpt2", vocab_size=256)
     (tmp_path / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(800)))
     recipe = ["recipes=upcycle_gpt2", "model.pretrained=gpt2", "data.source=words.txt", "data.cache_dir=cache"]
-    trained = moe_train(tmp_path, *recipe, "data.val_samples=4", "trainer.max_steps=2", "ranks=1")
+    trained = moe_train(tmp_path, *recipe, "data.val_samples=4", "trainer.max_steps=2", "ranks=1", *COMMON)
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
     last = next((tmp_path / "outputs" / "small" / "checkpoints").glob("*.ckpt"))

@@ -26,6 +26,7 @@ from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from tests.agents import agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import train
 
@@ -70,9 +71,17 @@ class KChoices(pl.Callback):
                 file.write(f"{session.k_persist}\n")
 
 
-def run(world_size: int, callbacks: list[pl.Callback], **options: Any) -> list[dict[str, Any]]:
+def run(
+    world_size: int, callbacks: list[pl.Callback], *, ranks_start_agents: bool = False, **options: Any
+) -> list[dict[str, Any]]:
+    """Results of all ranks; their agents are started ahead unless ranks shall start them, which takes seconds."""
     function = partial(train, callbacks=callbacks, trainer=WITH_CHECKPOINTS, **options)
+    roots = [c._root for c in callbacks if isinstance(c, PartialExpertsCheckpoint) and not ranks_start_agents]
+    agents = [agent_ahead(root) for root in roots]
     results: list[dict[str, Any]] = run_ranks(world_size, function)
+    for agent in agents:
+        agent.join(60.0)
+        assert agent.exitcode == 0, "the run told it to leave"
     return results
 
 
@@ -115,8 +124,8 @@ def saver(root: Path, **options: Any) -> PartialExpertsCheckpoint:
 
 def test_full_checkpoints_resume_bit_for_bit_and_by_the_name_last(root: Path) -> None:
     whole = run(2, [], steps=12)[0]
-    run(2, [saver(root)], steps=7)
-    resumed = run(2, [saver(root)], steps=12, ckpt_path="last")[0]
+    run(2, [saver(root)], steps=7, ranks_start_agents=True)
+    resumed = run(2, [saver(root)], steps=12, ckpt_path="last", ranks_start_agents=True)[0]
     assert resumed["losses"] == whole["losses"][7:]
     for name, values in whole["state"].items():
         np.testing.assert_array_equal(resumed["state"][name], values, err_msg=name)

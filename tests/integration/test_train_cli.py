@@ -1,4 +1,8 @@
-"""`moe-train` as a user runs it: in processes of its own, on two ranks."""
+"""`moe-train` as a user runs it, on two ranks.
+
+The first run, torchrun's and those that signals end are processes of their own; the others are forked from one that has
+imported everything.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.commands import moe_train, users_environment
 
 COMMAND = [sys.executable, "-m", "moe_lightning.cli.train"]
 TINY = [
@@ -31,24 +37,14 @@ TINY = [
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and waits on process descriptors")
 
 
-def _environment() -> dict[str, str]:
-    dropped = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "PL_GLOBAL_SEED",
-        "WANDB_API_KEY",
-        "WANDB_MODE",
-    )
-    return {name: value for name, value in os.environ.items() if name not in dropped} | {"OMP_NUM_THREADS": "1"}
-
-
 def _run(folder: Path, *arguments: str, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, *TINY, *arguments], cwd=folder, env=_environment(), capture_output=True, text=True, timeout=200
+        [*command, *TINY, *arguments], cwd=folder, env=users_environment(), capture_output=True, text=True, timeout=200
     )
+
+
+def _fork(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return moe_train(folder, *TINY, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +103,19 @@ def test_leaves_its_files(trained: tuple[Path, subprocess.CompletedProcess[str]]
 
 
 def test_a_finished_run_says_so(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    result = _run(trained[0], "trainer.max_steps=4", "ranks=2")
+    result = _fork(trained[0], "trainer.max_steps=4", "ranks=2")
     assert (result.returncode, result.stderr) == (0, "")
     assert "has finished its 4 steps" in result.stdout
     assert "trainer.max_steps=8" in result.stdout
 
 
 def test_the_same_command_goes_on_and_is_measured(folder: Path) -> None:
-    result = _run(folder, "trainer.max_steps=6", "ranks=1")  # and on another number of ranks
+    result = _fork(folder, "trainer.max_steps=6", "ranks=1")  # and on another number of ranks
     assert result.returncode == 0, result.stderr
     assert "going on after step 4" in result.stdout
     assert "step 6/6" in result.stdout
     assert "step 4/6" not in result.stdout
-    measured = _run(folder, "task=validate", "ranks=2")
+    measured = _fork(folder, "task=validate", "ranks=2")
     assert measured.returncode == 0, measured.stderr
     final = [line for line in result.stdout.splitlines() if line.startswith("validation loss")]
     again = [line for line in measured.stdout.splitlines() if line.startswith("validation loss")]
@@ -127,7 +123,7 @@ def test_the_same_command_goes_on_and_is_measured(folder: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_one_sentence(folder: Path) -> None:
-    result = _run(folder, "trainer.max_steps=6", "ranks=2", "model.d_model=32")
+    result = _fork(folder, "trainer.max_steps=6", "ranks=2", "model.d_model=32")
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     assert "checkpoint" in result.stderr
@@ -135,7 +131,7 @@ def test_a_checkpoint_of_another_model_is_one_sentence(folder: Path) -> None:
 
 
 def test_a_mistake_found_by_the_ranks_is_told_once(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    result = _run(trained[0], "run_name=wrong", "ranks=2", "strategy.copies=5")
+    result = _fork(trained[0], "run_name=wrong", "ranks=2", "strategy.copies=5")
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
         "moe-train: error: copies=5 of each expert need between 1 and 2 (the number of ranks)"
@@ -143,7 +139,7 @@ def test_a_mistake_found_by_the_ranks_is_told_once(trained: tuple[Path, subproce
 
 
 def test_multirun_runs_each_job_once_on_its_own_ranks(folder: Path) -> None:
-    result = _run(
+    result = _fork(
         folder, "-m", "seed=5,6", "run_name=sweep", "+trainer.fast_dev_run=false", "trainer.max_steps=2", "ranks=2"
     )
     assert result.returncode == 0, result.stderr
@@ -155,7 +151,7 @@ def test_multirun_runs_each_job_once_on_its_own_ranks(folder: Path) -> None:
 
 
 def test_anew_keeps_the_earlier_run(folder: Path) -> None:
-    result = _run(folder, "trainer.max_steps=2", "ranks=1", "resume=false")
+    result = _fork(folder, "trainer.max_steps=2", "ranks=1", "resume=false")
     assert result.returncode == 0, result.stderr
     assert "the earlier run is kept in tiny.1" in result.stdout
     assert (folder / "outputs" / "tiny.1" / "checkpoints" / "step-0000004.ckpt").is_file()
@@ -179,7 +175,7 @@ class Running:
         self.process = subprocess.Popen(
             [*COMMAND, *TINY, *endless],
             cwd=folder,
-            env=_environment(),
+            env=users_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,0 +1,71 @@
+"""Persist agents forked from the tests' server process: a fresh one imports torch for seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from moe_lightning.checkpoint.agent import Agent
+from moe_lightning.checkpoint.agent import main as agent_main
+from moe_lightning.checkpoint.agent_control import STOP
+from moe_lightning.checkpoint.recovery_sources import arenas_name
+from moe_lightning.checkpoint.store import claim, run_of
+from tests.forks import FORKS
+
+
+def fork_agent(arenas: Path, root: Path, *, gate: Path | None = None, keep_last: int = 2) -> BaseProcess:
+    """Start the agent of a node.
+
+    Args:
+        gate: a file that must exist before it does anything; None: nothing holds it back.
+    """
+    gate_name = str(gate) if gate is not None else None
+    process = FORKS.Process(target=_agent_main, args=(str(arenas), str(root), gate_name, keep_last), daemon=True)
+    process.start()
+    return process
+
+
+def agent_ahead(root: Path) -> BaseProcess:
+    """Start the agent that the first rank of a run would start, before the run: the rank finds it at work.
+
+    Args:
+        root: of the checkpoints; the run has the name of the folder that it lies in.
+    """
+    run = run_of(root) or uuid.uuid4().hex
+    claim(root, run)
+    arenas = Path("/dev/shm") / f"moe-lightning-{arenas_name(root.parent.name, run, '')}"
+    arenas.mkdir(mode=0o700, exist_ok=True)
+    (arenas / STOP).unlink(missing_ok=True)
+    return fork_agent(arenas, root)
+
+
+class ForkedAgent:
+    """In place of `start_agent`, for runs in the test's own process: the part of subprocess.Popen that sessions use."""
+
+    def __init__(self, arenas: Path, root: Path, *, keep_last: int = 2) -> None:
+        self._process = fork_agent(arenas, root, keep_last=keep_last)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("agent", timeout)
+        return self._process.exitcode
+
+
+def _agent_main(arenas: str, root: str, gate: str | None, keep_last: int) -> None:
+    if gate is not None:
+        serve = Agent.serve_once
+        Agent.serve_once = lambda agent: os.path.exists(gate) and serve(agent)  # type: ignore[method-assign]
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    sys.exit(agent_main(["--arenas", arenas, "--checkpoints", root, "--poll-s", "0.01", "--keep-last", str(keep_last)]))

@@ -1,0 +1,119 @@
+"""`moe-train` and its local ranks in forked processes: what a user's command does, without its imports.
+
+The tests of launchers, and some test of every kind of command, start interpreters of their own. Not for elastic runs:
+their launcher has threads, and a process with threads is better not forked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moe_lightning.elastic import processes
+from tests.forks import FORKS
+
+_OURS = (
+    "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "PL_GLOBAL_SEED", "WANDB_API_KEY", "WANDB_MODE",
+)  # fmt: skip
+"""Variables of the tests' own environment that a user's command would not see."""
+
+
+def users_environment() -> dict[str, str]:
+    """What a user's command finds in its environment."""
+    kept = {name: value for name, value in os.environ.items() if name not in _OURS}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def moe_train(folder: Path, *arguments: str, timeout_s: float = 200.0) -> subprocess.CompletedProcess[str]:
+    """Run `moe-train ARGUMENTS` in a folder: its exit code, and what it and its first rank wrote."""
+    out, err = folder / ".stdout", folder / ".stderr"
+    process = FORKS.Process(target=_command_main, args=(str(folder), arguments, users_environment(), (out, err)))
+    process.start()
+    process.join(timeout_s)
+    if process.is_alive():
+        process.kill()  # and with it its ranks
+        process.join()
+        raise AssertionError(f"moe-train {arguments} did not end: {out.read_text()}{err.read_text()}")
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+
+
+class ForkedRank:
+    """A rank as its launcher sees it: the part of subprocess.Popen that launchers use."""
+
+    def __init__(self, module: str, arguments: Sequence[str], variables: Mapping[str, str], outputs: tuple[Path, Path]):
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            os.environ.update(variables)
+            if outputs[0].exists():  # else it writes to the terminal
+                _write_to(*outputs)
+            _run_module(module, arguments)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+def _command_main(
+    folder: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: tuple[Path, Path]
+) -> NoReturn:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    _write_to(*outputs)
+    processes.start = _fork_ranks  # type: ignore[assignment]
+    _run_module("moe_lightning.cli.train", arguments)
+
+
+def _fork_ranks(
+    program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: processes.WorkerLogs
+) -> dict[int, Any]:
+    """What `processes.start` does, by forking."""
+    option, module, *arguments = program
+    assert option == "-m"
+    logs.reify(dict(environments))
+    return {
+        rank: ForkedRank(module, arguments, variables, (logs.path(rank, "out"), logs.path(rank, "err")))
+        for rank, variables in environments.items()
+    }
+
+
+def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
+    """What `python -m MODULE ARGUMENTS` does, in this process and to its end."""
+    sys.argv = [module, *arguments]
+    code: Any = 1
+    try:
+        code = importlib.import_module(module).main()
+    except SystemExit as exit_:
+        code = exit_.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _write_to(out: Path, err: Path) -> None:
+    for path, number in ((out, 1), (err, 2)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
