@@ -243,7 +243,9 @@ def _with_plain_mistakes(batches: Iterable[Any]) -> Iterator[Any]:
     try:
         yield from batches
     except ConfigurationError as error:
-        raise ConfigurationError(str(error).rpartition("ConfigurationError: ")[2].rstrip()) from error
+        # torch's frames hold each other and the workers, whose end would then wait for the garbage collector.
+        cause = error.with_traceback(None)
+        raise ConfigurationError(str(error).rpartition("ConfigurationError: ")[2].rstrip()) from cause
 
 
 def _batch_size_and_shuffle(loader: DataLoader[Any]) -> tuple[int, bool]:

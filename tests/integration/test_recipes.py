@@ -6,6 +6,7 @@ Recipes for Hugging Face models are run by tests/distributed/test_huggingface_cl
 from __future__ import annotations
 
 import csv
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.train import main
 
 ELSEWHERE = {"olmoe_finetune", "upcycle_gpt2"}
+IMAGES = {"swinv2_moe", "moc_swinv2_moe"}
 SLOW = {"lazarus_gpt_m", "lazarus_gpt_l", "slurm"}  # alike recipes are run by default
 RECIPES = sorted({path.stem for path in (CONFIG_DIR / "recipes").glob("*.yaml")} - ELSEWHERE)
 
@@ -25,6 +27,14 @@ SMALL = [
     "run_name=small",
     "ranks=1",
     "logger=csv",
+    "data.num_workers=0",
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=2",
+    "trainer.val_check_interval=2",
+    "trainer.limit_val_batches=1",
+    "trainer.log_every_n_steps=1",
+]
+SMALL_TEXT = [
     "model.context_length=16",
     "model.vocab_size=auto",
     "model.num_layers=2",
@@ -36,18 +46,22 @@ SMALL = [
     "data.cache_dir=cache",
     "data.source=words.txt",
     "data.val_samples=4",
-    "data.num_workers=0",
-    "trainer.accelerator=cpu",
-    "trainer.max_steps=2",
-    "trainer.val_check_interval=2",
-    "trainer.limit_val_batches=1",
-    "trainer.log_every_n_steps=1",
+]
+SMALL_IMAGES = [
+    "model.image_size=16",
+    "model.patch_size=2",
+    "model.window_size=4",
+    "model.embed_dim=8",
+    "model.depths=[2,2]",
+    "model.num_heads=[2,2]",
+    "model.num_dense_layers=0",
 ]
 FITTED = {
     "trace_routing": ["model.router.forced.path=trace.npz"],
     "lazarus_gpt_l": ["strategy.slots=16"],  # one rank holds what three or more shared
     "lazarus_gpt_m": ["strategy.slots=12"],
     "lazarus_gpt_s": ["strategy.slots=8"],
+    "moc_swinv2_moe": ["data.path=images"],
 }
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")
@@ -58,6 +72,12 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "words.txt").write_text("".join(f"line {i} of some text\n" for i in range(300)))
     counts = np.ones((2, 2, 1, 8), dtype=np.uint16)
     np.savez(tmp_path / "trace.npz", counts=counts, iteration=np.array([1, 2]))
+    for name in range(12):
+        folder = tmp_path / "images" / f"class_{name}"
+        folder.mkdir(parents=True)
+        for number in range(2):
+            header = b"P6 8 8 255 "  # the plainest format of images
+            (folder / f"{number}.ppm").write_bytes(header + bytes([20 * name, 100 * number, 7] * 64))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
 
@@ -71,6 +91,8 @@ def _composed(recipe: str) -> DictConfig:
     "recipe", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RECIPES]
 )
 def test_trains_two_steps(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
+    if recipe in IMAGES and not all(map(importlib.util.find_spec, ("transformers", "PIL"))):
+        pytest.skip("images need transformers and Pillow: pip install '.[images]'")
     composed = _composed(recipe)
     micro_batches = composed.trainer.accumulate_grad_batches
     reduced = [f"data.global_batch_size={2 * micro_batches}", f"trainer.val_check_interval={2 * micro_batches}"]
@@ -78,8 +100,9 @@ def test_trains_two_steps(recipe: str, capfd: pytest.CaptureFixture[str]) -> Non
         reduced.append("model.num_experts=16")
     if composed.elastic.enabled is True:  # its launcher is for ranks of their own, see tests/chaos
         reduced.append("elastic.enabled=false")
+    sizes = SMALL_IMAGES if recipe in IMAGES else SMALL_TEXT
     with pytest.raises(SystemExit) as exit_:
-        main([f"recipes={recipe}", *SMALL, *reduced, *FITTED.get(recipe, [])])
+        main([f"recipes={recipe}", *SMALL, *sizes, *reduced, *FITTED.get(recipe, [])])
     said = capfd.readouterr()
     assert exit_.value.code == 0, said.err
     assert "step 2/2" in said.out
@@ -87,5 +110,5 @@ def test_trains_two_steps(recipe: str, capfd: pytest.CaptureFixture[str]) -> Non
     with (run / "csv" / "version_0" / "metrics.csv").open() as file:
         losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
     assert len(losses) == 2
-    assert all(2 < loss < 8 for loss in losses), "about the logarithm of 256, the number of bytes"
+    assert all(2 < loss < 8 for loss in losses), "about the logarithm of 256 bytes, or of 12 classes"
     assert list((run / "checkpoints").iterdir())
