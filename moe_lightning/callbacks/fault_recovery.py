@@ -24,8 +24,9 @@ from moe_lightning.algorithms.protection import (
 )
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds, WorldChanged
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.leaving import WorldChanged
 from moe_lightning.strategies.recovery_report import RecoveryReport
 
 _Protection = Literal["auto", "arc", "aec", "none"]
@@ -194,8 +195,9 @@ class FaultRecovery(Callback):
 
 def _sentence(report: RecoveryReport) -> str:
     repeated = f", {report.steps_lost} steps are repeated" if report.steps_lost else ""
+    left = "1 rank goes on" if report.ranks_after == 1 else f"{report.ranks_after} ranks go on"
     return (
-        f"{report.reason} at step {report.step}: {report.ranks_after} ranks go on, {report.restored}"
+        f"{report.reason} at step {report.step}: {left}, {report.restored}"
         f"{repeated}; {report.seconds['total']:.2f} s"
     )
 

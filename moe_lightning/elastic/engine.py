@@ -31,13 +31,13 @@ from moe_lightning.elastic.monitor import Monitor, connect_store
 from moe_lightning.elastic.preemption import PreemptionWatch
 from moe_lightning.elastic.rendezvous import RendezvousMembership
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
+from moe_lightning.errors import ConfigurationError
 
 _START_POLL_S = 0.01
 _NOISE = re.compile(r"\[/[^\]]*\]\s*|\. This is typically caused by .*", re.DOTALL)  # gloo names files and guesses
-_REJOIN_S = 0.25
 
 
-class WorldTooSmall(RuntimeError):
+class WorldTooSmall(ConfigurationError):
     """Fewer members than `min_ranks` came together in time."""
 
 
@@ -92,13 +92,14 @@ class ElasticEngine:
         return self._store
 
     def join(self) -> Members:
-        """Leave the former world, announce an arrival, and wait for the next world.
+        """Leave the former world, announce an arrival, and wait for the next world, which may be smaller than
+        `min_ranks`: its members then hold the state and wait.
 
         The first join of a run waits for all workers that were started (up to `start_timeout_s`). Groups of the former
         world must have been destroyed.
 
         Raises:
-            WorldTooSmall: fewer than `min_ranks` members came together within `join_timeout_s`.
+            WorldTooSmall: no members came together within `join_timeout_s`.
             ConnectionError: the membership's engine cannot be reached.
             RuntimeError: the store cannot be reached.
         """
@@ -197,19 +198,8 @@ class ElasticEngine:
         self._started = True
 
     def _wait_for_world(self) -> Members:
-        timeout_s, min_ranks = self.settings.join_timeout_s, self.settings.min_ranks
-        deadline = time.monotonic() + timeout_s
-        present = 0
-        while (remaining_s := deadline - time.monotonic()) > 0:
-            try:
-                members = self._membership.join(timeout_s=remaining_s)
-            except TimeoutError:
-                break
-            present = members.size
-            if present >= min_ranks:
-                return members
-            time.sleep(min(_REJOIN_S, remaining_s))  # who comes now is in the next quorum
-        raise WorldTooSmall(
-            f"{present} ranks came together within {timeout_s:g} s, min_ranks is {min_ranks}: "
-            "start more workers, or lower min_ranks"
-        )
+        timeout_s = self.settings.join_timeout_s
+        try:
+            return self._membership.join(timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise WorldTooSmall(f"no world within {timeout_s:g} s ({error}): look at the other workers") from None

@@ -29,10 +29,10 @@ class ElasticSettings:
             broke ends its process, so that the others need not wait for it.
         build_timeout_s: for building groups. gloo waits this long, and cannot be freed, for a member that is lost just
             while connections are made; so it is below `hang_timeout_s`.
-        join_timeout_s: how long a member waits for a world of at least `min_ranks`.
+        join_timeout_s: how long a member waits for a world, and a world below `min_ranks` for more members.
         join_window_s: newcomers wait at least this long, so that those of one moment join together.
         start_timeout_s: how long the first world waits for all that were started.
-        min_ranks: the smallest world that trains.
+        min_ranks: the smallest world that trains; a smaller one holds the state and waits, then saves it and ends.
         notice_on_sigterm: take SIGTERM as a notice of preemption instead of an end at once.
         notice_file: a file whose appearance is a notice; its first line says why.
         notice_url: an http(s) address that answers 200 when this machine will be taken away.

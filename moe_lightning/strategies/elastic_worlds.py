@@ -39,12 +39,13 @@ from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
-from moe_lightning.elastic.engine import ElasticEngine, WorldTooSmall
+from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.failure import Preempted
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.fit_progress import FitProgress
+from moe_lightning.strategies.leaving import WorldChanged, hand_over, wait_for_ranks
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 from moe_lightning.strategies.recovery_report import RecoveryReport, Stopwatch
 
@@ -56,10 +57,6 @@ _NETWORK_FAULT = re.compile(
     r"socket (timeout|error)|timed out (waiting|after)|wait timeout",
     re.I,
 )
-
-
-class WorldChanged(Exception):
-    """The ranks agreed, between two steps, to form another world: somebody wants in, or leaves."""
 
 
 class ElasticWorlds:
@@ -149,9 +146,13 @@ class ElasticWorlds:
     @property
     def node_peers(self) -> tuple[int, ...]:
         """The ranks of this rank's node, ascending."""
-        assert self.members is not None
-        mine = self.members.nodes[self.members.rank]
-        return tuple(rank for rank, node in enumerate(self.members.nodes) if node == mine)
+        members = self._require_members()
+        mine = members.nodes[members.rank]
+        return tuple(rank for rank, node in enumerate(members.nodes) if node == mine)
+
+    def _require_members(self) -> Members:
+        assert self.members is not None, "join first"
+        return self.members
 
     # ------------------------------------------------------------------ steps
 
@@ -187,6 +188,7 @@ class ElasticWorlds:
 
         Raises:
             Preempted: this process shall leave.
+            WorldTooSmall: fewer than `min_ranks` ranks are left, and no others came; the state is saved.
         """
         assert self._strategy.lightning_module is not None
         self._own_forward = self._strategy.lightning_module.__dict__.get("forward")
@@ -209,11 +211,25 @@ class ElasticWorlds:
                     if self.is_newcomer:
                         _set_up_data(self._strategy.trainer)
                         continue
+                self._wait_for_ranks()
                 return fit()
             except Exception as error:
                 if not self._is_worlds_fault(error):
                     raise
                 fault = error
+
+    def _wait_for_ranks(self) -> None:
+        """Nobody trains below `min_ranks`: wait for others, and end with a checkpoint where none come."""
+        if self._strategy.world.size >= self.engine.settings.min_ranks:
+            return
+        trainer = self._strategy.trainer
+        if self._progress is None:
+            _set_up_data(trainer)
+        too_small = wait_for_ranks(self._strategy.world, self.engine)
+        if self.version > 0:
+            trainer.fit_loop.on_run_start()
+            trainer.fit_loop.on_run_end()
+        raise too_small
 
     def _follows_a_lost_world(self) -> bool:
         """Whether this first world of its ranks follows one that nobody survived: what was saved is then taken up."""
@@ -224,7 +240,7 @@ class ElasticWorlds:
         """Whether an exception came of a lost peer and not of a mistake of this process."""
         if isinstance(error, WorldChanged):
             return True
-        if isinstance(error, ConfigurationError | Preempted | WorldTooSmall):
+        if isinstance(error, ConfigurationError | Preempted):
             return False
         if self.engine.reason is not None:
             return True
@@ -246,7 +262,7 @@ class ElasticWorlds:
             watch = Stopwatch()
             try:
                 if isinstance(fault, WorldChanged):
-                    self._hand_over()
+                    hand_over(self._strategy, self.engine, self._require_members().nodes, self.min_replicas)
                 with watch.phase("leaving"):
                     self._leave(reason)
                 plan, repair = self._settle_in(watch)
@@ -377,10 +393,9 @@ class ElasticWorlds:
         experts, owners, before = strategy.experts, strategy.shard_owners, strategy.world.rank
         counts = not (self.is_newcomer or self._is_torn)
         held = [(la, e) for la, layer in enumerate(experts.layers) for e in layer.experts.slot_experts if e >= 0]
-        assert self.members is not None
         return RankInventory(
             rank=world.rank,
-            node=self.members.nodes[world.rank],
+            node=self._require_members().nodes[world.rank],
             live_version=self.version if counts else -1,
             prepared=counts and self._pending is not None,
             experts=tuple(held),
@@ -391,14 +406,11 @@ class ElasticWorlds:
         ).to_json()
 
     def _repair(self, plan: RecoveryPlan) -> Repair:
-        assert self.members is not None
+        nodes = self._require_members().nodes
         repair = repair_placements(
-            plan.held,
-            nodes=self.members.nodes,
-            min_replicas=self.min_replicas,
-            max_slots=self._strategy.slots_limit,
+            plan.held, nodes=nodes, min_replicas=self.min_replicas, max_slots=self._strategy.slots_limit
         )
-        if repair.min_replicas < min(self.min_replicas, len(set(self.members.nodes))):
+        if repair.min_replicas < min(self.min_replicas, len(set(nodes))):
             rank_zero_warn(
                 f"slots are left for {repair.min_replicas} instead of {self.min_replicas} replicas of each expert: "
                 "another lost node may cost state until ranks come back"
@@ -453,31 +465,6 @@ class ElasticWorlds:
     def _step_kept(self) -> int:
         """The step that this rank could take its fit loop back to."""
         return self._progress.step if self._progress is not None else -1
-
-    # ------------------------------------------------------------------ leaving
-
-    def _hand_over(self) -> None:
-        """Before ranks leave on notice, the others take over what only those hold.
-
-        Raises:
-            Preempted: on the ranks that leave.
-        """
-        strategy, world = self._strategy, self._strategy.world
-        assert self.members is not None
-        notices = all_gather_json(self.engine.notice, world)
-        staying = [rank for rank, notice in enumerate(notices) if notice is None]
-        if len(staying) == world.size:
-            return
-        if staying and world.is_connected:
-            held = np.stack([p.replicas > 0 for p in strategy.experts.placements])
-            nodes = [self.members.nodes[rank] for rank in staying]
-            repair = repair_placements(
-                held[..., staying], nodes=nodes, min_replicas=self.min_replicas, max_slots=strategy.slots_limit
-            )
-            strategy.experts.hand_over(staying, repair.placements, strategy.optimizers)
-        notice = notices[world.rank]
-        if notice is not None:
-            raise Preempted(notice)
 
 
 def _newcomers(plan: RecoveryPlan, world: World) -> tuple[int, ...]:

@@ -1,0 +1,83 @@
+"""What ranks do between two worlds, or before their last: hand over what only they hold, or wait for more ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from moe_lightning.algorithms.repair import repair_placements
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.world import World, all_reduce_
+from moe_lightning.elastic.engine import ElasticEngine, WorldTooSmall
+from moe_lightning.elastic.failure import Preempted
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+_LOOK_S = 0.1
+
+
+class WorldChanged(Exception):
+    """The ranks agreed, between two steps, to form another world: somebody wants in, or leaves."""
+
+
+def hand_over(strategy: ExpertParallelStrategy, engine: ElasticEngine, nodes: Sequence[str], min_replicas: int) -> None:
+    """Before ranks leave on notice, the others take over what only those hold.
+
+    Args:
+        nodes: of all ranks.
+        min_replicas: nodes that shall hold each expert.
+
+    Raises:
+        Preempted: on the ranks that leave.
+    """
+    world = strategy.world
+    notices = all_gather_json(engine.notice, world)
+    staying = [rank for rank, notice in enumerate(notices) if notice is None]
+    if len(staying) == world.size:
+        return
+    if staying and world.is_connected:
+        held = np.stack([p.replicas > 0 for p in strategy.experts.placements])
+        repair = repair_placements(
+            held[..., staying],
+            nodes=[nodes[rank] for rank in staying],
+            min_replicas=min_replicas,
+            max_slots=strategy.slots_limit,
+        )
+        strategy.experts.hand_over(staying, repair.placements, strategy.optimizers)
+    notice = notices[world.rank]
+    if notice is not None:
+        raise Preempted(notice)
+
+
+def wait_for_ranks(world: World, engine: ElasticEngine) -> WorldTooSmall:
+    """In a world below `min_ranks`, which holds the state but does not train, wait until others come.
+
+    Returns:
+        After `join_timeout_s` without others, on all ranks: what to raise when the state is saved.
+
+    Raises:
+        WorldChanged: somebody came, or shall leave.
+    """
+    size, limit, timeout_s = world.size, engine.settings.min_ranks, engine.settings.join_timeout_s
+    rank_zero_warn(f"only {size} of at least {limit} ranks (min_ranks) are here: waiting up to {timeout_s:g} s")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        is_over = time.monotonic() > deadline
+        wishes = torch.tensor([engine.newcomers() or engine.notice is not None, is_over], dtype=torch.int32)
+        wishes = wishes.to(world.device)
+        all_reduce_(wishes, world)
+        changes, ends = wishes.tolist()
+        if changes:
+            raise WorldChanged("ranks come or leave while there are fewer than min_ranks")
+        if ends:
+            return WorldTooSmall(
+                f"only {size} of at least {limit} ranks (min_ranks) came together within {timeout_s:g} s: the run ends "
+                "here; start it again with more workers, or lower min_ranks"
+            )
+        time.sleep(_LOOK_S)
