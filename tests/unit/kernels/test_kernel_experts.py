@@ -9,6 +9,8 @@ from kernel_cases import DEVICE, DTYPES, INTERPRETED, close, equals_reference, k
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
 
+COUNTS = {"list": list, "tuple": tuple, "tensor": torch.tensor, "there": lambda n: torch.tensor(n, device=DEVICE)}
+"""What the counts of rows may be."""
 SIZES = [[0], [1], [40], [0, 0], [3, 0, 5], [0, 33, 0, 1, 0], [1, 1, 1, 61], [0, 0, 2]]
 
 
@@ -19,16 +21,16 @@ SIZES = [[0], [1], [40], [0, 0], [3, 0, 5], [0, 33, 0, 1, 0], [1, 1, 1, 61], [0,
     st.sampled_from([(1, 1), (16, 8), (24, 40)]),
     st.sampled_from(DTYPES),
     st.booleans(),
+    st.sampled_from(sorted(COUNTS)),
 )
-def test_grouped_mm_equals_reference(sizes, tail, widths, dtype, transposed):
+def test_grouped_mm_equals_reference(sizes, tail, widths, dtype, transposed, counts):
     width_in, width_out = widths
     x = randn(sum(sizes) + tail, width_in, dtype=dtype)
     weight = randn(len(sizes), width_in, width_out, dtype=dtype, seed=1)
     if transposed:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    for counts in (sizes, tuple(sizes), torch.tensor(sizes), torch.tensor(sizes, device=DEVICE)):
-        close(ops.grouped_mm(x, weight, counts)[sum(sizes) :], x.new_zeros(tail, width_out))
-    equals_reference(lambda x, w: ops.grouped_mm(x, w, torch.tensor(sizes)), x, weight)
+    close(ops.grouped_mm(x, weight, COUNTS[counts](sizes))[sum(sizes) :], x.new_zeros(tail, width_out))
+    equals_reference(lambda x, w: ops.grouped_mm(x, w, COUNTS[counts](sizes)), x, weight)
 
 
 @kernel_settings
@@ -68,7 +70,7 @@ def test_gradients_equal_finite_differences():
 @pytest.mark.parametrize("kind", ["gelu", "swiglu", "gelu_tanh", "swiglu_clamped"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("shape", [(0, 4), (1, 2), (130, 72)])
+@pytest.mark.parametrize("shape", [(0, 4), (1, 2), (40, 72)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activation_equals_reference(kind, gated, recompute, shape, dtype):
     h = randn(*shape, dtype=dtype) * 3
