@@ -19,6 +19,7 @@ from rich.progress import (
 )
 from typing_extensions import override
 
+from moe_lightning.data.images import ImageData
 from moe_lightning.data.text import TextData
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT
@@ -86,6 +87,8 @@ class Console(ProgressBar):
         if not self._enabled or trainer.sanity_checking or loss is None or trainer.state.fn != "fit":
             return
         line = f"{_position(trainer)}  validation loss {float(loss):.4f}"
+        if "val/accuracy" in trainer.callback_metrics:
+            line += f", accuracy {float(trainer.callback_metrics['val/accuracy']):.1%}"
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
         else:
@@ -125,13 +128,13 @@ def describe(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     size = model_size(module)
     lines = [f"model  {_short(size.whole)} parameters"]
     if layers:
-        blocks = next((len(m.blocks) for m in module.modules() if isinstance(m, GPT)), len(layers))
+        blocks = next((f" of {len(m.blocks)}" for m in module.modules() if isinstance(m, GPT)), "")
         lines[0] += (
             f", {_short(size.active)} active for a token: "
-            f"{layers[0].num_experts} experts in {len(layers)} of {blocks} layers, top-{layers[0].router.config.top_k}"
+            f"{layers[0].num_experts} experts in {len(layers)}{blocks} layers, top-{layers[0].router.config.top_k}"
         )
     data = getattr(trainer, "datamodule", None)
-    if isinstance(data, TextData):
+    if isinstance(data, TextData | ImageData):
         lines.append(f"data   {data.summary()}")
     device = trainer.strategy.root_device.type
     ranks = "1 rank" if trainer.world_size == 1 else f"{trainer.world_size} ranks"
@@ -163,7 +166,8 @@ def _status(trainer: pl.Trainer) -> str:
     if "train/loss" in metrics:
         parts.append(f"loss {float(metrics['train/loss']):.4f}")
     if "train/tokens_per_s" in metrics:
-        parts.append(f"{_short(float(metrics['train/tokens_per_s'])):>6} tokens/s")
+        things = "images" if isinstance(getattr(trainer, "datamodule", None), ImageData) else "tokens"
+        parts.append(f"{_short(float(metrics['train/tokens_per_s'])):>6} {things}/s")
     if "moe/expert_imbalance_ratio" in metrics:
         imbalance = f"imbalance {float(metrics['moe/expert_imbalance_ratio']):.2f}"
         if "moe/rank_imbalance_ratio" in metrics:

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from moe_lightning.callbacks.telemetry import Telemetry
+from moe_lightning.data.images import ImageData
 from moe_lightning.data.ngram import ngram_cross_entropy
 from moe_lightning.data.text import TextData
 from moe_lightning.errors import ConfigurationError
@@ -56,15 +57,19 @@ class Summary(Callback):
     def numbers(self, trainer: pl.Trainer) -> dict[str, float]:
         """What the summary says, by name."""
         numbers: dict[str, float] = {"steps": trainer.global_step}
-        loss = trainer.callback_metrics.get("val/loss")
-        if loss is not None:
-            numbers |= {"val_loss": float(loss), "val_perplexity": math.exp(float(loss))}
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         data = getattr(trainer, "datamodule", None)
+        for name in ("loss", "accuracy", "top_5_accuracy"):
+            if f"val/{name}" in metrics:
+                numbers[f"val_{name}"] = metrics[f"val/{name}"]
+        if "val/loss" in metrics and "val/accuracy" not in metrics:  # the classes are tokens
+            numbers["val_perplexity"] = math.exp(metrics["val/loss"])
         if isinstance(data, TextData):
             numbers |= ngram_losses(data, self._orders)
         telemetry = next((c for c in trainer.callbacks if isinstance(c, Telemetry)), None)  # type: ignore[attr-defined]
         if telemetry is not None and telemetry.train_s:
-            numbers["tokens_per_s"] = telemetry.tokens_trained * trainer.world_size / telemetry.train_s
+            things = "images" if isinstance(data, ImageData) else "tokens"
+            numbers[f"{things}_per_s"] = telemetry.tokens_trained * trainer.world_size / telemetry.train_s
         numbers |= {name.replace("moe/", ""): value for name, value in self._imbalance.items()}
         numbers["wall_s"] = time.perf_counter() - self._started
         return numbers
@@ -110,13 +115,16 @@ def render(numbers: Mapping[str, float], files: Mapping[str, Path]) -> str:
     """The summary as aligned lines."""
     rows: list[tuple[str, str]] = []
     if "val_loss" in numbers:
-        rows.append(
-            ("validation loss", f"{numbers['val_loss']:.4f} nats a token, perplexity {numbers['val_perplexity']:.2f}")
-        )
+        token = f" a token, perplexity {numbers['val_perplexity']:.2f}" if "val_perplexity" in numbers else ""
+        rows.append(("validation loss", f"{numbers['val_loss']:.4f} nats{token}"))
+    if "val_accuracy" in numbers:
+        five = f", {numbers['val_top_5_accuracy']:.1%} in the first five" if "val_top_5_accuracy" in numbers else ""
+        rows.append(("accuracy", f"{numbers['val_accuracy']:.1%}{five}"))
     counting = [order for order in range(3) if f"order_{order}_loss" in numbers]
     rows += [(f"order-{order} model", f"{numbers[f'order_{order}_loss']:.4f}") for order in counting]
-    if "tokens_per_s" in numbers:
-        rows.append(("speed", f"{numbers['tokens_per_s']:,.0f} tokens/s over {numbers['steps']:,.0f} steps"))
+    for things in ("tokens", "images"):
+        if f"{things}_per_s" in numbers:
+            rows.append(("speed", f"{numbers[f'{things}_per_s']:,.0f} {things}/s over {numbers['steps']:,.0f} steps"))
     if "expert_imbalance_ratio" in numbers:
         after = numbers.get("rank_imbalance_ratio")
         ranks = f", ranks {after:.2f} after balancing" if after is not None else ""

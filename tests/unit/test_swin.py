@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from moe_lightning import ConfigurationError
+from moe_lightning.callbacks.console import Console
+from moe_lightning.callbacks.summary import Summary
+from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.data.images import ImageData
 from moe_lightning.models.gpt_module import parameter_groups
 from moe_lightning.models.huggingface.blocks import DroppingLayerNorm
@@ -174,9 +177,9 @@ def fit(module: SwinModule, data: ImageData, **options: Any) -> pl.Trainer:
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_steps": 2, "num_sanity_val_steps": 0, **options},
+        num_sanity_val_steps=0,
+        **{"max_steps": 2, "enable_progress_bar": False, **options},
     )
     trainer.fit(module, data)
     return trainer
@@ -193,6 +196,25 @@ def test_metrics_of_a_run() -> None:
     tested = trainer.test(trainer.lightning_module, data, verbose=False)[0]
     assert tested["test/loss"] == pytest.approx(logged["val/loss"], abs=1e-5)
     assert tested["test/accuracy"] == pytest.approx(logged["val/accuracy"])
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_what_a_user_sees(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    module, data = built(), ImageData(image_size=16, num_shapes=24, global_batch_size=6)
+    callbacks = [Telemetry(), Console("plain"), Summary(str(tmp_path / "summary.json"))]
+    steps = {"max_epochs": 1, "max_steps": -1, "log_every_n_steps": 2}
+    trainer = fit(module, data, callbacks=callbacks, enable_progress_bar=True, **steps)
+    trainer.validate(module, data, verbose=False)
+    said = capsys.readouterr().out.splitlines()
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    assert said[0].endswith("4 experts in 2 layers, top-2")
+    assert said[1] == "data   coloured shapes: 24 training and 6 validation images, 12 classes"
+    assert "images/s" in said[3]
+    assert f"validation loss {numbers['val_loss']:.4f}, accuracy {numbers['val_accuracy']:.1%}" in said[5]
+    summary = said[said.index("") + 1 :]
+    assert summary[0] == f"validation loss  {numbers['val_loss']:.4f} nats"
+    assert f"{numbers['val_accuracy']:.1%}, {numbers['val_top_5_accuracy']:.1%} in the first five" in summary[1]
+    assert "images/s over 4 steps" in summary[2]
 
 
 def test_accuracy() -> None:
