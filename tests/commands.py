@@ -1,4 +1,4 @@
-"""`moe-train` and its local ranks in forked processes: what a user's command does, without its imports.
+"""`moe-train`, its local ranks and scripts in forked processes: what a user's command does, without its imports.
 
 The tests of launchers, and some test of every kind of command, start interpreters of their own. Not for elastic runs:
 their launcher has threads, and a process with threads is better not forked.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ _OURS = (
     "PL_GLOBAL_SEED", "WANDB_API_KEY", "WANDB_MODE",
 )  # fmt: skip
 """Variables of the tests' own environment that a user's command would not see."""
+_PATIENCE_S = 200.0
 
 
 def users_environment() -> dict[str, str]:
@@ -31,16 +33,27 @@ def users_environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
-def moe_train(folder: Path, *arguments: str, timeout_s: float = 200.0) -> subprocess.CompletedProcess[str]:
+def moe_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `moe-train ARGUMENTS` in a folder: its exit code, and what it and its first rank wrote."""
+    return _ended(folder, _command_main, arguments, users_environment())
+
+
+def run_script(script: Path, *arguments: str, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run `python SCRIPT ARGUMENTS` in the script's folder with these variables besides a user's."""
+    return _ended(script.parent, _script_main, (str(script), *arguments), {**users_environment(), **variables})
+
+
+def _ended(
+    folder: Path, main: Callable[..., NoReturn], arguments: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     out, err = folder / ".stdout", folder / ".stderr"
-    process = FORKS.Process(target=_command_main, args=(str(folder), arguments, users_environment(), (out, err)))
+    process = FORKS.Process(target=_main, args=(main, arguments, str(folder), environment, (out, err)))
     process.start()
-    process.join(timeout_s)
+    process.join(_PATIENCE_S)
     if process.is_alive():
         process.kill()  # and with it its ranks
         process.join()
-        raise AssertionError(f"moe-train {arguments} did not end: {out.read_text()}{err.read_text()}")
+        raise AssertionError(f"{arguments} did not end: {out.read_text()}{err.read_text()}")
     assert process.exitcode is not None
     return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
 
@@ -72,15 +85,28 @@ class ForkedRank:
         return self.returncode
 
 
-def _command_main(
-    folder: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: tuple[Path, Path]
+def _main(
+    main: Callable[[Sequence[str]], NoReturn],
+    arguments: Sequence[str],
+    folder: str,
+    environment: Mapping[str, str],
+    outputs: tuple[Path, Path],
 ) -> NoReturn:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     _write_to(*outputs)
+    main(arguments)
+
+
+def _command_main(arguments: Sequence[str]) -> NoReturn:
     processes.start = _fork_ranks  # type: ignore[assignment]
     _run_module("moe_lightning.cli.train", arguments)
+
+
+def _script_main(arguments: Sequence[str]) -> NoReturn:
+    sys.argv = list(arguments)
+    _end(lambda: runpy.run_path(arguments[0], run_name="__main__") and None)  # its names are no exit code
 
 
 def _fork_ranks(
@@ -99,9 +125,14 @@ def _fork_ranks(
 def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
     """What `python -m MODULE ARGUMENTS` does, in this process and to its end."""
     sys.argv = [module, *arguments]
+    _end(importlib.import_module(module).main)
+
+
+def _end(main: Callable[[], Any]) -> NoReturn:
+    """Run it and end this process with the code that it returns or exits with."""
     code: Any = 1
     try:
-        code = importlib.import_module(module).main()
+        code = main()
     except SystemExit as exit_:
         code = exit_.code
     except BaseException:
@@ -109,7 +140,7 @@ def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code or 0)
 
 
 def _write_to(out: Path, err: Path) -> None:

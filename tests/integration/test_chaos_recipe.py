@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import moe_train, users_environment
+
 STEPS = 8
 SMALL = [
     "logger=csv",
@@ -47,15 +49,15 @@ def run_name(folder: Path) -> str:
     return f"chaos-{os.getpid()}-{folder.name[-20:]}"
 
 
+def arguments_of(folder: Path, *arguments: str) -> list[str]:
+    return ["recipes=chaos", f"run_name={run_name(folder)}", *SMALL, *arguments]
+
+
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moe_lightning.cli.train", "recipes=chaos", f"run_name={run_name(folder)}"]
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in dropped} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "moe_lightning.cli.train", *arguments_of(folder, *arguments)]
     out, err = folder / "out.txt", folder / "err.txt"  # files, as a persist agent outlives the command for a while
     with out.open("w") as stdout, err.open("w") as stderr:
-        ran = subprocess.run(
-            [*command, *SMALL, *arguments], cwd=folder, env=environment, stdout=stdout, stderr=stderr, timeout=280
-        )
+        ran = subprocess.run(command, cwd=folder, env=users_environment(), stdout=stdout, stderr=stderr, timeout=280)
     return subprocess.CompletedProcess(ran.args, ran.returncode, out.read_text(), err.read_text())
 
 
@@ -78,13 +80,13 @@ def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: dict[s
     marks = {path.name: json.loads(path.read_text())["step"] for path in (run_dir / "faults").iterdir()}
     assert marks == kills
     assert (run_dir / "checkpoints" / f"step-{STEPS:08d}").is_dir()
-    again = run(folder)
+    again = moe_train(folder, *arguments_of(folder))
     assert again.returncode == 0
     assert f"has finished its {STEPS} steps" in again.stdout
 
 
 def test_a_wrong_fault_is_one_sentence(folder: Path) -> None:
-    ran = run(folder, "chaos.kill=rank=1,stap=30", "ranks=1", "elastic.enabled=false")
+    ran = moe_train(folder, *arguments_of(folder, "chaos.kill=rank=1,stap=30", "ranks=1", "elastic.enabled=false"))
     assert ran.returncode == 2
     assert "kill='rank=1,stap=30': stap is not one of rank, step, place" in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_script, users_environment
 
 SCRIPT = """
 import sys
@@ -62,24 +63,13 @@ def run(folder: Path, launcher: str) -> list[list[str]]:
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    outer = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_", "PL_"))}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
-        outer.pop(name, None)
-    environment = {
-        **outer,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        **variables,
-    }
-    done = subprocess.run(
-        [sys.executable, *prefix, str(script), str(devices)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    variables = {**variables, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    if launcher == "slurm":  # starts nothing, so the rank may be forked
+        done = run_script(script, str(devices), variables=variables)
+    else:
+        command = [sys.executable, *prefix, str(script), str(devices)]
+        environment = {**users_environment(), **variables}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return [(folder / f"rank{rank}.txt").read_text().rsplit(" ", 1) for rank in range(devices)]
 

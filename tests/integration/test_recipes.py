@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.train import main
+from tests.agents import ForkedAgent
 
 ELSEWHERE = {"olmoe_finetune", "upcycle_gpt2"}
 IMAGES = {"swinv2_moe", "moc_swinv2_moe"}
@@ -80,6 +81,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             (folder / f"{number}.ppm").write_bytes(header + bytes([20 * name, 100 * number, 7] * 64))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.setattr("moe_lightning.checkpoint.session.start_agent", ForkedAgent)
 
 
 def _composed(recipe: str) -> DictConfig:
