@@ -10,6 +10,7 @@ from moe_lightning.errors import ConfigurationError
 
 _WIDTH_PX, _HEIGHT_PX = 860, 420
 _LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 80, 20, 40, 80
+_LABELLED_BAR_PX = 36
 _COLORS = ("#3b6fb6", "#d08c2f", "#2e9e6b", "#c0504d", "#9b59b6", "#8a8f98", "#17a2b8", "#7a5c3e", "#e377c2")
 
 
@@ -25,17 +26,17 @@ def line_chart(
     if not points or not all(math.isfinite(value) for point in points for value in point):
         raise ConfigurationError(f"the chart {title!r} needs finite points: there are {len(points)}")
     low, high = min(x for x, _ in points), max(x for x, _ in points)
-    top = max(y for _, y in points) or 1.0
+    marks = nice_ticks(0.0, max(y for _, y in points) or 1.0, above=True)
+    top = marks[-1]
     width, height = _WIDTH_PX - _LEFT_PX - _RIGHT_PX, _HEIGHT_PX - _TOP_PX - _BOTTOM_PX
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - low) / (high - low) if high > low else 0.5
         return _LEFT_PX + width * across, _TOP_PX + height * (1 - y / top)
 
-    parts = _frame(title, x_label, y_label, top)
-    for index in range(6):
-        x = low + (high - low) * index / 5
-        parts.append(_text(place(x, 0)[0] - 12, _HEIGHT_PX - _BOTTOM_PX + 16, f"{x:.4g}"))
+    parts = _frame(title, x_label, y_label, marks)
+    for x in nice_ticks(low, high):
+        parts.append(_text(place(x, 0)[0], _HEIGHT_PX - _BOTTOM_PX + 16, f"{x:,.6g}", anchor="middle"))
     for index, (name, line) in enumerate(lines.items()):
         path: list[tuple[float, float]] = []
         for x, y in line:
@@ -44,7 +45,11 @@ def line_chart(
             path.append(place(x, y))
         color = _COLORS[index % len(_COLORS)]
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
-        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{color}" stroke-width="2"/>')
+        # What lies under another line shows through its gaps.
+        dashes = (
+            f' stroke-dasharray="9 {5 * index}"' if index and _hides_another(line, list(lines.values())[:index]) else ""
+        )
+        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>')
         parts += _legend(index, name, color)
     return _svg(parts)
 
@@ -58,15 +63,16 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, y_label: st
     values = [value for bars in groups.values() for value in bars.values()]
     if not values or not all(math.isfinite(value) and value >= 0 for value in values):
         raise ConfigurationError(f"the chart {title!r} needs finite values of 0 or more: there are {len(values)}")
-    top = max(values) or 1.0
+    marks = nice_ticks(0.0, max(values) or 1.0, above=True)
+    top = marks[-1]
     names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
     width, height = _WIDTH_PX - _LEFT_PX - _RIGHT_PX, _HEIGHT_PX - _TOP_PX - _BOTTOM_PX
     slot = width / len(groups)
     bar = 0.8 * slot / len(names)
-    parts = _frame(title, "", y_label, top)
+    parts = _frame(title, "", y_label, marks)
     for index, (group, bars) in enumerate(groups.items()):
         left = _LEFT_PX + slot * (index + 0.1)
-        parts.append(_text(left, _HEIGHT_PX - _BOTTOM_PX + 16, group))
+        parts.append(_text(left + 0.4 * slot, _HEIGHT_PX - _BOTTOM_PX + 16, group, anchor="middle"))
         for name, value in bars.items():
             order = names.index(name)
             size = height * value / top
@@ -75,19 +81,39 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, y_label: st
                 f'height="{size:.1f}" fill="{_COLORS[order % len(_COLORS)]}">'
             )
             parts.append(f"{box}<title>{escape(f'{group}, {name}: {value:.4g}')}</title></rect>")
+            if bar >= _LABELLED_BAR_PX:
+                middle = left + bar * (order + 0.5)
+                parts.append(_text(middle, _TOP_PX + height - size - 4, f"{value:,.3g}", anchor="middle"))
     for order, name in enumerate(names):
         parts += _legend(order, name, _COLORS[order % len(_COLORS)])
     return _svg(parts)
 
 
-def _frame(title: str, x_label: str, y_label: str, top: float) -> list[str]:
+def nice_ticks(low: float, high: float, *, above: bool = False) -> list[float]:
+    """Round numbers from `low` to `high`, about five; with `above` the last one is not below `high`."""
+    if high <= low:
+        return [low]
+    rough = (high - low) / 5
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    last = math.ceil(high / step - 1e-9) if above else math.floor(high / step + 1e-9)
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
+
+
+def _hides_another(line: Sequence[tuple[float, float]], others: Sequence[Sequence[tuple[float, float]]]) -> bool:
+    """Whether most points of a line lie on one drawn before it."""
+    return any(2 * len(set(line) & set(other)) > len(set(line)) for other in others)
+
+
+def _frame(title: str, x_label: str, y_label: str, marks: Sequence[float]) -> list[str]:
     bottom = _HEIGHT_PX - _BOTTOM_PX
-    parts = [_text(_LEFT_PX, 18, title), _text(4, _TOP_PX - 10, y_label)]
+    parts = [_text(_LEFT_PX, 18, title), _text(4, _TOP_PX - 14, y_label)]
     parts.append(_text(_WIDTH_PX / 2, bottom + 34, x_label))
-    for index in range(5):
-        y = bottom - (bottom - _TOP_PX) * index / 4
-        parts.append(f'<line x1="{_LEFT_PX}" y1="{y}" x2="{_WIDTH_PX - _RIGHT_PX}" y2="{y}" stroke="#dddddd"/>')
-        parts.append(_text(8, y + 4, f"{top * index / 4:.4g}"))
+    for mark in marks:
+        y = bottom - (bottom - _TOP_PX) * mark / marks[-1]
+        parts.append(f'<line x1="{_LEFT_PX}" y1="{y:.1f}" x2="{_WIDTH_PX - _RIGHT_PX}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(_text(_LEFT_PX - 8, y + 4, f"{mark:,.6g}", anchor="end"))
     return parts
 
 
@@ -96,8 +122,8 @@ def _legend(index: int, name: str, color: str) -> list[str]:
     return [f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{color}"/>', _text(x + 14, y, name)]
 
 
-def _text(x: float, y: float, words: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12">{escape(words)}</text>'
+def _text(x: float, y: float, words: str, *, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def _svg(parts: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lightning.algorithms.overlap import Timeline
+from moe_lightning.charts import nice_ticks
 from moe_lightning.errors import ConfigurationError
 
 _CELL_PX = 10
@@ -18,6 +19,7 @@ _MAX_COLUMNS = 120
 _MIN_MAP_PX = 600
 _LANE_PX = 26
 _WIDTH_PX = 1000
+_LABELLED_PX = 52
 
 _COLORS = {
     "exchange": "#d08c2f",
@@ -116,11 +118,15 @@ def phase_lines(lanes: Mapping[str, Mapping[str, float]], title: str, *, end_s: 
                 color = colors[names.index(name) % len(colors)]
                 label = f"{case}, {name}: {1e3 * seconds:.1f} ms"
                 parts.append(_box(left + scale * at_s, top, max(0.5, scale * shown_s), _LANE_PX - 4, color, label))
+            if scale * shown_s >= _LABELLED_PX:
+                middle = left + scale * (at_s + shown_s / 2)
+                parts.append(_text(middle, top + 15, _duration(seconds), anchor="middle", color="white"))
             at_s += seconds
-        if at_s > end_s * 1.001:
-            parts.append(_text(left + _WIDTH_PX + 6, top + 15, f"> {at_s:.1f} s"))
+        is_cut = at_s > end_s * 1.001
+        parts.append(_text(left + scale * min(at_s, end_s) + 6, top + 15, ("> " if is_cut else "") + _duration(at_s)))
     bottom = 40 + len(lanes) * _LANE_PX
-    parts += [_text(left, bottom + 6, "0 s"), _text(left + _WIDTH_PX - 30, bottom + 6, f"{end_s:.2f} s")]
+    marks = nice_ticks(0.0, end_s)
+    parts += [_text(left + scale * mark_s, bottom + 6, f"{mark_s:g} s", anchor="middle") for mark_s in marks]
     for index, name in enumerate(names):
         x, y = left + 200 * (index % 5), bottom + 18 + 18 * (index // 5)
         parts += [_box(x, y, 12, 12, colors[index % len(colors)]), _text(x + 16, y + 11, name)]
@@ -140,5 +146,10 @@ def _box(x: float, y: float, width: float, height: float, color: str, label: str
     return f"{box}><title>{escape(label)}</title></rect>" if label else f"{box}/>"
 
 
-def _text(x: float, y: float, words: str) -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" font-size="12">{escape(words)}</text>'
+def _text(x: float, y: float, words: str, *, anchor: str = "start", color: str = "black") -> str:
+    place = f'x="{x:.2f}" y="{y:.2f}" font-size="12" text-anchor="{anchor}" fill="{color}"'
+    return f"<text {place}>{escape(words)}</text>"
+
+
+def _duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

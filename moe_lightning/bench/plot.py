@@ -107,7 +107,7 @@ def _over_layers(metrics: Metrics, area: str, name: str) -> dict[int, float]:
 
 
 def _checkpoints(metrics: Metrics) -> Iterator[tuple[str, str]]:
-    times, sizes = _bars(metrics, _TIMES, 1.0, "ms"), _bars(metrics, _SIZES, 1e6, "MB")
+    times, sizes = _bars(metrics, _TIMES, 1.0), _bars(metrics, _SIZES, 1e6)
     if times:
         yield "checkpoint_ms", bar_chart(times, "what a checkpoint costs", "ms")
     if sizes:
@@ -122,13 +122,12 @@ def _checkpoints(metrics: Metrics) -> Iterator[tuple[str, str]]:
         yield "k", line_chart(ks, "experts of a layer that a checkpoint saves", "step", "experts", steps=True)
 
 
-def _bars(metrics: Metrics, names: Mapping[str, str], unit: float, unit_name: str) -> dict[str, dict[str, float]]:
+def _bars(metrics: Metrics, names: Mapping[str, str], unit: float) -> dict[str, dict[str, float]]:
     bars = {}
     for title, name in names.items():
         values = [value / unit for value in metrics.get(f"checkpoint/{name}", {}).values()]
         if values:
-            median = statistics.median(values)
-            bars[f"{title}: {median:.3g} {unit_name}"] = {"median": median, "largest": max(values)}
+            bars[title] = {"median": statistics.median(values), "largest": max(values)}
     return bars
 
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from moe_lightning.charts import bar_chart, line_chart
+from moe_lightning.charts import bar_chart, line_chart, nice_ticks
 from moe_lightning.errors import ConfigurationError
 
 
@@ -45,3 +45,32 @@ def test_nothing_to_draw_is_refused() -> None:
         line_chart({"a": [(0.0, float("nan"))]}, "t", "x", "y")
     with pytest.raises(ConfigurationError, match="finite values"):
         bar_chart({"a": {"b": -1.0}}, "t", "y")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "above", "expected"),
+    [
+        (0.0, 3.086, True, [0, 1, 2, 3, 4]),
+        (4.0, 99.0, False, [20, 40, 60, 80]),
+        (0.0, 0.65, False, [0, 0.2, 0.4, 0.6]),
+        (0.0, 1.0, True, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (7.0, 7.0, False, [7.0]),
+        (0.0, 3.59e9, True, [0, 1e9, 2e9, 3e9, 4e9]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, above: bool, expected: list[float]) -> None:
+    assert nice_ticks(low, high, above=above) == expected
+
+
+def test_a_hidden_line_shows_through_the_one_above_it() -> None:
+    same = [(1.0, 8.0), (50.0, 8.0), (99.0, 8.0)]
+    picture = line_chart({"copied": same, "written": same, "other": [(1.0, 2.0), (99.0, 3.0)]}, "t", "x", "y")
+    lines = re.findall(r"<polyline[^>]*>", picture)
+    assert ["stroke-dasharray" in line for line in lines] == [False, True, False]
+
+
+def test_wide_bars_carry_their_values() -> None:
+    texts = re.findall(r">([^<]+)</text>", bar_chart({"one": {"a": 0.0162, "b": 3590.0}}, "t", "ms"))
+    assert {"0.0162", "3.59e+03"} <= set(texts)
+    crowded = bar_chart({str(i): {"a": 1.234} for i in range(40)}, "t", "ms")
+    assert "1.23</text>" not in crowded

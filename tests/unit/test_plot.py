@@ -77,7 +77,7 @@ def test_the_later_start_counts_where_steps_were_repeated(run: Path) -> None:
 
 def test_the_starts_are_taken_in_the_order_of_their_numbers(run: Path) -> None:
     bars = titles(dict(plot.draw(run))["checkpoint_ms"])
-    assert "training waits: 0.75 ms, median: 0.75" in bars, "version 10 comes after version 2"
+    assert "training waits, median: 0.75" in bars, "version 10 comes after version 2"
 
 
 def test_bars_of_a_recovery_are_its_phases(run: Path) -> None:
