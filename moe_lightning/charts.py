@@ -83,7 +83,8 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, y_label: st
             parts.append(f"{box}<title>{escape(f'{group}, {name}: {value:.4g}')}</title></rect>")
             if bar >= _LABELLED_BAR_PX:
                 middle = left + bar * (order + 0.5)
-                parts.append(_text(middle, _TOP_PX + height - size - 4, f"{value:,.3g}", anchor="middle"))
+                words = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+                parts.append(_text(middle, _TOP_PX + height - size - 4, words, anchor="middle"))
     for order, name in enumerate(names):
         parts += _legend(order, name, _COLORS[order % len(_COLORS)])
     return _svg(parts)
