@@ -116,7 +116,7 @@ class Telemetry(Callback):
                 _write_expert_load(self._path, trainer.global_step, loads)
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
-                    log_histograms(logger, loads, trainer.global_step)
+                    log_histograms(logger, loads, trainer.global_step - 1)  # as Lightning counts
 
     def _pace(self) -> Iterator[Metric]:
         """Throughput since the last call."""

@@ -1,0 +1,203 @@
+"""Every command that README.md and docs/ show runs, at a reduced size; every Python snippet too.
+
+Commands that need Hugging Face checkpoints are in tests/distributed/test_huggingface_cli.py, launchers and hosts of
+elastic runs in tests/chaos, measurements in the benchmarks' own tests: here these only answer --help.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from moe_lightning import kernels
+from moe_lightning.cli import bench, ckpt, sim, train
+from tests.commands import moe_train
+from tests.distributed.training import OwnModule, RandomTokens
+from tests.documented import PAGES, ROOT, blocks, commands
+
+SMALL = [
+    "ranks=2",
+    "model.context_length=16",
+    "model.vocab_size=auto",
+    "model.num_layers=2",
+    "model.d_model=16",
+    "model.num_heads=2",
+    "model.d_hidden=24",
+    "model.d_expert=16",
+    "data.tokenizer=bytes",
+    "data.cache_dir=cache",
+    "data.source=words.txt",
+    "data.global_batch_size=4",
+    "data.val_samples=4",
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=2",
+    "trainer.val_check_interval=2",
+    "trainer.log_every_n_steps=1",
+    "logger=csv",
+    "elastic.enabled=false",
+]
+FITTED = {  # what a smaller world needs besides
+    "strategy.ep_size=4": ["strategy.ep_size=1"],
+    "pro_prophet": ["model.num_experts=4"],
+    "callbacks=compile": ["callbacks.compile_dense.backend=eager"],
+}
+ELSEWHERE = ("olmoe_finetune", "upcycle_gpt2", "model.pretrained", "swin", "data.path", "--config-dir", "lighthouse")
+QUICK = ("strategy.copies=2", "recipes=trace_routing model.router.forced.path=trace.npz callbacks=load_balancer")
+KNOWN = (
+    "moe-train|moe-bench|moe-ckpt|moe-sim|pip install|python -m moe_lightning|python docs/api.py|wandb|ruff|pytest"
+    "|#SBATCH|#!|#|host=|srun|for |done|wait|TORCH_DISABLE|torchrun|sbatch|pre-commit"
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "words.txt").write_text("".join(f"line {i} of some text\n" for i in range(300)))
+    (tmp_path / "placement.json").write_text(json.dumps([[1, 1]] * 8))
+    (tmp_path / "spot_trace.csv").write_text("0,add,0\n0,add,1\n60000,remove,1\n120000,add,1\n")
+    counts = np.ones((2, 2, 1, 8), dtype=np.uint16)
+    np.savez(tmp_path / "trace.npz", counts=counts, iteration=np.array([1, 2]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+
+
+def _trainings() -> Iterator[Any]:
+    """Each command once, the quick ones first among the marks."""
+    seen = set()
+    for page in PAGES:
+        for arguments in commands(page, "moe-train"):
+            text = " ".join(arguments)
+            if text in seen or any(word in text for word in ELSEWHERE) or (text.startswith("-") and "-m " not in text):
+                continue
+            seen.add(text)
+            marks = [] if any(text.startswith(quick) for quick in QUICK) else [pytest.mark.slow]
+            yield pytest.param(arguments, id=f"{page.name}: {text}"[:90], marks=marks)
+
+
+def fitted(arguments: list[str]) -> list[str]:
+    text = " ".join(arguments)
+    return [*SMALL, *(more for part, extra in FITTED.items() if part in text for more in extra)]
+
+
+def test_only_known_programs_are_shown() -> None:
+    for page in PAGES:
+        for block in blocks(page, "bash"):
+            for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+                assert not line.strip() or re.match(KNOWN, line.strip()), f"{page.name}: {line}"
+
+
+@pytest.mark.parametrize("arguments", _trainings())
+def test_trainings_run(arguments: list[str], tmp_path: Path) -> None:
+    done = moe_train(tmp_path, *arguments, *fitted(arguments))
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    if "validate" not in " ".join(arguments):
+        assert list(tmp_path.glob("outputs/**/checkpoints/*2*"))
+
+
+def test_checkpoints_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert moe_train(tmp_path, "recipes=partial_checkpoints", *SMALL).returncode == 0
+    shown = {tuple(arguments) for page in PAGES for arguments in commands(page, "moe-ckpt")}
+    ours = sorted(arguments for arguments in shown if "outputs/partial_checkpoints/checkpoints" in arguments)
+    assert {arguments[0] for arguments in ours} == {"inspect", "verify", "export"}
+    for arguments in ours:
+        assert ckpt.main(arguments) == 0, arguments
+    assert "whole" in capsys.readouterr().out
+    assert bench.main(["plot", "outputs/partial_checkpoints"]) == 0
+    assert {"checkpoint_ms", "expert_load_layer00", "plt"} <= {p.stem for p in Path("outputs").rglob("*.svg")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(a, id=" ".join(a)[:90]) for page in PAGES for a in commands(page, "moe-sim") if "=" in " ".join(a)],
+)
+def test_simulations_run(arguments: list[str]) -> None:
+    assert sim.main([*arguments, "hours=0.1"]) == 0
+
+
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
+def test_benchmarks_say_how(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        bench.main([name, "--help"])
+    assert exit_.value.code == 0
+    assert f"moe-bench {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_answers_without_a_run(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        train.main([option])
+    assert exit_.value.code == 0
+    assert "moe-train" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- Python
+
+
+def snippet(page: str, containing: str) -> str:
+    (found,) = (block for block in blocks(ROOT / page, "python") if containing in block)
+    return found
+
+
+def run(source: str, names: dict[str, Any]) -> dict[str, Any]:
+    exec(compile(source, "<documentation>", "exec"), names)
+    return names
+
+
+def test_every_snippet_is_run_here() -> None:
+    known = ("class Classifier", "DynamicK(0.0375)", "kernels.set_backend", "ThroughputMonitor", "class Counting")
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            assert sum(part in block for part in known) == 1, f"{page.name}:\n{block}"
+
+
+def test_checkpoints_in_a_script(tmp_path: Path) -> None:
+    source = snippet("README.md", "DynamicK(0.0375)").replace("every_n_steps=50", "every_n_steps=2")
+    small = source.replace("max_steps=1000", 'max_steps=4, accelerator="cpu", devices=1, logger=False')
+    assert small.count("max_steps=4") == 1
+    assert "every_n_steps=2" in small
+    run(small, {"L": L, "module": OwnModule(), "loader": DataLoader(RandomTokens(48), batch_size=12)})
+    assert (tmp_path / "checkpoints" / "step-00000004" / "MANIFEST.json").is_file()
+
+
+def test_kernels_can_be_chosen() -> None:
+    run(snippet("docs/kernels.md", "kernels.set_backend"), {})
+    kernels.set_backend("auto")
+
+
+def test_throughput_of_the_own_module() -> None:
+    names = run(snippet("README.md", "class Classifier"), {"__name__": "example"})
+    run(snippet("docs/lightning.md", "class Counting"), names)
+    run(snippet("docs/lightning.md", "ThroughputMonitor"), names)
+    monitor, module = names["monitor"], names["Counting"]()
+    monitor.kwargs["window_size"] = 2
+    x = torch.randn(32, 32)
+    data = DataLoader(torch.utils.data.TensorDataset(x, x[:, :4].argmax(dim=1)), batch_size=8)
+    logger = L.pytorch.loggers.CSVLogger(".")
+    trainer = L.Trainer(
+        strategy="expert_parallel",
+        accelerator="cpu",
+        devices=1,
+        callbacks=[monitor],
+        logger=logger,
+        max_steps=4,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, data)
+    matrices = 8 * 32 + 2 * 2 * 32 * 64 + 32 * 4  # the router, two experts, the head
+    assert module.flops_per_batch == 8 * 6 * matrices
+    assert monitor._throughputs[trainer.state.stage or "train"]._samples[-1] == 32
