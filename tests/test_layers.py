@@ -112,6 +112,31 @@ def test_lower_rooms_do_without_lightning() -> None:
     assert not wrong
 
 
+def test_launchers_start_without_lightning() -> None:
+    """Importing it takes seconds, and only the ranks that they start need it."""
+    commands = {PACKAGE / "cli" / f"{name}.py" for name in ("train", "worker", "elastic", "instantiation")}
+    launchers = {PACKAGE / "elastic" / f"{name}.py" for name in ("launcher", "elastic_launcher")}
+    waiting, seen = [*commands, *launchers], set[Path]()
+    while waiting:
+        path = waiting.pop()
+        seen.add(path)
+        for name in imported_at_once(path):
+            assert not is_under(name, "lightning"), f"{path} imports {name}"
+            inside = PACKAGE.parent.joinpath(*name.split("."))
+            files = (inside.with_suffix(".py"), inside.parent.with_suffix(".py"), inside / "__init__.py")
+            waiting += [f for f in files if f.is_relative_to(PACKAGE) and f.is_file() and f not in seen]
+    assert seen > commands | launchers
+
+
+def imported_at_once(path: Path) -> Iterator[str]:
+    """What importing a file imports: not what functions import, nor what only type checkers see."""
+    for node in tree(path).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def test_only_the_command_line_knows_hydra() -> None:
     wrong = [
         f"{path}:{line}: {room} may not use {name}"

@@ -17,13 +17,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from moe_lightning.cli.mistakes import one_line, suggestion
 from moe_lightning.errors import ConfigurationError
 
 TARGET = "_target_"
-_REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, MisconfigurationException)
+_REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError)
 _FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the data
 
 
@@ -42,7 +41,10 @@ def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
         return instantiate(dict(node), **arguments, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
-    if isinstance(cause, _REFUSALS) and not isinstance(cause, ConfigurationError):
+    # Only here: launchers use this module, and importing Lightning would take them seconds.
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    if isinstance(cause, (*_REFUSALS, MisconfigurationException)) and not isinstance(cause, ConfigurationError):
         raise ConfigurationError(f"{key} cannot be built: {one_line(cause)}") from cause
     raise cause
 
