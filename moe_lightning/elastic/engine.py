@@ -101,7 +101,7 @@ class ElasticEngine:
         Raises:
             WorldTooSmall: no members came together within `join_timeout_s`.
             ConnectionError: the membership's engine cannot be reached.
-            RuntimeError: the store cannot be reached.
+            ConfigurationError: the store cannot be reached.
         """
         self._monitor.leave_world()
         if self._monitor.is_expelled():
@@ -110,7 +110,7 @@ class ElasticEngine:
             self._monitor.rename(self.member_id)
         self._store_cut = ConnectionCut(only_to=self.task.store_port)
         with self._store_cut:
-            self._store = connect_store(self.task)
+            self._store = self._connect()
         if not self._started:
             self._wait_for_start()
         self._monitor.knock(True)
@@ -122,6 +122,21 @@ class ElasticEngine:
     def world_exists(self) -> bool:
         """Whether this run has a world already, which a process that has not joined yet would come to."""
         return self._monitor.world_exists()
+
+    def comes_too_early(self, members: Members) -> bool:
+        """Whether the first world of this process is not the others' first: they bring state into it, and this process
+        has nowhere to put it yet. It then is out of that world again, and the others go on without it until it joins.
+
+        Args:
+            members: from `join`.
+        """
+        if not self._monitor.follows_another(members):
+            return False
+        self._monitor.guard(members, lambda: None)
+        self.break_up("a process joined that has not set up")
+        self._monitor.leave_world()
+        self._membership.close()
+        return True
 
     def guard(self, members: Members, cut: Callable[[], None]) -> None:
         """Watch a world until it breaks or the next one is guarded.
@@ -187,6 +202,16 @@ class ElasticEngine:
         return LighthouseMembership(
             member_id, lighthouse=self.task.lighthouse, heartbeat_timeout_s=self.settings.heartbeat_timeout_s
         )
+
+    def _connect(self) -> TCPStore:
+        """A new client of the store; without the store there is no run to go on with."""
+        try:
+            return connect_store(self.task)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"the store of this run at {self.task.store_host}:{self.task.store_port} does not answer "
+                f"({_NOISE.sub('', str(error)).strip()}): start the run again, it resumes from the last checkpoint"
+            ) from None
 
     def _wait_for_start(self) -> None:
         """A lone early worker would form a world of one: wait for the others, or for a world that exists already."""

@@ -85,6 +85,7 @@ class Monitor:
         self._arrived: set[str] = set()
         self._gone: dict[str, str] = {}  # token -> how
         self._last_world: tuple[str, ...] = ()
+        self._worlds: dict[str, tuple[str, ...]] = {}  # name -> members
         self._knocking = False
         self._knocks = Knocks()
         self._store: TCPStore | None = None
@@ -114,6 +115,13 @@ class Monitor:
         with self._lock:
             self._read_news()
             return any(token_of(member) not in self._gone for member in self._last_world)
+
+    def follows_another(self, members: Members) -> bool:
+        """Whether members of a world have been in an earlier one together, by the news of this moment."""
+        with self._lock:
+            self._read_news()
+            earlier = [ids for name, ids in self._worlds.items() if name != members.name]
+            return any(member in ids for ids in earlier for member in members.ids)
 
     def leave_world(self) -> None:
         """The main thread has come to the join: the former world is over for it."""
@@ -223,7 +231,7 @@ class Monitor:
             case {"kind": "arrived", "member": str(member)}:
                 self._arrived.add(member)
             case {"kind": "formed", "world": str(world), "ids": list(ids)}:
-                self._last_world = tuple(ids)
+                self._last_world = self._worlds[world] = tuple(ids)
                 mine = self._watch is not None and self._watch.members.name == world
                 if self._was_member and not mine and self._member_id not in ids:
                     self._expelled = True

@@ -107,11 +107,13 @@ class ElasticWorlds:
     def enter(self) -> World:
         """The first world of this process: joined at once with all others, or, where a run is under way, a place to
         set up in until the fit loop joins it."""
-        if self.engine.world_exists():
-            self.is_newcomer = True
-            settings = self.engine.task
-            return World.offline(min(settings.slot, settings.expected - 1), settings.expected, self._device)
-        return self._join(Stopwatch())
+        if not self.engine.world_exists():
+            members = self.engine.join()
+            if not self.engine.comes_too_early(members):
+                return self._build(members)
+        self.is_newcomer = True
+        task = self.engine.task
+        return World.offline(min(task.slot, task.expected - 1), task.expected, self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -122,17 +124,20 @@ class ElasticWorlds:
             members = self.engine.join()
         self._cause = self.engine.reason or self._cause  # by now a launcher may have said how a rank ended
         with watch.phase("groups"):
-            world = build_world(
-                members.name,
-                store=self.engine.store,
-                rank=members.rank,
-                size=members.size,
-                backend=self._strategy.collectives_backend,
-                timeout=self._strategy.collectives_timeout,
-                build_timeout_s=self.engine.settings.build_timeout_s,
-                device=self._device,
-                guard=lambda cut: self.engine.guard(members, cut),
-            )
+            return self._build(members)
+
+    def _build(self, members: Members) -> World:
+        world = build_world(
+            members.name,
+            store=self.engine.store,
+            rank=members.rank,
+            size=members.size,
+            backend=self._strategy.collectives_backend,
+            timeout=self._strategy.collectives_timeout,
+            build_timeout_s=self.engine.settings.build_timeout_s,
+            device=self._device,
+            guard=lambda cut: self.engine.guard(members, cut),
+        )
         self.members = members
         if world.rank == 0:
             take_over_terminal()
