@@ -118,8 +118,8 @@ def _measure(folder: Path, options: argparse.Namespace, cores: Sequence[int]) ->
 
 
 def slowest(seen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row of what several ranks saw of the same training: the largest of each figure."""
-    return {name: max(row[name] for row in seen) for name in seen[0]}
+    """One row of what several ranks saw of the same training: the largest of each figure; the first rank has all."""
+    return {name: max(row[name] for row in seen if name in row) for name in seen[0]}
 
 
 def medians_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -26,7 +26,8 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def test_figures_are_those_of_the_slower_rank_and_of_the_middle_round() -> None:
     first = {"round": 0, "contender": "ours", "step_s": 1.0, "state_bytes": 8.0}
-    assert compare.slowest([first, first | {"step_s": 3.0, "state_bytes": 4.0}]) == first | {"step_s": 3.0}
+    second = first | {"step_s": 3.0, "state_bytes": 4.0}
+    assert compare.slowest([first | {"disk_bytes": 5}, second]) == first | {"step_s": 3.0, "disk_bytes": 5}
     rounds = [first | {"round": index, "step_s": seconds} for index, seconds in enumerate([5.0, 1.0, 2.0])]
     assert compare.medians_of(rounds) == {"ours": {"step_s": 2.0, "state_bytes": 8.0}}
 
