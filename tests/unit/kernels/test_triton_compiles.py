@@ -59,7 +59,7 @@ class Recorder:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_kernels_compile_and_fit(capability, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from moe_lightning.kernels import triton_activation, triton_bytes, triton_matmul, triton_routing, triton_rows
