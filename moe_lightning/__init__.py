@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moe_lightning.models.gpt_config import GPTConfig
     from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
     from moe_lightning.models.huggingface.module import HuggingFaceConfig, HuggingFaceModule
+    from moe_lightning.models.swin import SwinConfig, SwinModule
     from moe_lightning.models.upcycling import UpcyclingConfig
     from moe_lightning.modules.forced_routing import ForcedRouting
     from moe_lightning.modules.losses import auxiliary_loss
@@ -57,6 +58,8 @@ _HOMES = {
     "RouterConfig": "modules.router",
     "StepLoader": "data.step_loader",
     "StepSampler": "data.step_sampler",
+    "SwinConfig": "models.swin",
+    "SwinModule": "models.swin",
     "UpcyclingConfig": "models.upcycling",
     "auxiliary_loss": "modules.losses",
     "export_to_huggingface": "callbacks.huggingface_export",
@@ -84,6 +87,8 @@ __all__ = [
     "RouterConfig",
     "StepLoader",
     "StepSampler",
+    "SwinConfig",
+    "SwinModule",
     "UpcyclingConfig",
     "auxiliary_loss",
     "export_to_huggingface",

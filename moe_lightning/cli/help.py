@@ -11,7 +11,7 @@ from moe_lightning.cli.composition import CONFIG_DIR
 
 _WIDTH = 110  # of the recipes' lines
 _TEXT = """\
-moe-train: train a Mixture-of-Experts language model with expert parallelism
+moe-train: train a Mixture-of-Experts model with expert parallelism
 
 usage: moe-train [recipes=NAME] [key=value ...] [-m] [--config-dir DIR]
 
@@ -44,6 +44,7 @@ options
 examples
   moe-train                                          train the quickstart, about two minutes
   moe-train recipes=text data.source=~/books         train on your own text
+  moe-train recipes=swinv2_moe data.path=photos/     or images: a folder for each class
   moe-train model.num_experts=16 run_name=wide       change anything, keep it apart
   moe-train -m optimizer.lr=1e-3,3e-3                two runs, one after the other
   torchrun --nproc-per-node=8 --no-python moe-train  let torchrun start the ranks
