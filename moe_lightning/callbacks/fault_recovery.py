@@ -197,8 +197,7 @@ def _sentence(report: RecoveryReport) -> str:
     repeated = f", {report.steps_lost} steps are repeated" if report.steps_lost else ""
     left = "1 rank goes on" if report.ranks_after == 1 else f"{report.ranks_after} ranks go on"
     return (
-        f"{report.reason} at step {report.step}: {left}, {report.restored}"
-        f"{repeated}; {report.seconds['total']:.2f} s"
+        f"{report.reason} at step {report.step}: {left}, {report.restored}{repeated}; {report.seconds['total']:.2f} s"
     )
 
 
