@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,8 @@ from moe_lightning import ConfigurationError
 from moe_lightning.callbacks.console import Console
 from moe_lightning.callbacks.summary import Summary
 from moe_lightning.callbacks.telemetry import Telemetry
+from moe_lightning.cli.train import main
+from moe_lightning.cli.worker import with_sizes_of_data
 from moe_lightning.data.images import ImageData
 from moe_lightning.models.gpt_module import parameter_groups
 from moe_lightning.models.huggingface.blocks import DroppingLayerNorm
@@ -275,6 +278,40 @@ def test_data_that_do_not_fit() -> None:
         built()(torch.zeros(1, 3, 8, 8))
     with pytest.raises(ConfigurationError, match="the data have 12 classes, the model knows 5: set num_classes=12"):
         fit(built(num_classes=5), ImageData(image_size=16, num_shapes=8, global_batch_size=2))
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_upcycling_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    make_checkpoint("swinv2", tmp_path / "dense", num_labels=12)
+    choice = ["recipes=swinv2_moe", "model=swinv2_upcycled", "model.pretrained=dense", "model.image_size=16"]
+    small = ["ranks=1", "logger=none", "data.global_batch_size=4", "data.num_shapes=8", "trainer.accelerator=cpu"]
+    steps = ["trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.log_every_n_steps=2"]
+    with pytest.raises(SystemExit) as exit_:
+        main([*choice, *small, *steps])
+    said = capfd.readouterr()
+    assert exit_.value.code == 0, said.err
+    assert "8 experts in 2 layers, top-2" in said.out
+    assert "step 2/2  validation loss" in said.out
+
+
+def test_sizes_that_the_data_decide() -> None:
+    images, text = ImageData(), SimpleNamespace(vocab_size=256)
+
+    def decided(data: object, **model: object) -> Any:
+        return with_sizes_of_data({"module": {"config": model}}, data)["module"]["config"]
+
+    assert decided(images, num_classes="auto") == {"num_classes": 12}
+    assert decided(images, num_classes=20) == {"num_classes": 20}
+    assert decided(text, vocab_size="auto", d_model=8) == {"vocab_size": 256, "d_model": 8}
+    assert decided(text, d_model=8) == {"d_model": 8}
+    with pytest.raises(ConfigurationError, match="num_classes=5 is below the 12 classes of the data"):
+        decided(images, num_classes=5)
+    with pytest.raises(ConfigurationError, match="num_classes=auto asks SimpleNamespace for its classes"):
+        decided(text, num_classes="auto")
 
 
 def test_the_papers_size() -> None:
