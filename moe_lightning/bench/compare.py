@@ -66,7 +66,10 @@ def run(options: argparse.Namespace) -> int:
     console.print(f"all end at the same loss, within {loss_spread(medians):.1e}")
     if "training" in options.parts:
         console.print(training_table(medians, options.batch * options.context))
-        console.print("cpu: processor time of the busier rank; state: parameters and optimizer state on each rank")
+        console.print(
+            "loop: over experts, as stock PyTorch code does; cpu: processor time of the busier rank; state: parameters "
+            "and optimizer state on each rank"
+        )
     if "saving" in options.parts:
         console.print(saving_table(medians, options.every))
         memory_mb = max(row.get("memory_bytes", 0.0) for row in medians.values()) / 1e6

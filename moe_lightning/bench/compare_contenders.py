@@ -49,9 +49,9 @@ class Contender:
 
 
 TRAININGS = {
-    "DDP, loop over experts": Contender(strategy="ddp", loop=True),
+    "DDP, loop": Contender(strategy="ddp", loop=True),
     "DDP, our layer": Contender(strategy="ddp"),
-    "FSDP2, loop over experts": Contender(strategy="fsdp", loop=True),
+    "FSDP2, loop": Contender(strategy="fsdp", loop=True),
     "FSDP2, our layer": Contender(strategy="fsdp"),
     "ours": Contender(strategy="expert_parallel"),
     "ours, zero1": Contender(strategy="zero1"),
