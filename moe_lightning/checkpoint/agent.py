@@ -199,9 +199,12 @@ class Agent:
         return _Job(session, step, world_size, time.monotonic(), agreed.step if agreed is not None else None)
 
     def _current(self) -> tuple[str | None, list[Arena]]:
-        """The newest session of which a snapshot waits, and the arenas of its ranks; None where nothing waits."""
+        """The newest session of which a snapshot waits, and the arenas of its ranks; None where nothing waits that is
+        still wanted."""
         session = max((t.session for arena in self._arenas.values() for t in arena.waiting_tables()), default=None)
-        left = self._left_behind(session) if session is not None else []
+        if session is None or self._is_superseded(session):
+            return None, []
+        left = self._left_behind(session)
         return session, [arena for path, arena in self._arenas.items() if path not in left]
 
     def _left_behind(self, session: str) -> list[Path]:
@@ -293,8 +296,15 @@ class Agent:
         is_ours = agreed is not None and agreed.session == job.session and not agreed.is_open
         if agreed is not None and is_ours and (agreed.step > job.step or job.agreed not in (None, agreed.step)):
             return True
-        committed = checkpoints(self.root)
-        return bool(committed) and committed[0][1].session > job.session
+        return self._is_superseded(job.session)
+
+    def _is_superseded(self, session: str) -> bool:
+        """Whether the others went on, in a world without this node, and save a later session."""
+        agreed = Agreement.read(self.root)
+        committed = checkpoints(self.root) if self.root.is_dir() else []
+        return (agreed is not None and agreed.session > session) or (
+            bool(committed) and committed[0][1].session > session
+        )
 
     @staticmethod
     def _waits_for_newer_session(arena: Arena, session: str) -> bool:
@@ -328,9 +338,6 @@ class Agent:
         if copying or self._job is not None:
             return True
         session, arenas = self._current()
-        agreed = Agreement.read(self.root)
-        if session is None or (agreed is not None and agreed.session > session):
-            return False  # the others went on in a world without this node
         steps = [[t.step for t in arena.waiting_tables() if t.session == session] for arena in arenas]
         return newest_common(steps) is not None
 

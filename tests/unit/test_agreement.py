@@ -146,7 +146,9 @@ def test_the_agent_of_a_node_that_the_others_went_on_without_gives_up(tmp_path: 
     alone.close()
     assert alone.committed == 3
     former.serve(0, 3)
+    assert not former.agents[0].serve_once(), "it rests instead of writing the same again and again"
     assert former.agents[0]._job is None
+    assert not former.agents[0]._pending(), "it may leave"
     assert former.agents[0].status.error is None
 
 
