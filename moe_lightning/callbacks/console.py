@@ -61,6 +61,7 @@ class Console(ProgressBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._enabled:
             return
+        self._close()  # the bar of a world that broke
         print(describe(trainer, pl_module), flush=True)
         if self._style == "bar" or (self._style == "auto" and sys.stdout.isatty()):
             self._bar = _progress_bar()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -31,13 +30,14 @@ from moe_lightning.checkpoint.agreement import Agreement, agreed_step, propose
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.buffers import TripleBuffer, newest_common
 from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part
-from moe_lightning.checkpoint.durable import write_durably
+from moe_lightning.checkpoint.durable import lock_exclusively, write_durably
 from moe_lightning.checkpoint.room import ARENAS, rank_of
 from moe_lightning.checkpoint.store import checkpoints, staging_path, write_part
 from moe_lightning.checkpoint.table import Table
 from moe_lightning.errors import CheckpointError
 
 _HOPE_S = 0.2
+_LOCK_S = 0.1
 _LONGEST_PAUSE_S = 60.0
 _LAST_ATTEMPTS = 3
 """Failures in a row after which an agent that should leave gives up."""
@@ -377,10 +377,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{arenas} is gone, there is nothing to write")
         return 0
     with open(arenas / LOCK, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another agent serves {arenas} already")
+        try:  # those who ask whether an agent lives hold the lock for an instant, too
+            lock_exclusively(lock.fileno(), timeout_s=_LOCK_S, message=f"another agent serves {arenas} already")
+        except CheckpointError as served:
+            print(served)
             return 0
         agent = Agent(arenas, root, **options)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -188,6 +188,13 @@ class ExpertParallelStrategy(SteppingStrategy):
             raise ConfigurationError(
                 "GradientAccumulationScheduler changes the global batch during the run: "
                 "use a constant accumulate_grad_batches"
+            )
+        averagers = (StochasticWeightAveraging, WeightAveraging)
+        averaging = next((c for c in trainer.callbacks if isinstance(c, averagers)), None)  # type: ignore[attr-defined]
+        if averaging is not None:
+            raise ConfigurationError(
+                f"{type(averaging).__name__} copies the module before experts have their places: average checkpoints "
+                "after training"
             )
         if self._ddp_comm_hook is not None:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")

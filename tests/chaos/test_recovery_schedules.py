@@ -54,6 +54,6 @@ def test_random_faults(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1200))
+@pytest.mark.parametrize("seed", [0, 1, 4, 6, 7, *range(1000, 1195)])
 def test_200_schedules_of_random_faults(tmp_path: Path, seed: int) -> None:
     run_schedule(tmp_path, seed)

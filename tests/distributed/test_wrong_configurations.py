@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
@@ -82,6 +82,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "GradientAccumulationScheduler changes the global batch": lambda: {
         "trainer": {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}
     },
+    "StochasticWeightAveraging copies the module": lambda: {
+        "trainer": {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}
+    },
+    "EMAWeightAveraging copies the module": lambda: {"trainer": {"callbacks": [EMAWeightAveraging()]}},
     "ddp_comm_hook is taken": lambda: {"strategy": {"ddp_comm_hook": default_hooks.allreduce_hook}},
     "The data set Stream is iterable": lambda: {"loader": DataLoader(Stream(), batch_size=2)},
     "sampler WeightedRandomSampler": lambda: {"loader": loader(sampler=WeightedRandomSampler([1.0] * 24, 24))},
