@@ -349,11 +349,12 @@ class Agent:
             print(f"the agent cannot report to {self.arenas_path} ({error.strerror}): {status}", file=sys.stderr)
 
     def _leave(self) -> int:
-        """Release memory unless it holds snapshots that storage lacks."""
+        """Release memory unless it holds snapshots that storage lacks. The request to stop stays until a session asks
+        for an agent again: another one may have been started and come to it later.
+        """
         unsaved = self._pending()
         for path in list(self._arenas):
             self._let_go(path, delete=not unsaved)
-        (self.arenas_path / STOP).unlink(missing_ok=True)
         return 1 if unsaved else 0
 
     def _let_go(self, path: Path, *, delete: bool) -> None:

@@ -25,7 +25,7 @@ def main() -> int:
 
     end_with_launcher()
     from moe_lightning.cli.mistakes import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
-    from moe_lightning.elastic.failure import Preempted, report_failure
+    from moe_lightning.elastic.failure import Preempted, RunFinished, report_failure
     from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 
     try:
@@ -36,6 +36,9 @@ def main() -> int:
         print(f"moe-train: this rank leaves: {notice}; what only it held is handed over", file=sys.stderr)
         leave_process_groups()
         return EXIT_PREEMPTED
+    except RunFinished:
+        leave_process_groups()
+        return 0
     except Exception as error:
         details = traceback.format_exc()
         sentence = sentence_of(error)

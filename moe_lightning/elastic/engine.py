@@ -179,6 +179,14 @@ class ElasticEngine:
         """
         return self._monitor.newcomers()
 
+    def finish(self) -> None:
+        """Tell those who wait to be let in that the training is done."""
+        self._monitor.finish()
+
+    def is_finished(self) -> bool:
+        """Whether others have finished the run since this process started."""
+        return self._monitor.is_finished()
+
     def listen(self) -> None:
         """Receive notices from now on, also where a Trainer has taken the signal for itself."""
         self._preemption.listen()

@@ -34,6 +34,10 @@ class Preempted(Exception):
     """This process was told to leave, and has handed over what only it held."""
 
 
+class RunFinished(Exception):
+    """The others finished the run before this process could join them: it has nothing to do."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """Why a rank ended.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import gc
 import os
 import signal
@@ -63,6 +65,12 @@ def leave_process_groups() -> None:
     gc.collect()  # what still refers to a group keeps its threads alive
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@functools.cache
+def leave_process_groups_at_exit() -> None:
+    """Do so when a script ends well. One that ends with an error does not wait for threads that wait for its peers."""
+    atexit.register(lambda: None if hasattr(sys, "last_value") else leave_process_groups())
 
 
 def _watch_parent(launcher: int) -> None:

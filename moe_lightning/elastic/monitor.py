@@ -90,8 +90,10 @@ class Monitor:
         self._knocks = Knocks()
         self._store: TCPStore | None = None
         self._news: News | None = None
+        self._finished = False
         self._connect()
         self._read_news()  # what happened before is known at once
+        self._finished = False  # of an earlier run over the same store
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-monitor", daemon=True)
         self._thread.start()
@@ -122,6 +124,17 @@ class Monitor:
             self._read_news()
             earlier = [ids for name, ids in self._worlds.items() if name != members.name]
             return any(member in ids for ids in earlier for member in members.ids)
+
+    def finish(self) -> None:
+        """Tell those who wait to be let in that the training is done."""
+        with self._lock:
+            self._tell("finished")
+
+    def is_finished(self) -> bool:
+        """Whether members of the run have finished it, by the news of this moment."""
+        with self._lock:
+            self._read_news()
+            return self._finished
 
     def leave_world(self) -> None:
         """The main thread has come to the join: the former world is over for it."""
@@ -243,6 +256,8 @@ class Monitor:
             case {"kind": "died", "token": str(token), "how": str(how)}:
                 self._gone[token] = how
                 self._hear_of_death(token, how)
+            case {"kind": "finished"}:
+                self._finished = True
             case {"kind": "left", "member": str(member)}:
                 self._gone[token_of(member)] = "left"
                 if self._watch is not None and member in self._watch.members.ids:

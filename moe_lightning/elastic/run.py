@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
-from moe_lightning.elastic.failure import Interrupted, report_failure
+from moe_lightning.elastic.failure import Interrupted, RunFinished, report_failure
 from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE, end_with_launcher, leave_process_groups
 from moe_lightning.elastic.processes import RanksFailed
 from moe_lightning.elastic.settings import ELASTIC_VARIABLE, ElasticSettings
@@ -75,6 +75,8 @@ def _work(arguments: Sequence[str]) -> int:
         runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except RunFinished:
+        return 0
     except (ConfigurationError, CheckpointError) as error:
         report_failure("mistake", str(error), "")
         return EXIT_MISTAKE

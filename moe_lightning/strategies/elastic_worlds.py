@@ -40,7 +40,7 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.elastic.engine import ElasticEngine
-from moe_lightning.elastic.failure import Preempted
+from moe_lightning.elastic.failure import Preempted, RunFinished
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members
 from moe_lightning.errors import ConfigurationError
@@ -122,6 +122,8 @@ class ElasticWorlds:
     def _join(self, watch: Stopwatch) -> World:
         with watch.phase("rendezvous"):
             members = self.engine.join()
+        if self.is_newcomer and self.engine.is_finished():
+            raise RunFinished("the others finished the run before this process joined it")
         self._cause = self.engine.reason or self._cause  # by now a launcher may have said how a rank ended
         with watch.phase("groups"):
             return self._build(members)
@@ -193,6 +195,7 @@ class ElasticWorlds:
 
         Raises:
             Preempted: this process shall leave.
+            RunFinished: this process comes too late.
             WorldTooSmall: fewer than `min_ranks` ranks are left, and no others came; the state is saved.
         """
         assert self._strategy.lightning_module is not None
@@ -210,14 +213,16 @@ class ElasticWorlds:
             try:
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
                     loop.on_run_start()
-                    return loop.on_run_end()
+                    loop.on_run_end()
+                    return self.engine.finish()
                 if is_first:
                     is_first, self.is_newcomer = False, self._follows_a_lost_world()
                     if self.is_newcomer:
                         _set_up_data(self._strategy.trainer)
                         continue
                 self._wait_for_ranks()
-                return fit()
+                fit()
+                return self.engine.finish()
             except Exception as error:
                 if not self._is_worlds_fault(error):
                     raise
@@ -245,7 +250,7 @@ class ElasticWorlds:
         """Whether an exception came of a lost peer and not of a mistake of this process."""
         if isinstance(error, WorldChanged):
             return True
-        if isinstance(error, ConfigurationError | Preempted):
+        if isinstance(error, ConfigurationError | Preempted | RunFinished):
             return False
         if self.engine.reason is not None:
             return True

@@ -26,6 +26,7 @@ from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World, join_launched_world
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.elastic.engine import ElasticEngine
+from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
@@ -159,6 +160,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         if self._world is None:
             assert self._timeout is not None
             self._world = World.connect(self.root_device, self._timeout)
+            leave_process_groups_at_exit()
         self._stream.seed = self._run_seed()
         attach_stream(module, self._stream)
         known = self._experts

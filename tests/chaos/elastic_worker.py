@@ -29,6 +29,7 @@ from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsChe
 from moe_lightning.checkpoint import session as checkpoint_session
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.comm import exchange
+from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.training import TINY, RandomTokens, make_trainer
@@ -345,6 +346,8 @@ def worker_main(
     torch.set_num_threads(1)
     try:
         train_elastically(worker, expected, Path(folder), steps, **options)
+    except RunFinished:
+        return
     except BaseException:
         import traceback
 

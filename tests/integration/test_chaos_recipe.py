@@ -80,6 +80,8 @@ def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: dict[s
     marks = {path.name: json.loads(path.read_text())["step"] for path in (run_dir / "faults").iterdir()}
     assert marks == kills
     assert (run_dir / "checkpoints" / f"step-{STEPS:08d}").is_dir()
+    assert not list((run_dir / "checkpoints").glob(f"step-{STEPS:08d}-*")), "who came too late ended nothing anew"
+    assert ran.stdout.count("\nvalidation loss") == 1
     again = moe_train(folder, *arguments_of(folder))
     assert again.returncode == 0
     assert f"has finished its {STEPS} steps" in again.stdout
