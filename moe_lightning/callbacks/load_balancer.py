@@ -135,11 +135,12 @@ class LoadBalancer(Callback):
         if strategy.world.size == 1 or not strategy.experts.layers:
             for layer in strategy.experts.layers:
                 layer.during_dispatch = None
+            self._restored = self.state_dict() or None
             self.planner = None  # nothing to balance
             return
         layers, dtype = strategy.experts.layers, strategy.flight_dtype
         cluster = _cluster(strategy, self._ranks_per_node)
-        known = self._known_costs(strategy)
+        known, state = self._known(strategy)
         if known is not None:
             costs, self._clock = known, None
         elif self._calibrate and (self._policy.shadows != "none" or self._policy.placement == "auto"):
@@ -151,20 +152,26 @@ class LoadBalancer(Callback):
             costs = assumed_costs(layers, dtype, **self._rates)
         self._is_new_step = True
         self.planner = BalancePlanner(self._policy, cluster, strategy.experts.placements, costs)
-        if self._restored is not None:
-            self.planner.load_state_dict(self._restored)
+        if state is not None:
+            self.planner.load_state_dict(state)
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
             layer.during_dispatch = partial(self._observe, index, layer)
 
-    def _known_costs(self, strategy: ExpertParallelStrategy) -> list[BlockCosts] | None:
-        """After a change of the world: what was measured before it, on all ranks alike; None where no rank has it."""
+    def _known(self, strategy: ExpertParallelStrategy) -> tuple[list[BlockCosts] | None, dict[str, Any] | None]:
+        """Measured costs and the planner's state to go on with, each None where there is none.
+
+        After a change of the world all ranks take them from one: those that came bring other states than those that
+        stayed, and ranks whose states differ would plan different moves.
+        """
         if strategy.elastic is None or strategy.elastic.report is None:
-            return None
+            return None, self._restored
         planner = self.planner
-        own = None if planner is None else [costs.to_json() for costs in planner.costs]
-        told = next((costs for costs in all_gather_json(own, strategy.world) if costs is not None), None)
-        return None if told is None else [BlockCosts.from_json(costs, strategy.world.size) for costs in told]
+        own = [None if planner is None else [costs.to_json() for costs in planner.costs], self.state_dict() or None]
+        told = all_gather_json(own, strategy.world)
+        costs = next((costs for costs, _ in told if costs is not None), None)
+        state = next((state for _, state in told if state is not None), None)
+        return None if costs is None else [BlockCosts.from_json(c, strategy.world.size) for c in costs], state
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

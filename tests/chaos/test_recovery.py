@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.chaos.elastic_worker import checkpoints_of
 
@@ -122,8 +126,32 @@ def test_a_stopped_rank_is_expelled_and_comes_back(tmp_path: Path) -> None:
         assert run.assert_replicas_equal() > 0
 
 
+class WatchedBalancer(LoadBalancer):
+    """Writes what it plans from after every step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(shadows="top2", rebalance_every=3, min_replicas=2, calibrate=False)
+        self._file = (folder / f"planner-{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        super().on_train_batch_end(trainer, *arguments)
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        if self.planner is not None and strategy.elastic is not None and strategy.elastic.members is not None:
+            line = [strategy.elastic.members.name, trainer.global_step, self.planner.state_dict()]
+            self._file.write(json.dumps(line) + "\n")
+
+
 def with_balancer(folder: Path) -> list[Any]:
-    return [LoadBalancer(shadows="top2", rebalance_every=3, min_replicas=2, calibrate=False)]
+    return [WatchedBalancer(folder)]
+
+
+def assert_planners_agree(folder: Path) -> None:
+    states: dict[tuple[str, int], Any] = {}
+    lines = [json.loads(line) for path in folder.glob("planner-*.jsonl") for line in path.read_text().splitlines()]
+    for world, step, state in lines:
+        assert states.setdefault((world, step), state) == state, f"ranks would move different experts after step {step}"
+    assert len(lines) > len(states) > 0
 
 
 def test_while_experts_move_and_visit(tmp_path: Path) -> None:
@@ -132,5 +160,6 @@ def test_while_experts_move_and_visit(tmp_path: Path) -> None:
     with elastic_run(tmp_path, workers=3, steps=16, callbacks=with_balancer, **options) as run:
         run.supervise(restart=range(3))
         assert run.kills_done() == 2
+        assert_planners_agree(tmp_path)
         assert_same_losses(run, reference(16))
         assert run.assert_replicas_equal() > 0

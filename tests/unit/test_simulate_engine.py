@@ -85,7 +85,10 @@ def test_nothing_but_steps_without_saving() -> None:
 def test_a_further_failure_never_raises_goodput(
     name: str, faults: list[tuple[float, int]], further: tuple[float, int]
 ) -> None:
-    """With nodes that are replaced at once, so that only the faults differ."""
+    """With nodes that are replaced at once, so that only the faults differ, and after all others: two nodes that fail
+    at once lose less than one that fails before what protects it is whole again.
+    """
+    further = (max([1.0, *(time_s for time_s, _ in faults)]) + further[0], further[1])
 
     def events(strikes: list[tuple[float, int]]) -> list[Event]:
         times = {round(time_s * NS): node for time_s, node in strikes}
