@@ -106,6 +106,7 @@ def test_trainings_run(arguments: list[str], tmp_path: Path) -> None:
         assert list(tmp_path.glob("outputs/**/checkpoints/*2*"))
 
 
+@pytest.mark.slow
 def test_checkpoints_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert moe_train(tmp_path, "recipes=partial_checkpoints", *SMALL).returncode == 0
     shown = {tuple(arguments) for page in PAGES for arguments in commands(page, "moe-ckpt")}

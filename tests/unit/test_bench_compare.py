@@ -96,6 +96,7 @@ def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
         compare.run(parse(*arguments))
 
 
+@pytest.mark.slow
 def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     names = ["DDP, loop", "FSDP2, our layer", "ours", "DDP, dcp.async_save", "ours, K = E/4"]
     options = {name: value for name, value in vars(parse(*SMALL.split())).items() if isinstance(value, int)}
