@@ -25,6 +25,7 @@ from moe_lightning.errors import CheckpointError
 
 _NEXT = ".next.json"
 _OPEN = -1
+_LARGEST_STEP = 1 << 60
 _LARGEST_MARGIN = 1 << 16
 """Steps; nodes that still miss each other's snapshots have none in common."""
 
@@ -56,7 +57,9 @@ class Agreement:
             read = cls(session=found["session"], step=found["step"], margin=found["margin"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return read if (type(read.session), type(read.step), type(read.margin)) == (str, int, int) else None
+        if (type(read.session), type(read.step), type(read.margin)) != (str, int, int):
+            return None
+        return read if max(abs(read.step), abs(read.margin)) < _LARGEST_STEP else None
 
     def later(self, newest: int) -> Agreement:
         """What a node proposes that has passed this one, from its newest step."""

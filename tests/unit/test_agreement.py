@@ -161,7 +161,16 @@ def test_the_faster_proposal_counts(tmp_path: Path) -> None:
     assert Agreement.read(tmp_path) == second
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"session": 1, "step": 2, "margin": 0}', b'{"session": "1"}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"[]",
+        b'{"session": 1, "step": 2, "margin": 0}',
+        b'{"session": "1"}',
+        b'{"session": "1", "step": 99999999999999999999, "margin": 0}',
+    ],
+)
 def test_a_damaged_agreement_is_none(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / ".next.json").write_bytes(damage)
     assert Agreement.read(tmp_path) is None
