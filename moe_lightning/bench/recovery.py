@@ -173,6 +173,7 @@ def _contenders(task: Task) -> dict[str, Task]:
         "bare": task,
         "recovery": replace(task, recovery=none),
         "+ snapshots": replace(task, recovery=none, every_n_steps=1),
+        "scheduled": replace(task, recovery=none, every_n_steps=1, windows="scheduled"),
         "+ ARC": replace(task, recovery={**none, "protection": "arc"}, every_n_steps=1),
         "+ AEC": replace(task, recovery={**none, "protection": "aec"}, every_n_steps=1),
     }

@@ -14,7 +14,7 @@ import time
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -48,6 +48,7 @@ class Task:
         stock: plain DDP with Lightning's ModelCheckpoint instead of ours.
         recovery: arguments of FaultRecovery; None: without it.
         every_n_steps: between checkpoints; 0: none.
+        windows: when snapshots are copied.
         strategy: arguments of ExpertParallelStrategy.
         faults: arguments of FaultInjection; None: without it.
         batch: sequences of all ranks together.
@@ -61,6 +62,7 @@ class Task:
     stock: bool = False
     recovery: dict[str, Any] | None = None
     every_n_steps: int = 0
+    windows: Literal["any", "scheduled"] = "any"
     strategy: dict[str, Any] = field(default_factory=dict)
     faults: dict[str, Any] | None = None
     batch: int = 12
@@ -140,7 +142,11 @@ def train(task: Task) -> None:
     elif task.every_n_steps:
         callbacks.append(
             PartialExpertsCheckpoint(
-                str(task.checkpoints), every_n_steps=task.every_n_steps, save_on_train_end=False, timeout_s=240.0
+                str(task.checkpoints),
+                every_n_steps=task.every_n_steps,
+                save_on_train_end=False,
+                timeout_s=240.0,
+                windows=task.windows,
             )
         )
     if task.recovery is not None:

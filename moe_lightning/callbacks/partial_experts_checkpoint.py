@@ -25,6 +25,7 @@ from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.dynamic_k import DynamicK
 from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.recovery_sources import RecoverySources
 from moe_lightning.checkpoint.session import CheckpointSession, CheckpointSettings
@@ -46,13 +47,15 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         dirpath: directory of the checkpoints of this run.
         every_n_steps: optimizer steps between checkpoints; "auto" after the first one takes the interval that costs
             least (MoC 5.3), never shorter than writing takes.
-        k_snapshot, k_persist, order, scopes, keep_last, failures_per_hour, fallback_dir: see CheckpointSettings.
+        k_snapshot, k_persist, order, scopes, keep_last, failures_per_hour, fallback_dir, windows: see
+            CheckpointSettings.
         save_on_train_end: save every expert when training ends, so that a resume loses nothing.
         timeout_s: longest wait for the last checkpoint to be written.
 
     Logs checkpoint/stall_ms (every step), and for each snapshot checkpoint/snapshot_ms, snapshot_bytes,
     predicted_bytes, k_snapshot,
-    k_persist, persist_ms, persist_bytes, plt.
+    k_persist, persist_ms, persist_bytes, plt; with scheduled windows also copied_idle_bytes, copied_compute_bytes,
+    copied_communication_bytes.
 
     Raises:
         ConfigurationError: a value outside its range, or a trainer without ExpertParallelStrategy.
@@ -70,6 +73,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         keep_last: int = 2,
         failures_per_hour: float = 0.0,
         fallback_dir: str | None = None,
+        windows: Literal["any", "scheduled"] = "any",
         save_on_train_end: bool = True,
         timeout_s: float = 600.0,
     ) -> None:
@@ -86,6 +90,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             keep_last=keep_last,
             failures_per_hour=failures_per_hour,
             fallback_dir=fallback_dir,
+            windows=windows,
         )
         self._root = Path(dirpath)
         self._every_n_steps = every_n_steps
@@ -205,13 +210,21 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
 
     # ------------------------------------------------------------------ steps
 
+    @property
+    def _windows(self) -> CopyWindows | None:
+        return self.session.windows if self.session is not None else None
+
     @override
     def on_train_batch_start(self, *_: Any) -> None:
         self._batch_began = time.perf_counter()
+        if self._windows is not None:
+            self._windows.begin_batch()
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self._overlap_s = time.perf_counter() - self._batch_began
+        if self._windows is not None:
+            self._windows.before_update()
         stall_s = self.session.wait_before_update() if self.session is not None else 0.0
         pl_module.log("checkpoint/stall_ms", 1e3 * stall_s)
 
@@ -220,7 +233,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._count(pl_module)
-        if trainer.global_step == self._saved_at or trainer.fit_loop._should_accumulate():
+        is_update = not trainer.fit_loop._should_accumulate()
+        if self._windows is not None:
+            (self._windows.updated if is_update else self._windows.end_batch)()
+        if trainer.global_step == self._saved_at or not is_update:
             return
         now = time.perf_counter()
         self._step_s, self._step_ended = now - self._step_ended, now
@@ -350,6 +366,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         report, status = self.session.last_report, self.session.status()
         if report is not None:
             metrics |= {"snapshot_ms": 1e3 * report.copy_s, "snapshot_bytes": report.copied_bytes}
+            metrics |= {f"copied_{window.value}_bytes": size for window, size in report.copied_by_window.items()}
         if status.committed_step is not None:
             metrics |= {"persist_ms": 1e3 * status.persist_s, "persist_bytes": status.persist_bytes}
         if status.error is not None:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from moe_lightning.callbacks.wandb_logger import log_histograms
+from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 
@@ -55,6 +56,7 @@ class Telemetry(Callback):
       over the mean, so after replicas and quotas did their work; moe/expert_imbalance_ratio and
       moe/rank_imbalance_ratio: their means over the layers
     * moe/layerNN/dropped_fraction of assignments, moe/layerNN/auxiliary_loss (mean)
+    * comm/exchange_ms (maximum) of a step in token exchanges, waits for slower ranks included
     * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in one dispatch (sum)
 
     Numbers of MoE layers are those of the step's last micro-batch. W&B also gets moe/layerNN/expert_load, a histogram
@@ -81,6 +83,8 @@ class Telemetry(Callback):
         self._tokens = self._steps = self._flops = 0
         self._elapsed_s = 0.0
         self._resumed_at = 0.0
+        self._clock: ExchangeClock | None = None
+        self._clock_s, self._clock_step = 0.0, 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -105,10 +109,17 @@ class Telemetry(Callback):
         if trainer.fit_loop._should_accumulate():
             return
         self._steps += 1
+        self._watch_exchanges(trainer)
         if not trainer._logger_connector.should_update_logs:
             return
         layers = moe_layers(pl_module)
-        metrics = [*self._pace(), *_device_metrics(trainer), *_optimizer_metrics(trainer), *layer_metrics(layers)]
+        metrics = [
+            *self._pace(),
+            *self._exchanges(trainer),
+            *_device_metrics(trainer),
+            *_optimizer_metrics(trainer),
+            *layer_metrics(layers),
+        ]
         pl_module.log_dict(reduced(metrics, trainer))
         if trainer.is_global_zero:
             loads = expert_loads(layers)
@@ -117,6 +128,25 @@ class Telemetry(Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
                     log_histograms(logger, loads, trainer.global_step - 1)  # as Lightning counts
+
+    def _exchanges(self, trainer: pl.Trainer) -> list[Metric]:
+        """Time of a step in exchanges, since the last call."""
+        if self._clock is None or trainer.global_step == self._clock_step:
+            return []
+        steps, seconds = trainer.global_step - self._clock_step, self._clock.seconds
+        step_s = (seconds - self._clock_s) / steps
+        self._clock_s, self._clock_step = seconds, trainer.global_step
+        return [Metric(name="comm/exchange_ms", value=1e3 * step_s, over_ranks="max")]
+
+    def _watch_exchanges(self, trainer: pl.Trainer) -> None:
+        """Count in a new world from the end of its first step, which all its ranks reach together."""
+        world = getattr(trainer.strategy, "world", None)
+        clock = world.exchanges if world is not None and world.is_connected else None
+        if clock is not self._clock:
+            self._clock, self._clock_step = clock, trainer.global_step
+            if clock is not None:
+                clock.watch()
+                self._clock_s = clock.seconds
 
     def _pace(self) -> Iterator[Metric]:
         """Throughput since the last call."""

@@ -29,6 +29,7 @@ from moe_lightning.checkpoint.agent_control import (
 )
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.records import describe
@@ -41,6 +42,7 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
+WINDOWS = ("any", "scheduled")
 ORDERS = ("sequential", "load_aware", "load_aware_global")
 
 _OBJECTS = 16
@@ -62,6 +64,8 @@ class CheckpointSettings:
         keep_last: whole checkpoints to keep.
         failures_per_hour: expected rate of faults, for the adaptive interval.
         fallback_dir: room for snapshots where shared memory is missing or too small; None: the checkpoint directory.
+        windows: when snapshots are copied: in "any" part of a step, as soon as possible, or "scheduled" by HAS (REFT
+            4.1): while the device is idle, then during computation, then during exchanges, as far as each is needed.
 
     Raises:
         ConfigurationError: a value outside its range.
@@ -74,6 +78,7 @@ class CheckpointSettings:
     keep_last: int = 2
     failures_per_hour: float = 0.0
     fallback_dir: str | None = None
+    windows: Literal["any", "scheduled"] = "any"
 
     def __post_init__(self) -> None:
         for name in ("k_snapshot", "k_persist"):
@@ -87,6 +92,8 @@ class CheckpointSettings:
             )
         if self.order not in ORDERS:
             raise ConfigurationError(f"order={self.order!r} is not known: use one of {list(ORDERS)}")
+        if self.windows not in WINDOWS:
+            raise ConfigurationError(f"windows={self.windows!r} is not known: use one of {list(WINDOWS)}")
         if self.keep_last < 1:
             raise ConfigurationError(f"keep_last={self.keep_last} must be at least 1")
         if self.failures_per_hour < 0:
@@ -111,6 +118,7 @@ class CheckpointSession:
         k_snapshot, k_persist: in force now; 0 for a dense model.
         adapted: what the measured times suggested; None before.
         predicted_bytes: of this rank in a partial checkpoint.
+        windows: what schedules the copies; None where they go on at any time.
 
     Raises:
         ConfigurationError: memory for the arenas is missing, or the directory belongs to another run.
@@ -141,6 +149,9 @@ class CheckpointSession:
         self._agent: subprocess.Popen[bytes] | None = None
         self._keeps_agent = world.rank == node_peers[0]
         self._run, self._session, self._arenas = self._open(name, node, node_peers)
+        on_one_node = len(node_peers) == world.size
+        is_scheduled = settings.windows == "scheduled"
+        self.windows = CopyWindows(world, separate_link=on_one_node) if is_scheduled else None
         self._snapshotter = Snapshotter(
             arena_path(self._arenas, world.rank),
             run=self._run,
@@ -150,6 +161,7 @@ class CheckpointSession:
             state=self._tensors,
             objects=_OBJECTS,
             object_bytes=_OBJECT_BYTES,
+            windows=self.windows,
         )
         self._protector = Protector(self._snapshotter.arena, layout, world) if layout is not None else None
         if self._protector is not None:

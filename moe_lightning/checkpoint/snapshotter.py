@@ -2,8 +2,8 @@
 
 After the optimizer step of iteration k, `start` hands the live tensors to a background thread; before the optimizer
 step of iteration k + 1, `wait_before_update` waits until the copy is complete and returns the seconds of that stall.
-The thread copies in chunks, so that `pause` and `resume` can keep it out of windows in which memory bandwidth matters
-more. Nothing here communicates.
+The thread copies in chunks, so that `CopyWindows` can keep it out of windows in which bandwidth matters more. Nothing
+here communicates.
 Sources: PEC 3.2, MoC-System 5.2.
 """
 
@@ -14,13 +14,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_lightning.checkpoint.arena import Arena, block_bytes, capacity_of
+from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
 from moe_lightning.checkpoint.frames import dump_object
 from moe_lightning.checkpoint.records import OBJECT, Piece, Rows, describe, is_partial
 from moe_lightning.checkpoint.table import Placed, Table, digest_of
@@ -38,12 +39,14 @@ class SnapshotReport:
         copied_bytes: payload copied this time (carried-over experts are not).
         copy_s: from `start` to the end of the copy.
         publish_s: checksums and table, after the copy; training may already go on.
+        copied_by_window: the bytes of it by window of the step; empty where windows are not scheduled.
     """
 
     step: int
     copied_bytes: int
     copy_s: float
     publish_s: float
+    copied_by_window: Mapping[Window, int] = field(default_factory=dict)
 
 
 class Snapshotter:
@@ -60,6 +63,7 @@ class Snapshotter:
         objects: number of object keys (`start(objects=...)`) to reserve room for.
         object_bytes: room of each.
         table_bytes: room of a table of contents; None estimates it.
+        windows: when copies may go on; None: always.
 
     Attributes:
         on_published: called in the background thread with the table of every snapshot that is whole, before `finish`
@@ -81,6 +85,7 @@ class Snapshotter:
         objects: int = 8,
         object_bytes: int = 1 << 20,
         table_bytes: int | None = None,
+        windows: CopyWindows | None = None,
     ) -> None:
         for name, value in (("run", run), ("session", session)):
             if not re.fullmatch(r"[\w.-]+", value):
@@ -96,8 +101,7 @@ class Snapshotter:
             table_bytes=table_bytes or _table_estimate(pieces, objects),
         )
         self._pins = _PageLock(self.arena) if any(t.is_cuda for t in map(_tensor_of, state.values())) else None
-        self._may_copy = threading.Event()
-        self._may_copy.set()
+        self._windows = windows
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
@@ -159,6 +163,8 @@ class Snapshotter:
             extra=dict(extra or {}),
         )
         self._copied.clear()
+        if self._windows is not None:
+            self._windows.copy_begins(sum(item.piece.nbytes for item in placed))
         stream = _side_stream() if self._pins is not None else None
         arguments = (table, placed, [tensor for _, tensor in copies], stream, began)
         self._thread = threading.Thread(target=self._copy, args=arguments, name="snapshot", daemon=True)
@@ -171,16 +177,18 @@ class Snapshotter:
             RuntimeError: the copy failed.
         """
         began = time.perf_counter()
-        self._may_copy.set()
+        self._hurry()
         self._copied.wait()
         stall_s = time.perf_counter() - began
+        if self._windows is not None:
+            self._windows.waited(stall_s)
         self._raise_failure()
         return stall_s
 
     def finish(self) -> SnapshotReport | None:
         """Wait until the snapshot is published and return its report (None: there was none)."""
         if self._thread is not None:
-            self._may_copy.set()
+            self._hurry()
             self._thread.join()
             self._thread = None
         self._raise_failure()
@@ -191,14 +199,6 @@ class Snapshotter:
         """Times of the last published snapshot; None before the first."""
         return self._report
 
-    def pause(self) -> None:
-        """Stop copying after the present chunk, until `resume`, `wait_before_update` or `finish`."""
-        self._may_copy.clear()
-
-    def resume(self) -> None:
-        """Go on copying."""
-        self._may_copy.set()
-
     def close(self) -> None:
         """Publish what is being copied and release the arena; its file stays for the agent."""
         try:
@@ -207,6 +207,10 @@ class Snapshotter:
             if self._pins is not None:
                 self._pins.release()
             self.arena.close()
+
+    def _hurry(self) -> None:
+        if self._windows is not None:
+            self._windows.hurry()
 
     def _object_piece(self, key: str, value: object, step: int) -> tuple[Piece, torch.Tensor]:
         data = torch.frombuffer(bytearray(dump_object(value)), dtype=torch.uint8)
@@ -260,11 +264,14 @@ class Snapshotter:
             self._copied.set()
             self._publish(table, placed)
             copied_bytes = sum(item.piece.nbytes for item in placed)
+            if self._windows is not None:
+                self._windows.copy_ended(copied_bytes, copied - began)
             self._report = SnapshotReport(
                 step=table.step,
                 copied_bytes=copied_bytes,
                 copy_s=copied - began,
                 publish_s=time.perf_counter() - copied,
+                copied_by_window=dict(self._windows.copied_bytes) if self._windows is not None else {},
             )
         except BaseException as error:  # handed to the training thread, which raises it
             self._failure = error
@@ -278,8 +285,9 @@ class Snapshotter:
         with torch.cuda.stream(stream):  # no effect where the stream is None
             flat = source.detach().contiguous().view(-1).view(torch.uint8)
             for start in range(0, flat.numel(), _CHUNK_BYTES):
-                self._may_copy.wait()
                 part = flat[start : start + _CHUNK_BYTES]
+                if self._windows is not None:
+                    self._windows.admit(part.numel())
                 if stream is not None:
                     target[start : start + _CHUNK_BYTES].copy_(part, non_blocking=True)
                 else:  # a quarter faster than copy_ here, and without the interpreter's lock as well

@@ -49,7 +49,8 @@ def all_gather_counts(counts_E: Tensor, world: World) -> Tensor:
     if world.size == 1:
         return counts_E.unsqueeze(0).cpu()
     gathered_NE = counts_E.new_empty(world.size, counts_E.numel())
-    dist.all_gather(list(gathered_NE.unbind()), counts_E.contiguous(), group=world.compute)
+    with world.exchanges.exchange(counts_E.device):
+        dist.all_gather(list(gathered_NE.unbind()), counts_E.contiguous(), group=world.compute)
     return gathered_NE.cpu()
 
 
@@ -86,8 +87,11 @@ def _all_to_all(
     rows: Tensor, send: list[int], recv: list[int], world: World, meanwhile: Callable[[], None] | None = None
 ) -> Tensor:
     received, rows = rows.new_empty(sum(recv), rows.shape[1]), rows.contiguous()
-    work: Any = dist.all_to_all_single(received, rows, recv, send, group=world.compute, async_op=meanwhile is not None)
-    if meanwhile is not None:
-        meanwhile()
-        work.wait()
+    with world.exchanges.exchange(rows.device):
+        work: Any = dist.all_to_all_single(
+            received, rows, recv, send, group=world.compute, async_op=meanwhile is not None
+        )
+        if meanwhile is not None:
+            meanwhile()
+            work.wait()
     return received

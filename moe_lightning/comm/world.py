@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
+from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.errors import ConfigurationError
 
 STORE_VARIABLE = "MOE_LIGHTNING_STORE"
@@ -33,6 +34,7 @@ class World:
         device: where this rank's tensors live.
         compute: group of dispatch and combine; None when the world is one rank.
         background: group of transfers that overlap with compute; None when the world is one rank.
+        exchanges: the clock of this rank's exchanges on the compute group.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class World:
     device: torch.device
     compute: ProcessGroup | None = field(default=None, repr=False)
     background: ProcessGroup | None = field(default=None, repr=False)
+    exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> World:

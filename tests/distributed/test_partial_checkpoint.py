@@ -227,6 +227,7 @@ class DrawNoise(pl.Callback):
         ({"order": "random"}, "order='random'"),
         ({"scopes": "half"}, "scopes='half'"),
         ({"keep_last": 0}, "keep_last=0"),
+        ({"windows": "night"}, "windows='night'"),
         ({"timeout_s": 0}, "timeout_s=0"),
         ({"failures_per_hour": -1}, "failures_per_hour=-1"),
     ],
@@ -261,3 +262,29 @@ def test_experts_that_move_are_saved_under_their_own_names(root: Path) -> None:
     run(2, [saver(root, every_n_steps=1), MoveExperts(3)], steps=6)
     resumed = run(2, [], steps=10, ckpt_path=str(root))[0]
     np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
+
+
+class WindowLog(pl.Callback):
+    """Writes which bytes of each snapshot were copied in which window (rank 0)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
+        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+        if trainer.global_rank == 0 and session is not None and session.last_report is not None:
+            report = session.last_report
+            sizes = {window.value: size for window, size in report.copied_by_window.items()}
+            with self.path.open("a") as file:
+                file.write(json.dumps([report.step, report.copied_bytes, sizes]) + "\n")
+
+
+def test_scheduled_copies_are_whole_and_told_by_window(root: Path, tmp_path: Path) -> None:
+    whole = run(1, [], steps=10)[0]
+    path = tmp_path / "windows"
+    run(2, [saver(root, every_n_steps=1, windows="scheduled"), WindowLog(path)], steps=6)
+    resumed = run(2, [], steps=10, ckpt_path=str(root))[0]
+    np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
+    reports = [json.loads(line) for line in path.read_text().splitlines()]
+    assert reports
+    assert all(sum(sizes.values()) == copied for _, copied, sizes in reports)

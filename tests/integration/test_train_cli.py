@@ -92,6 +92,7 @@ def test_leaves_its_files(trained: tuple[Path, subprocess.CompletedProcess[str]]
         "train/gradient_norm",
         "moe/layer01/rank_imbalance_ratio",
         "comm/layer00/exchanged_rows",
+        "comm/exchange_ms",
     ):
         assert all(float(row[name]) > 0 for row in logged), name
     assert all(float(row["moe/layer00/dropped_fraction"]) == 0 for row in logged)

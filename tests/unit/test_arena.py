@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from moe_lightning.checkpoint.arena import Arena, arena_bytes, capacity_of
 from moe_lightning.checkpoint.buffers import NO_STEP, Status, TripleBuffer, newest_common
+from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
 from moe_lightning.checkpoint.room import arena_directory
 from moe_lightning.checkpoint.snapshotter import Snapshotter
+from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from tests.unit.checkpoint_state import Node, expert_keys, node, whole_state
 
@@ -229,11 +231,14 @@ def test_a_state_that_outgrows_its_arena_is_refused(tmp_path: Path) -> None:
         Snapshotter(tmp_path / "x.arena", run="a/b", session="1", rank=0, world_size=1, state={})
 
 
-def test_pause_holds_the_copy_and_the_update_releases_it(tmp_path: Path) -> None:
+def test_a_closed_window_holds_the_copy_and_the_update_releases_it(tmp_path: Path) -> None:
     state = whole_state(1)
+    windows = CopyWindows(World.single(), separate_link=False)
+    windows.begin_batch()
+    windows._plan = lambda num_bytes: frozenset({Window.IDLE})  # type: ignore[method-assign]
     with node(tmp_path, world_size=1) as made:
         snapshotter = made.ranks[0]
-        snapshotter.pause()
+        snapshotter._windows = windows
         snapshotter.start(1, state)
         assert not snapshotter._copied.wait(0.05)
         assert snapshotter.wait_before_update() >= 0
@@ -242,6 +247,7 @@ def test_pause_holds_the_copy_and_the_update_releases_it(tmp_path: Path) -> None
         report = snapshotter.finish()
         assert report is not None
         assert report.copied_bytes == sum(t.numel() * t.element_size() for t in state.values())
+        assert report.copied_by_window[Window.COMPUTE] == report.copied_bytes, "it was hurried"
         (table,) = snapshotter.arena.tables()
         for placed in table.placed:
             expected = whole_state(1)[placed.piece.key].contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,78 @@
+"""How long a rank's token exchanges take, and whether one is under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class ExchangeClock:
+    """Adds up the seconds of this rank's exchanges on the compute group, waits for slower peers and what the process
+    does meanwhile included. It counts nothing, and costs nothing, before `watch`.
+
+    On CUDA a host call returns before its exchange begins, so the device's own events are timed.
+    """
+
+    def __init__(self) -> None:
+        self._is_watched = False
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._seconds = 0.0
+        self._on_device: deque[tuple[Any, Any]] = deque()  # began, ended
+
+    def watch(self) -> None:
+        """Count from now on."""
+        self._is_watched = True
+
+    @contextmanager
+    def exchange(self, device: torch.device) -> Iterator[None]:
+        """Around one exchange of tensors on that device."""
+        if not self._is_watched:
+            yield
+            return
+        with self._lock:
+            self._under_way += 1
+        began = self._stamp(device)
+        try:
+            yield
+        finally:
+            ended = self._stamp(device)
+            with self._lock:
+                self._under_way -= 1
+                if device.type == "cuda":
+                    self._on_device.append((began, ended))
+                else:
+                    self._seconds += ended - began
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an exchange is under way now."""
+        with self._lock:
+            self._collect()
+            return self._under_way > 0 or any(began.query() for began, _ in self._on_device)
+
+    @property
+    def seconds(self) -> float:
+        """Of all exchanges that have ended."""
+        with self._lock:
+            self._collect()
+            return self._seconds
+
+    def _stamp(self, device: torch.device) -> Any:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def _collect(self) -> None:
+        """Move what the device has finished into the sum."""
+        while self._on_device and self._on_device[0][1].query():
+            began, ended = self._on_device.popleft()
+            self._seconds += began.elapsed_time(ended) / 1e3

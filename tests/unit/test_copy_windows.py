@@ -1,0 +1,213 @@
+"""Copies keep to the windows that HAS gives them, measured in a step whose parts are known."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from moe_lightning.checkpoint import copy_windows
+from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
+from moe_lightning.comm import exchange_clock
+from moe_lightning.comm.exchange_clock import ExchangeClock
+from moe_lightning.comm.world import World
+
+ALL = frozenset(Window)
+CPU = torch.device("cpu")
+
+
+class HandClock:
+    """Seconds that pass only when told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        stub = SimpleNamespace(perf_counter=lambda: self.now)
+        monkeypatch.setattr(copy_windows, "time", stub)
+        monkeypatch.setattr(exchange_clock, "time", stub)
+
+    def __call__(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    return HandClock(monkeypatch)
+
+
+def world_on(device: str) -> World:
+    return World(rank=0, size=2, device=torch.device(device))
+
+
+def one_step(
+    windows: CopyWindows, world: World, passes: HandClock, *, idle_s: float, compute_s: float, exchange_s: float
+) -> None:
+    windows.updated()
+    passes(idle_s)
+    windows.begin_batch()
+    passes(compute_s)
+    with world.exchanges.exchange(CPU):
+        passes(exchange_s)
+    windows.before_update()
+
+
+def copied(windows: CopyWindows, num_bytes: int, copy_s: float) -> None:
+    """A whole copy that took so long and was not held back."""
+    windows.copy_begins(num_bytes)
+    windows.copy_ended(num_bytes, copy_s)
+
+
+@pytest.mark.parametrize(
+    ("device", "separate_link", "num_bytes", "expected"),
+    [
+        ("cuda", False, 1_000, {Window.IDLE}),
+        ("cuda", False, 2_000, {Window.IDLE, Window.COMPUTE}),
+        ("cuda", True, 2_000, {Window.IDLE, Window.COMPUTE}),
+        ("cuda", True, 7_000, ALL),
+        ("cuda", False, 7_000, ALL),  # without the exchanges it would stall
+        ("cuda", True, 1_000_000, ALL),
+        ("cpu", False, 3_000, {Window.IDLE, Window.COMMUNICATION}),
+        ("cpu", False, 4_000, ALL),
+    ],
+)
+def test_windows_open_in_order_as_far_as_they_are_needed(
+    passes: HandClock, device: str, separate_link: bool, num_bytes: int, expected: set[Window]
+) -> None:
+    """A step of 1 s idle, 5 s of computation, 2 s of exchanges; 2000 bytes a second, half of which are planned with."""
+    world = world_on(device)
+    windows = CopyWindows(world, separate_link=separate_link)
+    assert windows.open == ALL
+    copied(windows, 2_000, 1.0)
+    assert windows.open == ALL, "nothing is measured yet"
+    one_step(windows, world, passes, idle_s=1.0, compute_s=5.0, exchange_s=2.0)
+    windows.copy_begins(num_bytes)
+    assert windows.open == expected
+
+
+def test_a_plan_that_made_training_wait_is_the_last(passes: HandClock) -> None:
+    world = world_on("cuda")
+    windows = CopyWindows(world, separate_link=False)
+    copied(windows, 1_000, 0.001)
+    one_step(windows, world, passes, idle_s=1.0, compute_s=1.0, exchange_s=1.0)
+    windows.copy_begins(10)
+    assert windows.open == {Window.IDLE}
+    windows.waited(0.0001)
+    windows.copy_begins(10)
+    assert windows.open == {Window.IDLE}, "no wait to speak of"
+    windows.waited(0.5)
+    windows.copy_begins(10)
+    assert windows.open == ALL
+
+
+def test_idle_time_between_micro_batches_counts_once(passes: HandClock) -> None:
+    world = world_on("cuda")
+    windows = CopyWindows(world, separate_link=False)
+    windows.updated()
+    for _ in range(3):
+        passes(1.0)
+        windows.begin_batch()
+        passes(10.0)
+        windows.end_batch()
+    passes(1.0)
+    windows.begin_batch()
+    passes(2.0)
+    windows.before_update()
+    assert windows._measured == {Window.IDLE: 4.0, Window.COMPUTE: 32.0, Window.COMMUNICATION: 0.0}
+
+
+def test_a_copy_waits_for_its_window_and_hurries_before_the_update() -> None:
+    world = world_on("cuda")
+    windows = CopyWindows(world, separate_link=False)
+    windows.open = frozenset({Window.IDLE})
+    windows.updated()
+    admitted: list[int] = []
+
+    def copier() -> None:
+        for size in (1, 2, 3):
+            windows.admit(size)
+            admitted.append(size)
+            told.release()
+            go_on.acquire()
+
+    told, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    thread = threading.Thread(target=copier)
+    thread.start()
+    assert told.acquire(timeout=10)
+    windows.begin_batch()
+    go_on.release()
+    assert not told.acquire(timeout=0.05), "computation is no window of this copy"
+    windows.end_batch()
+    assert told.acquire(timeout=10)
+    with world.exchanges.exchange(CPU):
+        go_on.release()
+        assert not told.acquire(timeout=0.05), "nor is an exchange"
+        windows.hurry()
+        assert told.acquire(timeout=10)
+    go_on.release()
+    thread.join(timeout=10)
+    assert admitted == [1, 2, 3]
+    assert windows.copied_bytes == {Window.IDLE: 3, Window.COMPUTE: 0, Window.COMMUNICATION: 3}
+    assert windows._held_s > 0.05
+
+
+class FakeEvent:
+    """A CUDA event that the device reaches when told."""
+
+    made: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self, **_: Any) -> None:
+        self.at_ms: float | None = None
+        self.made.append(self)
+
+    def record(self, _stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.at_ms is not None
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.at_ms is not None
+        assert other.at_ms is not None
+        return other.at_ms - self.at_ms
+
+
+def test_on_cuda_the_device_tells_when_an_exchange_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeEvent.made = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    clock, cuda = ExchangeClock(), torch.device("cuda")
+    with clock.exchange(cuda):
+        assert not clock.is_busy
+    assert not FakeEvent.made, "nobody watches"
+    clock.watch()
+    for _ in range(2):
+        with clock.exchange(cuda):
+            assert clock.is_busy
+    began, ended, again, _ = FakeEvent.made
+    assert not clock.is_busy, "queued behind computation"
+    began.at_ms = 5.0
+    assert clock.is_busy
+    ended.at_ms = 9.0
+    assert not clock.is_busy
+    assert clock.seconds == pytest.approx(4e-3)
+    again.at_ms = 11.0
+    assert clock.is_busy
+    assert clock.seconds == pytest.approx(4e-3)
+
+
+def test_an_exchange_that_fails_is_over(passes: Callable[[float], None]) -> None:
+    clock = ExchangeClock()
+    clock.watch()
+
+    def fail() -> None:
+        with clock.exchange(CPU):
+            passes(2.0)
+            raise ConnectionError("a peer died")
+
+    with pytest.raises(ConnectionError):
+        fail()
+    assert not clock.is_busy
+    assert clock.seconds == 2.0
