@@ -144,11 +144,13 @@ def _restarts(task: Task, options: argparse.Namespace) -> dict[str, list[dict[st
     run_elastic(arenas, act)
     storage = replace(arenas, folder=f"{task.folder}-storage", every_n_steps=_EVERY_N_STEPS)
     act, found["restart, storage"] = kills_of_all(
-        task.ranks, options.rounds, options.seed, lambda: drop_snapshots(storage)
+        task.ranks, options.rounds, options.seed, lambda: drop_snapshots(storage), saved=storage.checkpoints
     )
     run_elastic(storage, act)
     stock = replace(task, folder=f"{task.folder}-stock", stock=True, every_n_steps=_EVERY_N_STEPS)
-    act, found["torchrun, DDP"] = kills_of_all(task.ranks, options.rounds, options.seed, only_one=True)
+    act, found["torchrun, DDP"] = kills_of_all(
+        task.ranks, options.rounds, options.seed, only_one=True, saved=stock.checkpoints
+    )
     run_torchrun(stock, act)
     print(f"SIGKILL to the next finished step, all ranks start anew: medians of {options.rounds}, s")
     print(f"{'':<18}{'processes':>11}{'recovery':>10}{'total':>8}{'steps lost':>12}")

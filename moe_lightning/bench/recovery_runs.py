@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,10 +264,19 @@ def kills_in_process(ranks: int, rounds: int, seed: int) -> tuple[Callable[[Watc
 
 
 def kills_of_all(
-    ranks: int, rounds: int, seed: int, lose: Callable[[], None] = lambda: None, *, only_one: bool = False
+    ranks: int,
+    rounds: int,
+    seed: int,
+    lose: Callable[[], None] = lambda: None,
+    *,
+    only_one: bool = False,
+    saved: Path | None = None,
 ) -> tuple[Callable[[Watch], None], list[dict[str, float]]]:
     """Kills all ranks (or one, whose launcher ends the others), then calls `lose`; seconds until all have started
     anew, and until they have finished a step.
+
+    Args:
+        saved: where checkpoints go; no kill comes before this life of the ranks has left one there.
     """
     rows: list[dict[str, float]] = []
     rng = random.Random(seed)
@@ -275,6 +285,10 @@ def kills_of_all(
         after_s = 0.0
         for index in range(rounds):
             before = watch.settled(after_s=after_s, ranks=ranks)
+            if saved is not None:
+                first_s = max(entries[0]["time_s"] for entries in before.values())
+                watch.wait(partial(_is_saved, saved, first_s), "a checkpoint")
+                before = watch.settled(after_s=after_s, ranks=ranks)
             last = max(entries[-1]["step"] for entries in before.values())
             pids = sorted(before)
             killed_s = _kill([pids[index % ranks]] if only_one else pids, before, rng)
@@ -294,6 +308,11 @@ def kills_of_all(
             after_s = ended_s
 
     return act, rows
+
+
+def _is_saved(folder: Path, since_s: float, _entries: object) -> bool:
+    """Whether a checkpoint came into the folder after a moment."""
+    return any(path.stat().st_mtime > since_s for path in folder.glob("*step*"))
 
 
 def _kill(pids: Sequence[int], before: dict[int, list[dict[str, Any]]], rng: random.Random) -> float:

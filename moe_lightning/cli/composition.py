@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import Node, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_lightning.cli.mistakes import one_line, suggestion
@@ -87,6 +87,8 @@ def _sentence(error: Exception, overrides: Sequence[str]) -> str:
         return f"a configuration file is not YAML: {one_line(error)}"
     if isinstance(error, MissingMandatoryValue) and error.full_key:
         return _missing(str(error.full_key))
+    if isinstance(error, InterpolationKeyError) and error.full_key:
+        return _of_another_kind(error)
     message = str(error)
     match = _UNKNOWN_KEY.search(message)
     if match:
@@ -98,6 +100,18 @@ def _sentence(error: Exception, overrides: Sequence[str]) -> str:
     first = message.splitlines()[0].removeprefix(_BY_A_RESOLVER)
     detail = f" ({one_line(error.__cause__)})" if isinstance(error.__cause__, OmegaConfBaseException) else ""
     return one_line(first + detail)
+
+
+def _of_another_kind(error: InterpolationKeyError) -> str:
+    """A part takes a value from another that has none such, as text from a model of images."""
+    wanted = re.findall(r"'([^']+)'", str(error))[0]
+    group = wanted.split(".")[0]
+    if group not in _groups():
+        return f"{error.full_key} is taken from {wanted}, which is not there: give {error.full_key}=VALUE"
+    return (
+        f"{error.full_key} is taken from {wanted}, which the chosen {group} does not have: choose model and data of "
+        f"one kind, as recipes=quickstart (text) and recipes=swinv2_moe (images) do, or give {error.full_key}=VALUE"
+    )
 
 
 def _about_choice(error: MissingConfigException) -> str:

@@ -1,13 +1,14 @@
 """Quotas: exact row sums, near the best possible balance, the same numbers everywhere."""
 
 import itertools
+import math
 import os
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.algorithms.quota import balanced_quota, equal_quota
@@ -61,13 +62,14 @@ def test_equal_quota_is_within_one_of_the_share(load):
 
 
 @settings(max_examples=300, deadline=None)
+@example((np.array([3]), np.array([[1, 1, 1, 2]])))
 @given(loads())
 def test_balanced_quota_is_near_the_optimum_and_never_worse_than_equal(load):
     tokens, replicas = load
     peak = balanced_quota(tokens, replicas).sum(axis=0).max()
     assert peak <= equal_quota(tokens, replicas).sum(axis=0).max()
-    # 48 rounds came within 22 percent in 4000 random small cases; rounding adds one an expert.
-    assert peak <= 1.3 * lowest_peak(tokens, replicas) + len(tokens)
+    # 48 rounds came within 22 percent in 4000 random small cases; tokens are whole, and rounding adds one an expert.
+    assert peak <= 1.3 * math.ceil(lowest_peak(tokens, replicas)) + len(tokens)
 
 
 def test_two_hot_experts_on_one_rank_are_spread():
