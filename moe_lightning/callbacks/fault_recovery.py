@@ -147,7 +147,7 @@ class FaultRecovery(Callback):
         elastic = _elastic(trainer)
         if elastic is None:
             return
-        elastic.keep_progress()
+        elastic.keep_progress(after_step=False)
         self._committed = trainer.global_step
         if self._replays:
             self._replay_next_rank(trainer)
@@ -174,10 +174,22 @@ class FaultRecovery(Callback):
         elastic = _elastic(trainer)
         if elastic is None or trainer.global_step == self._committed:
             return
-        elastic.keep_progress()
+        elastic.keep_progress(after_step=True)
         self._committed = trainer.global_step
         if self._replays and trainer.global_step % self._verify_every == 0:
             pl_module.log("recovery/replay_corrections", float(_strategy(trainer).verify_replay(trainer.global_step)))
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        elastic = _elastic(trainer)
+        if elastic is not None:
+            elastic.validated()
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        elastic = _elastic(trainer)
+        if elastic is not None:
+            elastic.epoch_ended()
 
     def _note(self, trainer: pl.Trainer, report: RecoveryReport) -> None:
         self.reports.append(report)

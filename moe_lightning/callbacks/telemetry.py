@@ -82,7 +82,7 @@ class Telemetry(Callback):
         self.train_s = 0.0
         self._tokens = self._steps = self._flops = 0
         self._elapsed_s = 0.0
-        self._resumed_at = 0.0
+        self._resumed_at: float | None = None  # None: not training
         self._clock: ExchangeClock | None = None
         self._clock_s, self._clock_step = 0.0, 0
 
@@ -94,7 +94,9 @@ class Telemetry(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._elapsed_s += time.perf_counter() - self._resumed_at
+        if self._resumed_at is not None:  # a validation may come before training, to try it or to finish an epoch
+            self._elapsed_s += time.perf_counter() - self._resumed_at
+        self._resumed_at = None
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -151,6 +153,7 @@ class Telemetry(Callback):
     def _pace(self) -> Iterator[Metric]:
         """Throughput since the last call."""
         now = time.perf_counter()
+        assert self._resumed_at is not None, "steps are made in training only"
         elapsed_s = self._elapsed_s + now - self._resumed_at
         yield Metric(name="train/tokens_per_s", value=self._tokens / elapsed_s, over_ranks="sum")
         yield Metric(name="train/step_ms", value=1e3 * elapsed_s / self._steps, over_ranks="max")

@@ -13,9 +13,9 @@ live state in the place of a checkpoint.
 from __future__ import annotations
 
 import gc
-import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -40,23 +40,18 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.elastic.engine import ElasticEngine
-from moe_lightning.elastic.failure import Preempted, RunFinished
+from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.fit_progress import FitProgress
+from moe_lightning.strategies.fit_progress import FitProgress, finish_step
 from moe_lightning.strategies.leaving import WorldChanged, hand_over, wait_for_ranks
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 from moe_lightning.strategies.recovery_report import RecoveryReport, Stopwatch
+from moe_lightning.strategies.world_faults import is_worlds_fault, reason_of, scrub
 
 if TYPE_CHECKING:
     from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-
-_NETWORK_FAULT = re.compile(
-    r"gloo|NCCL|TCPStore|process group|is not registered|connection (closed|reset|refused|aborted)|broken pipe|"
-    r"socket (timeout|error)|timed out (waiting|after)|wait timeout",
-    re.I,
-)
 
 
 class ElasticWorlds:
@@ -91,7 +86,7 @@ class ElasticWorlds:
         self.observers: list[Callable[[RecoveryReport], None]] = []
         self.planner = RecoveryPlanner()
         self.count_stale: Callable[[Mapping[tuple[int, int], int]], None] = lambda stale: None
-        self.has_rolled_back = False
+        self.has_rolled_back = self._has_newcomers = False
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
         self._progress: FitProgress | None = None
@@ -182,11 +177,22 @@ class ElasticWorlds:
         self._pending = None
         self.version += 1
 
-    def keep_progress(self) -> None:
+    def keep_progress(self, *, after_step: bool) -> None:
         """Remember how far the fit loop is, after a committed step or at the start."""
         trainer = self._strategy.trainer
-        self._progress = FitProgress.of(trainer)
+        self._progress = FitProgress.of(trainer, after_step=after_step)
         self.version = trainer.global_step
+        trainer.fit_loop._restarting = False  # Lightning would leave out what a plateau does at the epoch's end
+
+    def validated(self) -> None:
+        """The validation after the last step ended."""
+        if self._progress is not None:
+            self._progress = replace(self._progress, validation_is_due=False)
+
+    def epoch_ended(self) -> None:
+        """Another epoch begins."""
+        if self._progress is not None:
+            self._progress = self._progress.after_epoch(self._strategy.trainer)
 
     # ------------------------------------------------------------------ recovering
 
@@ -211,6 +217,8 @@ class ElasticWorlds:
             if must_recover:
                 self._recover(fault)
             try:
+                if must_recover and self._progress is not None:
+                    finish_step(self._strategy.trainer, self._progress, with_newcomers=self._has_newcomers)
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
                     loop.on_run_start()
                     loop.on_run_end()
@@ -224,7 +232,7 @@ class ElasticWorlds:
                 fit()
                 return self.engine.finish()
             except Exception as error:
-                if not self._is_worlds_fault(error):
+                if not is_worlds_fault(error, self.engine.reason):
                     raise
                 fault = error
 
@@ -246,22 +254,11 @@ class ElasticWorlds:
         starts = all_gather_json(self.engine.task.starts, self._strategy.world)
         return self.planner.sources is not None and max(starts) > 1
 
-    def _is_worlds_fault(self, error: BaseException) -> bool:
-        """Whether an exception came of a lost peer and not of a mistake of this process."""
-        if isinstance(error, WorldChanged):
-            return True
-        if isinstance(error, ConfigurationError | Preempted | RunFinished):
-            return False
-        if self.engine.reason is not None:
-            return True
-        is_networks = isinstance(error, dist.DistError | ConnectionError | TimeoutError)
-        return is_networks or (isinstance(error, RuntimeError | ValueError) and bool(_NETWORK_FAULT.search(str(error))))
-
     def _recover(self, fault: BaseException | None) -> None:
         began_at, began = time.time(), time.perf_counter()
         self._cause = None
         reason = self._reason(fault)
-        _scrub(fault)
+        scrub(fault)
         before, version = (0 if self.is_newcomer else self._strategy.world.size), self.version
         while True:
             self._recoveries += 1
@@ -278,10 +275,10 @@ class ElasticWorlds:
                 plan, repair = self._settle_in(watch)
                 break
             except Exception as error:
-                if not self._is_worlds_fault(error):
+                if not is_worlds_fault(error, self.engine.reason):
                     raise
                 fault, reason = error, self._reason(error)
-                _scrub(error)
+                scrub(error)
         seconds = watch.seconds | {"total": time.perf_counter() - began}
         is_agreed = isinstance(fault, WorldChanged) or before == 0
         self.report = RecoveryReport(
@@ -300,13 +297,7 @@ class ElasticWorlds:
             observer(self.report)
 
     def _reason(self, fault: BaseException | None) -> str:
-        if self.is_newcomer:
-            return "this process joins a running world"
-        if isinstance(fault, WorldChanged):
-            return str(fault)
-        if isinstance(fault, RuntimeError | ValueError) and _NETWORK_FAULT.search(str(fault)):
-            return self.engine.reason or "the connection to another rank broke"
-        return self.engine.reason or f"{type(fault).__name__}: {fault}"
+        return "this process joins a running world" if self.is_newcomer else reason_of(fault, self.engine.reason)
 
     def _leave(self, reason: str) -> None:
         """Give the old world up: everybody hears of it, and nothing waits on its connections any more."""
@@ -346,6 +337,7 @@ class ElasticWorlds:
             self.version, self.has_rolled_back = plan.version, plan.level != "live"
             if plan.level == "live" and plan.stale:
                 self.count_stale(plan.stale)
+            self._has_newcomers = bool(_newcomers(plan, world))
             self._share_progress(plan, world)
             strategy.enter_world(world)
             assert self._progress is not None
@@ -461,15 +453,23 @@ class ElasticWorlds:
         newcomers = _newcomers(plan, world)
         is_live = world.rank not in newcomers
         if is_live and self._step_kept != plan.version == trainer.global_step:
-            self._progress = FitProgress.of(trainer)  # it failed between the update and the end of its step
-        steps = all_gather_json(self._step_kept if is_live else -1, world)
-        if all(step == plan.version for step in steps):
-            return
-        source = steps.index(plan.version)
-        dump = self._progress.dump(trainer) if world.rank == source and self._progress else None
-        dump = broadcast_object(dump, world, source)
-        if self._step_kept != plan.version or not is_live:
-            self._progress = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
+            self._progress = FitProgress.of(
+                trainer, after_step=True
+            )  # it failed between the update and the end of its step
+        kept = self._progress
+        mine = [kept.step, kept.validation_is_due, kept.epoch_is_over] if is_live and kept is not None else [-1] * 3
+        everyones = all_gather_json(mine, world)
+        steps = [step for step, _, _ in everyones]
+        if any(step != plan.version for step in steps):
+            source = steps.index(plan.version)
+            dump = kept.dump(trainer) if world.rank == source and kept is not None else None
+            dump = broadcast_object(dump, world, source)
+            if self._step_kept != plan.version or not is_live:
+                self._progress = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
+        assert self._progress is not None
+        # One that was further than others does again what they have still to do.
+        validation, epoch = (any(entry[i] for entry in everyones if entry[0] == plan.version) for i in (1, 2))
+        self._progress = replace(self._progress, validation_is_due=validation, epoch_is_over=epoch)
 
     @property
     def _step_kept(self) -> int:
@@ -490,11 +490,3 @@ def _set_up_data(trainer: pl.Trainer) -> None:
         trainer.validating = True
         loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
-
-
-def _scrub(error: BaseException | None) -> None:
-    """Let go of the frames that an exception holds: they refer to groups whose connections would stay open."""
-    while error is not None:
-        context = error.__context__
-        error.__traceback__ = error.__context__ = error.__cause__ = None
-        error = context

@@ -1,12 +1,17 @@
-"""How far a fit is: the state of Lightning's loops, schedulers and loaders after a committed step, kept in memory."""
+"""How far a fit is: the state of Lightning's loops, schedulers and loaders after a committed step, kept in memory.
+
+Lightning goes on from such a state with the next batch. What it had still to do after the step, a validation and the
+end of an epoch, `finish_step` does first.
+"""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
 from torch.utils import _pytree as pytree
 
@@ -15,7 +20,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.checkpointing import LOADERS_KEY
 from moe_lightning.strategies.step_data import loader_states
 
-_LOOPS, _LOADERS, _SCHEDULERS, _CALLBACKS = "loops", "loaders", "lr_schedulers", "callbacks"
+_LOOPS, _LOADERS, _CALLBACKS = "loops", "loaders", "callbacks"
+_SCHEDULERS, _NEXT_SCHEDULERS = "lr_schedulers", "lr_schedulers_next_epoch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,22 +33,35 @@ class FitProgress:
         loops: state_dict of the fit loop and its parts.
         loaders: positions of the training loaders.
         lr_schedulers: their state_dicts.
+        lr_schedulers_next_epoch: the same after the end of the epoch, at which plateaus count; None before.
+        validation_is_due: it follows on this step, and did not end yet.
+        epoch_is_over: the step is the last one of an epoch, whose end did not come yet.
     """
 
     step: int
     loops: dict[str, Any]
     loaders: list[dict[str, Any]]
     lr_schedulers: list[dict[str, Any]]
+    lr_schedulers_next_epoch: list[dict[str, Any]] | None = None
+    validation_is_due: bool = False
+    epoch_is_over: bool = False
 
     @classmethod
-    def of(cls, trainer: pl.Trainer) -> FitProgress:
-        """Of a trainer in `on_train_start` or `on_train_batch_end`."""
+    def of(cls, trainer: pl.Trainer, *, after_step: bool) -> FitProgress:
+        """Of a trainer in `on_train_batch_end` after an optimizer step, or in `on_train_start`."""
+        loop = trainer.fit_loop
         return cls(
+            validation_is_due=after_step and loop.epoch_loop._should_check_val_fx(_fetcher(trainer)),
+            epoch_is_over=after_step and loop.epoch_loop.batch_progress.is_last_batch,
             step=trainer.global_step,
-            loops=copy.deepcopy(trainer.fit_loop.state_dict()),
+            loops=copy.deepcopy(loop.state_dict()),
             loaders=loader_states(trainer.train_dataloader),
-            lr_schedulers=[copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+            lr_schedulers=_schedulers(trainer),
         )
+
+    def after_epoch(self, trainer: pl.Trainer) -> FitProgress:
+        """Of the same step, in `on_train_epoch_start` of the next epoch."""
+        return replace(self, epoch_is_over=False, lr_schedulers_next_epoch=_schedulers(trainer))
 
     def dump(self, trainer: pl.Trainer) -> dict[str, Any]:
         """For another rank: with the live state of the callbacks; tensors and plain values."""
@@ -51,6 +70,7 @@ class FitProgress:
             _LOOPS: self.loops,
             _LOADERS: self.loaders,
             _SCHEDULERS: self.lr_schedulers,
+            _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
             _CALLBACKS: call._call_callbacks_state_dict(trainer),
         }
 
@@ -59,7 +79,13 @@ class FitProgress:
         """Take over another rank's progress, and the state of its callbacks where this rank has none of the run."""
         if with_callbacks:
             call._call_callbacks_load_state_dict(trainer, dump)
-        return cls(step=dump["step"], loops=dump[_LOOPS], loaders=dump[_LOADERS], lr_schedulers=dump[_SCHEDULERS])
+        return cls(
+            step=dump["step"],
+            loops=dump[_LOOPS],
+            loaders=dump[_LOADERS],
+            lr_schedulers=dump[_SCHEDULERS],
+            lr_schedulers_next_epoch=dump[_NEXT_SCHEDULERS],
+        )
 
     @classmethod
     def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
@@ -82,9 +108,11 @@ class FitProgress:
         loop = trainer.fit_loop
         if trainer.validating:  # the fault came in the middle of a validation
             loop.epoch_loop.val_loop._on_evaluation_model_train()
+            trainer._logger_connector.reset_results()
         trainer.training = True
         loop.load_state_dict(copy.deepcopy(self.loops))
-        for config, state in zip(trainer.lr_scheduler_configs, self.lr_schedulers, strict=True):
+        ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
+        for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
         loaders = list(pytree.tree_leaves(trainer.train_dataloader))
         if not all(isinstance(loader, StepLoader) for loader in loaders):
@@ -96,3 +124,39 @@ class FitProgress:
             loader.load_state_dict(dict(state))
         if loop._data_fetcher is not None:
             iter(loop._data_fetcher)
+
+
+def finish_step(trainer: pl.Trainer, progress: FitProgress, *, with_newcomers: bool) -> None:
+    """What was still to be done after the step that a fit was restored to; collective.
+
+    Lightning itself, loaded in this place, takes both as done.
+
+    Args:
+        with_newcomers: some ranks did not see the epoch; what its steps logged is dropped then, because the ranks
+            could not reduce it together.
+    """
+    loop = trainer.fit_loop
+    epoch_loop = loop.epoch_loop
+    if progress.validation_is_due:
+        epoch_loop.val_loop.restarting = False
+        trainer.validating = True
+        epoch_loop.val_loop.run()
+        trainer.training = True
+    if progress.epoch_is_over:
+        if with_newcomers:
+            epoch_loop._results.clear()
+        # The next epoch begins as it does in a run without faults. The loop's own setter keeps True under max_steps.
+        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
+        epoch_loop.batch_progress.increment_completed()
+        epoch_loop._skip_next_val = True
+        epoch_loop.on_advance_end(_fetcher(trainer))
+        loop.on_advance_end()
+
+
+def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    return [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+
+
+def _fetcher(trainer: pl.Trainer) -> Any:
+    assert trainer.fit_loop._data_fetcher is not None, "the loop has made its loaders"
+    return trainer.fit_loop._data_fetcher

@@ -79,6 +79,10 @@ class Diary(pl.Callback):
     def __init__(self, folder: Path, worker: int) -> None:
         self._file = (folder / f"diary-{worker}.jsonl").open("a", buffering=1)
         self._validations = (folder / f"validations-{worker}.jsonl").open("a", buffering=1)
+        self._epochs = (folder / f"epochs-{worker}.jsonl").open("a", buffering=1)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._epochs.write(json.dumps([trainer.current_epoch, trainer.global_step]) + "\n")
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -291,6 +295,7 @@ def train_elastically(
     callbacks: Callable[[Path], list[Any]] | None = None,
     global_batch: int = 12,
     validate: bool = False,
+    plateau: bool = False,
     trainer_options: dict[str, Any] | None = None,
 ) -> None:
     """One worker: train the tiny model, leave losses, states and recoveries in files.
@@ -298,6 +303,7 @@ def train_elastically(
     Args:
         saving: options of a PartialExpertsCheckpoint; None: nothing is saved.
         validate: after every epoch of 96 // global_batch micro-batches.
+        plateau: halve the learning rate after every validation but the first.
     """
     fault_recovery = FaultRecovery(**(recovery or {}))
     extra = callbacks(folder) if callbacks is not None else []
@@ -315,7 +321,8 @@ def train_elastically(
         callbacks=[*watchers, *extra, fault_recovery, witness],
         **{"enable_checkpointing": saving is not None, **(trainer_options or {})},
     )
-    module = GPTModule({**TINY, **(model or {})}, optimizer=OptimizerConfig(lr=3e-3))
+    kind = PlateauModule if plateau else GPTModule
+    module = kind({**TINY, **(model or {})}, optimizer=OptimizerConfig(lr=3e-3))
     held_out = DataLoader(RandomTokens(30), batch_size=10) if validate else None
     trainer.fit(module, DataLoader(RandomTokens(), batch_size=global_batch, shuffle=True), held_out)
     reports = [vars(report) for report in fault_recovery.reports]
@@ -324,6 +331,15 @@ def train_elastically(
     (folder / f"result-{worker}.json").write_text(json.dumps(result))
     if (elastic := _elastic(trainer)) is not None:
         elastic.engine.close()
+
+
+class PlateauModule(GPTModule):
+    """Its learning rate follows the validation loss, which never improves enough."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
 
 
 def checkpoints_of(folder: Path) -> Path:

@@ -67,6 +67,25 @@ def test_during_validation_and_recovery_and_two_at_once(tmp_path: Path) -> None:
         assert run.assert_replicas_equal() > 0
 
 
+def test_what_follows_on_an_epochs_last_step_is_not_left_out(tmp_path: Path) -> None:
+    """Validations, ends of epochs and what plateaus make of them, with faults before, in and after them."""
+    kills = [
+        Kill(worker=3, step=3, place="forward"),
+        Kill(worker=1, step=8, place="validation"),
+        Kill(worker=2, step=15, place="committed"),
+        Kill(worker=0, step=24, place="forward"),
+        Kill(worker=3, step=32, place="batch_end"),
+    ]
+    holds = [Hold(step=step, ranks=4) for step in (6, 12, 20, 28, 30)]
+    options = {"validate": True, "plateau": True}
+    with elastic_run(tmp_path, workers=4, steps=44, kills=kills, holds=holds, **options) as run:
+        run.supervise(restart=range(4))
+        assert run.kills_done() == len(kills)
+        assert_same_losses(run, reference(44, **options))
+        assert run.epochs() == {0: 8, 1: 16, 2: 24, 3: 32, 4: 40, 5: 44}
+        assert run.assert_replicas_equal() > 0
+
+
 KILLS = [Kill(worker=1, step=5, place="exchange"), Kill(worker=0, step=11, place="prepare")]
 
 

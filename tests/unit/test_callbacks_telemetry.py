@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,11 @@ def _fit(callbacks: list[pl.Callback], *, steps: int = 6, world_size: int = 1, *
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
+        **{"num_sanity_val_steps": 0, **options},
     )
     module = GPTModule(TINY, OptimizerConfig(lr=2e-3, warmup_steps=0, decay="constant"))
-    trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12))
+    held_out = DataLoader(RandomTokens(24), batch_size=12) if options.get("num_sanity_val_steps") else None
+    trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12), held_out)
     return trainer
 
 
@@ -189,3 +190,10 @@ def test_no_mfu_where_the_peak_or_the_work_is_not_known() -> None:
 )
 def test_what_is_counted_of_a_batch(batch: Any, count: int) -> None:
     assert telemetry._num_tokens(batch) == count
+
+
+def test_a_validation_before_training_is_no_training_time() -> None:
+    logged = Logged()
+    began = time.perf_counter()
+    _fit([Telemetry(), logged], num_sanity_val_steps=2)
+    assert logged.steps[3]["train/step_ms"] * 3 < 1e3 * (time.perf_counter() - began)

@@ -1,0 +1,53 @@
+"""Which exceptions come of a lost peer, what to call them, and how to let go of what they hold."""
+
+from __future__ import annotations
+
+import re
+
+import torch.distributed as dist
+
+from moe_lightning.elastic.failure import Preempted, RunFinished
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.leaving import WorldChanged
+
+_NETWORK_FAULT = re.compile(
+    r"gloo|NCCL|TCPStore|process group|is not registered|connection (closed|reset|refused|aborted)|broken pipe|"
+    r"socket (timeout|error)|timed out (waiting|after)|wait timeout",
+    re.I,
+)
+
+
+def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
+    """Whether an exception came of a lost peer or an agreed change, and not of a mistake of this process.
+
+    Args:
+        known_reason: why the world ended, where the monitor has heard of it.
+    """
+    if isinstance(error, WorldChanged):
+        return True
+    if isinstance(error, ConfigurationError | Preempted | RunFinished):
+        return False
+    if known_reason is not None:
+        return True
+    if isinstance(error, dist.DistError | ConnectionError | TimeoutError):
+        return True
+    return isinstance(error, RuntimeError | ValueError) and bool(_NETWORK_FAULT.search(str(error)))
+
+
+def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
+    """The words for the console: what is known, before what an exception says."""
+    if isinstance(fault, WorldChanged):
+        return str(fault)
+    if known_reason is not None:
+        return known_reason
+    if isinstance(fault, RuntimeError | ValueError) and _NETWORK_FAULT.search(str(fault)):
+        return "the connection to another rank broke"
+    return f"{type(fault).__name__}: {fault}"
+
+
+def scrub(error: BaseException | None) -> None:
+    """Let go of the frames that an exception holds: they refer to groups whose connections would stay open."""
+    while error is not None:
+        context = error.__context__
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        error = context
