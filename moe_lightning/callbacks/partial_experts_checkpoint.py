@@ -274,12 +274,17 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._counts = None
         self._adapt()
         self._is_interrupted = False
-        self._is_saving = True
-        objects = strategy.training_objects()
-        self._is_saving = False
-        self.session.save(trainer.global_step, self.books, objects, full=full)
+        self.session.save(trainer.global_step, self.books, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
         self._log(trainer, pl_module)
+
+    def _objects(self, strategy: ExpertParallelStrategy) -> dict[str, Any]:
+        """What is saved beside tensors; collective."""
+        self._is_saving = True
+        try:
+            return strategy.training_objects()
+        finally:
+            self._is_saving = False
 
     def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy, counted: Any) -> None:
         state = strategy.training_state()
@@ -300,6 +305,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             self._root,
             self._run_name,
             self.settings,
+            objects=self._objects(strategy),
+            ledger_bytes=self.books.largest_dump_bytes if self.books is not None else 0,
             node_peers=strategy.node_peers,
             node=strategy.node_name,
             layout=self._layout(strategy) if self._layout is not None else None,

@@ -86,6 +86,12 @@ class Books:
             del self._history[old]
         self._ordinal += 1
 
+    @property
+    def largest_dump_bytes(self) -> int:
+        """What `dump` may grow to once written out."""
+        table_bytes = self.ledger.processed.nbytes
+        return (3 + _HISTORY) * (table_bytes + 64) + (16 << 10)
+
     def dump(self) -> dict[str, Any]:
         """Tensors and plain values for the checkpoint that was begun last."""
         steps = sorted(self._history)

@@ -30,6 +30,7 @@ from moe_lightning.checkpoint.agent_control import (
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.copy_windows import CopyWindows
+from moe_lightning.checkpoint.frames import dump_object
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.records import describe
@@ -45,8 +46,9 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 WINDOWS = ("any", "scheduled")
 ORDERS = ("sequential", "load_aware", "load_aware_global")
 
-_OBJECTS = 16
-_OBJECT_BYTES = 4 << 20
+_LEAST_OBJECT_BYTES = 1 << 20
+_OBJECT_GROWTH = 4
+"""An object may grow to so many times the size that the largest one has when a session opens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,8 @@ class CheckpointSession:
         root: directory of the checkpoints.
         name: of the run; names the arenas.
         settings: how to save.
+        objects: this rank's objects of the moment, to reserve room for those that it will save.
+        ledger_bytes: room for the ledger, which rank 0 saves as well.
         node_peers: the ranks of this rank's node, ascending; the first one keeps the agent.
         node: name of the node where several may share a machine; else empty.
         layout: who protects whose snapshots; None: nobody.
@@ -132,6 +136,8 @@ class CheckpointSession:
         name: str,
         settings: CheckpointSettings,
         *,
+        objects: Mapping[str, Any],
+        ledger_bytes: int = 0,
         node_peers: Sequence[int],
         node: str = "",
         layout: ProtectionLayout | None = None,
@@ -148,6 +154,10 @@ class CheckpointSession:
         self.was_partial = False
         self._agent: subprocess.Popen[bytes] | None = None
         self._keeps_agent = world.rank == node_peers[0]
+        largest = max((len(dump_object(value)) for value in objects.values()), default=0)
+        ledger_bytes = ledger_bytes if world.rank == 0 else 0
+        self._object_bytes = max(_LEAST_OBJECT_BYTES, _OBJECT_GROWTH * largest, ledger_bytes)
+        self._num_objects = len(objects) + 1  # and the ledger
         self._run, self._session, self._arenas = self._open(name, node, node_peers)
         on_one_node = len(node_peers) == world.size
         is_scheduled = settings.windows == "scheduled"
@@ -159,8 +169,8 @@ class CheckpointSession:
             rank=world.rank,
             world_size=world.size,
             state=self._tensors,
-            objects=_OBJECTS,
-            object_bytes=_OBJECT_BYTES,
+            objects=self._num_objects,
+            object_bytes=self._object_bytes,
             windows=self.windows,
         )
         self._protector = Protector(self._snapshotter.arena, layout, world) if layout is not None else None
@@ -206,7 +216,7 @@ class CheckpointSession:
 
     def _needed_bytes(self) -> int:
         pieces = [describe(key, value, version=0, group="") for key, value in self._tensors.items()]
-        capacity = capacity_of([*(piece.nbytes for piece in pieces), *[_OBJECT_BYTES] * _OBJECTS])
+        capacity = capacity_of([*(piece.nbytes for piece in pieces), *[self._object_bytes] * self._num_objects])
         return arena_bytes(capacity, (1 << 20) + 1024 * len(pieces))
 
     # ------------------------------------------------------------------ saving

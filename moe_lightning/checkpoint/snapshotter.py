@@ -216,7 +216,8 @@ class Snapshotter:
         data = torch.frombuffer(bytearray(dump_object(value)), dtype=torch.uint8)
         if data.numel() > self._object_bytes:
             raise ConfigurationError(
-                f"{key} takes {data.numel()} bytes, the arena has room for {self._object_bytes}: raise object_bytes"
+                f"{key} takes {data.numel()} bytes now, the arena has room for {self._object_bytes}: keep less in the "
+                "state_dict of callbacks, or start again, which resumes and measures the room anew"
             )
         piece = Piece(
             key=key,

@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.checkpoint import session as checkpoint_session
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.comm import exchange
 from moe_lightning.elastic.failure import RunFinished
@@ -308,7 +307,6 @@ def train_elastically(
     fault_recovery = FaultRecovery(**(recovery or {}))
     extra = callbacks(folder) if callbacks is not None else []
     if saving is not None:
-        checkpoint_session._OBJECT_BYTES = 1 << 18  # arenas of a few MB: making them must not take longer than training
         extra.append(PartialExpertsCheckpoint(str(checkpoints_of(folder)), **{"timeout_s": 60.0, **saving}))
     witness = Witness(folder, worker)
     watchers = [Killer(kills, folder, worker), Diary(folder, worker), Holder(holds, folder)]

@@ -264,6 +264,38 @@ def test_experts_that_move_are_saved_under_their_own_names(root: Path) -> None:
     np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
 
 
+class Hoarder(pl.Callback):
+    """Has much to remember, and more at every step."""
+
+    def __init__(self, num_bytes: int, growth: int = 0) -> None:
+        self.num_bytes, self.growth = num_bytes, growth
+        self.found: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"hoard": torch.ones(self.num_bytes, dtype=torch.uint8)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.found = state_dict["hoard"].numel()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_bytes += self.growth
+
+
+def test_callbacks_with_large_states_are_saved(root: Path) -> None:
+    run(2, [saver(root, every_n_steps=1), Hoarder(6 << 20, growth=1 << 20)], steps=3)
+    checkpoint = find_newest(root).checkpoint
+    assert checkpoint is not None
+    states = checkpoint.read_object("trainer")["callbacks"]
+    assert states["Hoarder"]["hoard"].numel() >= 8 << 20
+
+
+def test_a_state_that_outgrows_its_room_is_one_sentence(root: Path) -> None:
+    with pytest.raises(RankFailure, match=r"trainer takes .* bytes now, the arena has room for .*: keep less"):
+        run(1, [saver(root, every_n_steps=1), Hoarder(1 << 20, growth=3 << 20)], steps=6)
+    checkpoint = find_newest(root).checkpoint
+    assert checkpoint is None or checkpoint.manifest.step >= 1
+
+
 class WindowLog(pl.Callback):
     """Writes which bytes of each snapshot were copied in which window (rank 0)."""
 
