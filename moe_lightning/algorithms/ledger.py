@@ -182,7 +182,7 @@ class Ledger:
         Raises:
             ConfigurationError: the state belongs to another number of layers or experts.
         """
-        tables = {name: np.array(state[name], dtype=np.int64) for name in self.state_dict()}
+        tables = {name: np.asarray(state[name], dtype=np.int64).copy() for name in self.state_dict()}
         for name, table in tables.items():
             expected = self.lost.shape if name in ("planned_assignments", "lost") else self.processed.shape
             if table.shape != expected:

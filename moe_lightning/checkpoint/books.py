@@ -14,7 +14,8 @@ from moe_lightning.checkpoint.plan import CheckpointPlan, Order, PartialPolicy
 from moe_lightning.errors import ConfigurationError
 
 _HISTORY = 64
-"""Checkpoints whose token counts are kept; an expert restored from an older version counts as never saved."""
+"""Checkpoints whose token counts are kept; an expert restored from an older version that is not its newest one on
+storage counts as never saved."""
 
 
 class Books:
@@ -49,6 +50,7 @@ class Books:
         self._scopes, self._order = scopes, order
         self._ordinal = 0
         self._persisted_version = np.full(self._shape, -1, dtype=np.int64)
+        self._persisted_processed = np.zeros(self._shape, dtype=np.int64)
         self._history: dict[int, IntArray] = {}
 
     def reassign(self, owners: IntArray) -> None:
@@ -81,6 +83,7 @@ class Books:
         written = plan.persist.mask()
         self.ledger.begin_checkpoint(step, snapshot=plan.snapshot.mask(), persist=written)
         self._persisted_version = np.where(written, step, self._persisted_version)
+        self._persisted_processed = np.where(written, self.ledger.processed, self._persisted_processed)
         self._history[step] = self.ledger.processed.copy()
         for old in sorted(self._history)[:-_HISTORY]:
             del self._history[old]
@@ -90,7 +93,7 @@ class Books:
     def largest_dump_bytes(self) -> int:
         """What `dump` may grow to once written out."""
         table_bytes = self.ledger.processed.nbytes
-        return (3 + _HISTORY) * (table_bytes + 64) + (16 << 10)
+        return (4 + _HISTORY) * (table_bytes + 64) + (16 << 10)
 
     def dump(self) -> dict[str, Any]:
         """Tensors and plain values for the checkpoint that was begun last."""
@@ -100,6 +103,7 @@ class Books:
             "processed": torch.from_numpy(self.ledger.processed.copy()),
             "lost": torch.from_numpy(self.ledger.lost.copy()),
             "persisted_version": torch.from_numpy(self._persisted_version.copy()),
+            "persisted_processed": torch.from_numpy(self._persisted_processed.copy()),
             "history_steps": steps,
             "history": torch.from_numpy(np.stack([self._history[s] for s in steps])),
         }
@@ -110,6 +114,7 @@ class Books:
             "ledger": {name: torch.from_numpy(table) for name, table in self.ledger.state_dict().items()},
             "ordinal": self._ordinal,
             "persisted_version": torch.from_numpy(self._persisted_version.copy()),
+            "persisted_processed": torch.from_numpy(self._persisted_processed.copy()),
             "history": {step: torch.from_numpy(counts.copy()) for step, counts in self._history.items()},
         }
 
@@ -118,6 +123,7 @@ class Books:
         self.ledger.load_state_dict(state["ledger"])
         self._ordinal = int(state["ordinal"])
         self._persisted_version = np.asarray(state["persisted_version"], dtype=np.int64)
+        self._persisted_processed = np.asarray(state["persisted_processed"], dtype=np.int64)
         self._history = {int(step): np.asarray(counts, np.int64) for step, counts in state["history"].items()}
 
     def lose(self, versions: Mapping[tuple[int, int], int]) -> IntArray:
@@ -131,7 +137,8 @@ class Books:
         """
         seen = self.ledger.processed.copy()
         for expert, version in versions.items():
-            counts = self._history.get(version)
+            persisted = self._persisted_processed if version == self._persisted_version[expert] else None
+            counts = self._history.get(version, persisted)
             seen[expert] = counts[expert] if counts is not None else 0
         return self.ledger.lose(seen)
 
@@ -150,7 +157,8 @@ class Books:
             int(s): h.numpy().astype(np.int64) for s, h in zip(saved["history_steps"], saved["history"], strict=True)
         }
         processed = saved["processed"].numpy().astype(np.int64)
-        held = np.zeros(self._shape, dtype=np.int64)
+        is_newest = versions == saved["persisted_version"].numpy()
+        held = np.where(is_newest, saved["persisted_processed"].numpy().astype(np.int64), 0)
         for version, counts in (history | {step: processed}).items():
             held = np.where(versions == version, counts, held)
         self.ledger.load_state_dict(
@@ -165,6 +173,6 @@ class Books:
             }
         )
         self._ordinal = int(saved["ordinal"])
-        self._persisted_version = versions.copy()
+        self._persisted_version, self._persisted_processed = versions.copy(), held.copy()
         self._history = history
         return self.ledger.recover(Source.STORAGE)

@@ -10,9 +10,8 @@ from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.frames import dump_object
 
 
-@pytest.mark.parametrize(("layers", "experts"), [(1, 2), (3, 5), (61, 256)])
-def test_a_dump_never_outgrows_its_room(layers: int, experts: int) -> None:
-    books = Books(
+def new_books(layers: int, experts: int) -> Books:
+    return Books(
         num_layers=layers,
         num_experts=experts,
         planned_assignments=10**9,
@@ -20,6 +19,36 @@ def test_a_dump_never_outgrows_its_room(layers: int, experts: int) -> None:
         num_ranks=1,
         scopes=parse_scopes("full"),
     )
+
+
+@pytest.mark.parametrize("how", ["storage", "live", "joined"])
+def test_losses_are_exact_where_a_round_takes_more_checkpoints_than_are_kept(how: str) -> None:
+    """100 experts, one of which is saved at a time."""
+    rng, shape = np.random.default_rng(0), (2, 100)
+    books, versions, at_version = new_books(*shape), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    processed = np.zeros(shape, np.int64)
+    for step in range(1, 151):
+        counts = rng.integers(0, 1000, shape)
+        processed += counts
+        books.ledger.record(counts)
+        plan = books.plan(1, 1, full=step == 1)
+        books.begin(step, plan)
+        versions[plan.persist.mask()] = step
+        at_version[plan.persist.mask()] = processed[plan.persist.mask()]
+    assert 150 - versions.min() > 64
+    if how == "storage":
+        lost = new_books(*shape).restore(books.dump(), 150, versions)
+    else:
+        if how == "joined":
+            books, state = new_books(*shape), books.state_dict()
+            books.load_state_dict(state)
+        lost = books.lose({(la, e): int(versions[la, e]) for la in range(shape[0]) for e in range(shape[1])})
+    np.testing.assert_array_equal(lost, processed - at_version)
+
+
+@pytest.mark.parametrize(("layers", "experts"), [(1, 2), (3, 5), (61, 256)])
+def test_a_dump_never_outgrows_its_room(layers: int, experts: int) -> None:
+    books = new_books(layers, experts)
     for step in range(70):
         books.ledger.record(np.full((layers, experts), 10**6))
         books.begin(step, books.plan(1, 1))
