@@ -91,12 +91,15 @@ class ElasticEngine:
         assert self._store is not None, "join first"
         return self._store
 
-    def join(self) -> Members:
+    def join(self, *, is_ready: bool = False) -> Members:
         """Leave the former world, announce an arrival, and wait for the next world, which may be smaller than
         `min_ranks`: its members then hold the state and wait.
 
         The first join of a run waits for all workers that were started (up to `start_timeout_s`). Groups of the former
         world must have been destroyed.
+
+        Args:
+            is_ready: this process has set up, and goes on with training at once.
 
         Raises:
             WorldTooSmall: no members came together within `join_timeout_s`.
@@ -108,6 +111,8 @@ class ElasticEngine:
             self._membership.close()
             self._membership = self._new_membership(reborn=True)
             self._monitor.rename(self.member_id)
+        if is_ready:
+            self._monitor.announce_ready()
         self._store_cut = ConnectionCut(only_to=self.task.store_port)
         with self._store_cut:
             self._store = self._connect()
@@ -124,13 +129,14 @@ class ElasticEngine:
         return self._monitor.world_exists()
 
     def comes_too_early(self, members: Members) -> bool:
-        """Whether the first world of this process is not the others' first: they bring state into it, and this process
-        has nowhere to put it yet. It then is out of that world again, and the others go on without it until it joins.
+        """Whether others have set up before this first world of this process: they go on with training in it, and this
+        process has no place for their state yet. It then is out of that world again, and the others go on without it
+        until it joins.
 
         Args:
             members: from `join`.
         """
-        if not self._monitor.follows_another(members):
+        if not self._monitor.has_ready_members(members):
             return False
         self._monitor.guard(members, lambda: None)
         self.break_up("a process joined that has not set up")

@@ -83,6 +83,7 @@ class Monitor:
         self._was_member = False
         self._expelled = False
         self._arrived: set[str] = set()
+        self._ready: set[str] = set()
         self._gone: dict[str, str] = {}  # token -> how
         self._last_world: tuple[str, ...] = ()
         self._worlds: dict[str, tuple[str, ...]] = {}  # name -> members
@@ -118,12 +119,19 @@ class Monitor:
             self._read_news()
             return any(token_of(member) not in self._gone for member in self._last_world)
 
-    def follows_another(self, members: Members) -> bool:
-        """Whether members of a world have been in an earlier one together, by the news of this moment."""
+    def announce_ready(self) -> None:
+        """Tell everybody that this process has set up, and trains in whatever world it joins next."""
+        with self._lock:
+            self._tell("ready", member=self._member_id)
+
+    def has_ready_members(self, members: Members) -> bool:
+        """Whether members of a world have set up before it: in an earlier world, or while they waited to be let in. By
+        the news of this moment.
+        """
         with self._lock:
             self._read_news()
             earlier = [ids for name, ids in self._worlds.items() if name != members.name]
-            return any(member in ids for ids in earlier for member in members.ids)
+            return any(member in ids for ids in [self._ready, *earlier] for member in members.ids)
 
     def finish(self) -> None:
         """Tell those who wait to be let in that the training is done."""
@@ -243,6 +251,8 @@ class Monitor:
         match line:
             case {"kind": "arrived", "member": str(member)}:
                 self._arrived.add(member)
+            case {"kind": "ready", "member": str(member)}:
+                self._ready.add(member)
             case {"kind": "formed", "world": str(world), "ids": list(ids)}:
                 self._last_world = self._worlds[world] = tuple(ids)
                 mine = self._watch is not None and self._watch.members.name == world

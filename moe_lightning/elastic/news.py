@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 _LINES, _COUNT = "lines", "count"
 
-NewsKind = Literal["arrived", "formed", "broken", "died", "left", "finished"]
+NewsKind = Literal["arrived", "ready", "formed", "broken", "died", "left", "finished"]
 
 
 class News:

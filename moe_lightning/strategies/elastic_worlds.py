@@ -116,7 +116,7 @@ class ElasticWorlds:
 
     def _join(self, watch: Stopwatch) -> World:
         with watch.phase("rendezvous"):
-            members = self.engine.join()
+            members = self.engine.join(is_ready=True)
         if self.is_newcomer and self.engine.is_finished():
             raise RunFinished("the others finished the run before this process joined it")
         self._cause = self.engine.reason or self._cause  # by now a launcher may have said how a rank ended
@@ -342,6 +342,8 @@ class ElasticWorlds:
             strategy.enter_world(world)
             assert self._progress is not None
             self._progress.restore(strategy.trainer)
+            if self.has_rolled_back:
+                self._progress = self._progress.with_dues(strategy.trainer)
         self.is_newcomer = self.change_is_due = self._is_torn = False
         self._pending = None
         return plan, repair

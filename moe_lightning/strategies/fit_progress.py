@@ -89,7 +89,8 @@ class FitProgress:
 
     @classmethod
     def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
-        """The progress in a checkpoint of Lightning's, with the state of the callbacks taken over."""
+        """The progress in a checkpoint of Lightning's, with the state of the callbacks taken over; `restore` it, then
+        ask for `with_dues`."""
         call._call_callbacks_on_load_checkpoint(trainer, dump)
         call._call_callbacks_load_state_dict(trainer, dump)
         return cls(
@@ -98,6 +99,16 @@ class FitProgress:
             loaders=dump[LOADERS_KEY],
             lr_schedulers=dump["lr_schedulers"],
         )
+
+    def with_dues(self, trainer: pl.Trainer) -> FitProgress:
+        """Of a trainer that was just restored to a checkpoint: what was still to be done when that was saved."""
+        loop = trainer.fit_loop.epoch_loop
+        batches: Any = loop.batch_progress
+        if batches.total.completed == batches.total.processed:  # saved at the end of training
+            return self
+        by_time = getattr(trainer, "_val_check_time_interval", None) is not None  # clocks of ranks differ
+        is_due = not by_time and loop._should_check_val_fx(_fetcher(trainer))
+        return replace(self, validation_is_due=is_due, epoch_is_over=batches.is_last_batch)
 
     def restore(self, trainer: pl.Trainer) -> None:
         """Set the fit loop back to this progress; its next run goes on from here.

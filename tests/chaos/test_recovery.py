@@ -86,6 +86,17 @@ def test_what_follows_on_an_epochs_last_step_is_not_left_out(tmp_path: Path) -> 
         assert run.assert_replicas_equal() > 0
 
 
+def test_a_validation_is_made_again_from_a_snapshot(tmp_path: Path) -> None:
+    """Without replicas the world goes back to the snapshot before or after the epoch's last step."""
+    options: dict[str, Any] = {"validate": True, "plateau": True, "saving": {"every_n_steps": 1}}
+    kills = [Kill(worker=1, step=8, place="validation"), Kill(worker=0, step=12, place="backward")]
+    with elastic_run(tmp_path, workers=2, steps=18, kills=kills, recovery={"min_replicas": 1}, **options) as run:
+        run.supervise(restart=range(2))
+        assert run.kills_done() == len(kills)
+        assert_same_losses(run, reference(18, validate=True, plateau=True))
+        assert run.epochs() == {0: 8, 1: 16, 2: 18}
+
+
 KILLS = [Kill(worker=1, step=5, place="exchange"), Kill(worker=0, step=11, place="prepare")]
 
 

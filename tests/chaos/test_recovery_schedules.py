@@ -14,6 +14,7 @@ import pytest
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
 
 STEPS = 14
+SAMPLES = 96  # of an epoch, whose end is a validation
 _PLACES = (
     "forward", "exchange", "backward", "prepare", "update", "committed", "batch_end", "recovery", "movement",
 )  # fmt: skip
@@ -29,13 +30,18 @@ def schedule(seed: int) -> dict[str, Any]:
     saving = {"every_n_steps": rng.randint(1, 3)} if rng.random() < 0.3 else None
     if saving is not None:
         kills.append(Kill(worker=rng.randrange(4), step=rng.randint(4, STEPS - 2), place="snapshot"))
+    hold, tells, global_batch = rng.randint(2, 10), rng.random() < 0.5, rng.choice([12, 10])
+    validate = rng.random() < 0.5
+    if validate and rng.random() < 0.5:
+        kills.append(Kill(worker=rng.randrange(4), step=SAMPLES // global_batch, place="validation"))
     return {
         "kills": kills,
-        "holds": [Hold(step=rng.randint(2, 10), ranks=4)],
+        "holds": [Hold(step=hold, ranks=4)],
         "recovery": {"min_replicas": 3},
         "saving": saving,
-        "tells": rng.random() < 0.5,
-        "global_batch": rng.choice([12, 10]),
+        "tells": tells,
+        "global_batch": global_batch,
+        "validate": validate,
     }
 
 
@@ -44,7 +50,7 @@ def run_schedule(folder: Path, seed: int) -> None:
     print(f"fault schedule {seed}: {chosen}")
     with elastic_run(folder, workers=4, steps=STEPS, **chosen) as run:
         run.supervise(restart=range(4), timeout_s=120.0)
-        assert_same_losses(run, reference(STEPS, global_batch=chosen["global_batch"]))
+        assert_same_losses(run, reference(STEPS, global_batch=chosen["global_batch"], validate=chosen["validate"]))
         assert run.assert_replicas_equal() > 0
 
 

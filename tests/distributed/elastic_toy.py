@@ -72,9 +72,14 @@ def work(environment: dict[str, str], pipe: Connection, behaviour: str) -> None:
 
 
 def _train(engine: ElasticEngine, pipe: Connection, behaviour: str) -> None:
-    worlds, stop = 0, False
+    worlds, stop, is_ready = 0, False, behaviour == "ready"
     while not stop:
-        members = engine.join()
+        members = engine.join(is_ready=is_ready)
+        if behaviour == "sets up" and not is_ready:
+            is_ready, is_early = True, engine.comes_too_early(members)
+            pipe.send({"event": "first", "early": is_early})
+            if is_early:
+                continue
         joined = time.time()
         _meet_fate(behaviour, worlds)
         reason = engine.reason

@@ -63,6 +63,17 @@ def test_newcomers_are_let_in(engine: bool) -> None:
         toy.stop(old + new)
 
 
+@pytest.mark.parametrize("other", ["ready", "sets up"])
+def test_who_sets_up_keeps_out_of_a_world_that_trains(engine: bool, other: str) -> None:
+    """The world that the ready one waited for is gone: both come to a first world at the same moment."""
+    with Toy(lighthouse=engine) as toy:
+        workers = toy.start(2, behaviours={0: other, 1: "sets up"})
+        toy.wait_for_world(workers)
+        firsts = [event["early"] for event in workers[1].events if event["event"] == "first"]
+        assert firsts == [other == "ready"]
+        toy.stop(workers)
+
+
 def test_a_stopped_rank_is_expelled_and_comes_back_as_another_member(engine: bool) -> None:
     with Toy(lighthouse=engine) as toy:
         workers = toy.start(3)
