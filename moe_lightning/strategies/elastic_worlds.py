@@ -180,7 +180,8 @@ class ElasticWorlds:
     def keep_progress(self, *, after_step: bool) -> None:
         """Remember how far the fit loop is, after a committed step or at the start."""
         trainer = self._strategy.trainer
-        self._progress = FitProgress.of(trainer, after_step=after_step)
+        if after_step or self._progress is None:  # what was restored stays the place to go back to
+            self._progress = FitProgress.of(trainer, after_step=after_step)
         self.version = trainer.global_step
         trainer.fit_loop._restarting = False  # Lightning would leave out what a plateau does at the epoch's end
 
@@ -210,15 +211,15 @@ class ElasticWorlds:
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
         if self.is_newcomer:
             _set_up_data(self._strategy.trainer)
-        is_first = not self.is_newcomer
+        is_first, self._progress = not self.is_newcomer, None
         loop = self._strategy.trainer.fit_loop
         while True:
             must_recover = fault is not None or self.is_newcomer
             if must_recover:
                 self._recover(fault)
             try:
-                if must_recover and self._progress is not None:
-                    finish_step(self._strategy.trainer, self._progress, with_newcomers=self._has_newcomers)
+                if must_recover:
+                    self._finish_step()
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
                     loop.on_run_start()
                     loop.on_run_end()
@@ -235,6 +236,11 @@ class ElasticWorlds:
                 if not is_worlds_fault(error, self.engine.reason):
                     raise
                 fault = error
+
+    def _finish_step(self) -> None:
+        """The validation and the end of an epoch that a fault kept from following on the last step."""
+        assert self._progress is not None, "a recovery restored it"
+        finish_step(self._strategy.trainer, self._progress, with_newcomers=self._has_newcomers)
 
     def _wait_for_ranks(self) -> None:
         """Nobody trains below `min_ranks`: wait for others, and end with a checkpoint where none come."""

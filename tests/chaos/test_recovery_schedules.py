@@ -54,7 +54,7 @@ def run_schedule(folder: Path, seed: int) -> None:
         assert run.assert_replicas_equal() > 0
 
 
-@pytest.mark.parametrize("seed", [2, 3, 5])  # these come to every place, with and without a launcher that tells
+@pytest.mark.parametrize("seed", [2, 3, 5, 1013])  # these come to every place, with and without a launcher that tells
 def test_random_faults(tmp_path: Path, seed: int) -> None:
     run_schedule(tmp_path, seed)
 
