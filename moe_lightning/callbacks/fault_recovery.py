@@ -58,7 +58,8 @@ class FaultRecovery(Callback):
         reports: of the recoveries of this process.
 
     Raises:
-        ConfigurationError: a value outside its range, another strategy, dispatch groups, or manual optimization.
+        ConfigurationError: a value outside its range, another strategy, dispatch groups, manual optimization, or
+            loaders that are made anew every n epochs.
     """
 
     def __init__(
@@ -112,6 +113,11 @@ class FaultRecovery(Callback):
             raise ConfigurationError(
                 "FaultRecovery repeats steps, whose bounds manual optimization does not state: "
                 "use automatic optimization"
+            )
+        if reload_every := getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
+            raise ConfigurationError(
+                f"reload_dataloaders_every_n_epochs={reload_every} makes loaders anew at "
+                "epochs that a rank which joins later does not count: set it to 0, or leave FaultRecovery out"
             )
         elastic.min_replicas, elastic.max_recoveries = self._min_replicas, self._max_recoveries
         elastic.observers = [partial(self._note, trainer)]

@@ -209,8 +209,7 @@ class ElasticWorlds:
         self._own_forward = self._strategy.lightning_module.__dict__.get("forward")
         fault: BaseException | None = None
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
-        if self.is_newcomer:
-            _set_up_data(self._strategy.trainer)
+        _set_up_data(self._strategy.trainer)
         is_first, self._progress = not self.is_newcomer, None
         loop = self._strategy.trainer.fit_loop
         while True:
@@ -227,7 +226,6 @@ class ElasticWorlds:
                 if is_first:
                     is_first, self.is_newcomer = False, self._follows_a_lost_world()
                     if self.is_newcomer:
-                        _set_up_data(self._strategy.trainer)
                         continue
                 self._wait_for_ranks()
                 fit()
@@ -247,8 +245,6 @@ class ElasticWorlds:
         if self._strategy.world.size >= self.engine.settings.min_ranks:
             return
         trainer = self._strategy.trainer
-        if self._progress is None:
-            _set_up_data(trainer)
         too_small = wait_for_ranks(self._strategy.world, self.engine)
         if self.version > 0:
             trainer.fit_loop.on_run_start()
@@ -491,10 +487,11 @@ def _newcomers(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
 
 
 def _set_up_data(trainer: pl.Trainer) -> None:
-    """Make the loaders that the fit loop would make at its start, with barriers in which its peers would not join."""
+    """Make all loaders that a fit will need, before its first world trains or before this process is in one: Lightning
+    makes them when they are needed, with barriers, which those who have theirs do not join in."""
     loop = trainer.fit_loop
     loop.setup_data()
-    if loop.epoch_loop._should_check_val_epoch() and trainer.val_dataloaders is None:
+    if trainer.enable_validation and trainer.val_dataloaders is None:
         trainer.validating = True
         loop.epoch_loop.val_loop.setup_data()
         trainer.training = True

@@ -86,6 +86,16 @@ def test_what_follows_on_an_epochs_last_step_is_not_left_out(tmp_path: Path) -> 
         assert run.assert_replicas_equal() > 0
 
 
+def test_newcomers_validate_with_those_who_did_before(tmp_path: Path) -> None:
+    """They make their loaders while they set up, so that no barrier of it meets the others' messages."""
+    options: dict[str, Any] = {"validate": True, "trainer_options": {"check_val_every_n_epoch": 2}}
+    kills, holds = [Kill(worker=1, step=18, place="forward")], [Hold(step=20, ranks=2)]
+    with elastic_run(tmp_path, workers=2, steps=34, kills=kills, holds=holds, **options) as run:
+        run.supervise(restart=range(2))
+        assert_same_losses(run, reference(34, **options))
+        assert run.validations().keys() == {16, 32}
+
+
 def test_a_validation_is_made_again_from_a_snapshot(tmp_path: Path) -> None:
     """Without replicas the world goes back to the snapshot before or after the epoch's last step."""
     options: dict[str, Any] = {"validate": True, "plateau": True, "saving": {"every_n_steps": 1}}
