@@ -457,9 +457,8 @@ class ElasticWorlds:
         newcomers = _newcomers(plan, world)
         is_live = world.rank not in newcomers
         if is_live and self._step_kept != plan.version == trainer.global_step:
-            self._progress = FitProgress.of(
-                trainer, after_step=True
-            )  # it failed between the update and the end of its step
+            # It failed between the update and the end of its step, or before its first one.
+            self._progress = FitProgress.of(trainer, after_step=self._progress is not None)
         kept = self._progress
         mine = [kept.step, kept.validation_is_due, kept.epoch_is_over] if is_live and kept is not None else [-1] * 3
         everyones = all_gather_json(mine, world)

@@ -34,7 +34,7 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.training import TINY, RandomTokens, make_trainer
 
 PLACES = (
-    "forward", "exchange", "backward", "prepare", "update", "committed", "batch_end", "snapshot", "recovery",
+    "opening", "forward", "exchange", "backward", "prepare", "update", "committed", "batch_end", "snapshot", "recovery",
     "movement", "validation", "train_end",
 )  # fmt: skip
 """Where a worker can be killed, in the order of a step."""
@@ -119,6 +119,7 @@ class Killer(pl.Callback):
         step = lambda: trainer.global_step  # noqa: E731
         self._around(elastic, "prepare", step, before="prepare", after="update")
         self._around(elastic, "commit", step, after="committed")
+        self._around(elastic, "_follows_a_lost_world", step, before="opening")
         self._around(elastic, "_settle_in", version, before="recovery")
         self._around(elastic, "_move", version, before="movement")
         self._around(exchange, "_all_to_all", lambda: self._step, before="exchange")

@@ -86,6 +86,14 @@ def test_what_follows_on_an_epochs_last_step_is_not_left_out(tmp_path: Path) -> 
         assert run.assert_replicas_equal() > 0
 
 
+def test_a_fault_before_the_first_step_validates_nothing(tmp_path: Path) -> None:
+    kills = [Kill(worker=1, step=0, place="opening")]
+    with elastic_run(tmp_path, workers=2, steps=10, kills=kills, validate=True) as run:
+        run.supervise(restart=range(2))
+        assert run.kills_done() == 1
+        assert_same_losses(run, reference(10, validate=True))
+
+
 def test_newcomers_validate_with_those_who_did_before(tmp_path: Path) -> None:
     """They make their loaders while they set up, so that no barrier of it meets the others' messages."""
     options: dict[str, Any] = {"validate": True, "trainer_options": {"check_val_every_n_epoch": 2}}
