@@ -26,6 +26,10 @@ class ExchangeClock:
         self._seconds = 0.0
         self._on_device: deque[tuple[Any, Any]] = deque()  # began, ended
 
+    def __reduce__(self) -> tuple[type[ExchangeClock], tuple[()]]:
+        """Models that know their world are copied and pickled; a copy counts for itself, from nothing."""
+        return ExchangeClock, ()
+
     def watch(self) -> None:
         """Count from now on."""
         self._is_watched = True

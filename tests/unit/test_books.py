@@ -46,7 +46,7 @@ def test_losses_are_exact_where_a_round_takes_more_checkpoints_than_are_kept(how
     np.testing.assert_array_equal(lost, processed - at_version)
 
 
-@pytest.mark.parametrize(("layers", "experts"), [(1, 2), (3, 5), (61, 256)])
+@pytest.mark.parametrize(("layers", "experts"), [(1, 2), (3, 5), (16, 64)])
 def test_a_dump_never_outgrows_its_room(layers: int, experts: int) -> None:
     books = new_books(layers, experts)
     for step in range(70):

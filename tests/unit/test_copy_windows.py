@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -196,6 +197,20 @@ def test_on_cuda_the_device_tells_when_an_exchange_runs(monkeypatch: pytest.Monk
     again.at_ms = 11.0
     assert clock.is_busy
     assert clock.seconds == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
+def test_a_copy_of_a_clock_counts_for_itself(
+    passes: HandClock, copied: Callable[[ExchangeClock], ExchangeClock]
+) -> None:
+    clock = ExchangeClock()
+    clock.watch()
+    with clock.exchange(CPU):
+        passes(1.0)
+        other = copied(clock)
+    other.watch()
+    assert not other.is_busy
+    assert (clock.seconds, other.seconds) == (1.0, 0.0)
 
 
 def test_an_exchange_that_fails_is_over(passes: Callable[[float], None]) -> None:
