@@ -211,6 +211,7 @@ class ElasticWorlds:
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
         _set_up_data(self._strategy.trainer)
         is_first, self._progress = not self.is_newcomer, None
+        self.version = self._strategy.trainer.global_step
         loop = self._strategy.trainer.fit_loop
         while True:
             must_recover = fault is not None or self.is_newcomer
@@ -234,6 +235,8 @@ class ElasticWorlds:
                 if not is_worlds_fault(error, self.engine.reason):
                     raise
                 fault = error
+                if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
+                    is_first, self.is_newcomer = False, self.version == 0
 
     def _finish_step(self) -> None:
         """The validation and the end of an epoch that a fault kept from following on the last step."""
