@@ -29,9 +29,7 @@ def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
         return False
     if known_reason is not None:
         return True
-    if isinstance(error, dist.DistError | ConnectionError | TimeoutError):
-        return True
-    return isinstance(error, RuntimeError | ValueError) and bool(_NETWORK_FAULT.search(str(error)))
+    return isinstance(error, dist.DistError | ConnectionError | TimeoutError) or _speaks_of_the_network(error)
 
 
 def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
@@ -40,9 +38,13 @@ def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
         return str(fault)
     if known_reason is not None:
         return known_reason
-    if isinstance(fault, RuntimeError | ValueError) and _NETWORK_FAULT.search(str(fault)):
+    if _speaks_of_the_network(fault):
         return "the connection to another rank broke"
     return f"{type(fault).__name__}: {fault}"
+
+
+def _speaks_of_the_network(error: BaseException | None) -> bool:
+    return isinstance(error, RuntimeError | ValueError) and bool(_NETWORK_FAULT.search(str(error)))
 
 
 def scrub(error: BaseException | None) -> None:
