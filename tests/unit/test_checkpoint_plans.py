@@ -7,7 +7,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.algorithms.checkpoint_size import (
@@ -21,6 +21,7 @@ from moe_lightning.algorithms.checkpoint_size import (
     parameter_count,
 )
 from moe_lightning.algorithms.overhead import OverheadModel, adapt, free_k, partial_wins
+from moe_lightning.algorithms.parts import cut
 from moe_lightning.algorithms.selection import Selection, parse_scopes, sequential_selection
 from moe_lightning.algorithms.sharding import (
     Module,
@@ -100,6 +101,26 @@ def test_every_row_is_written_once(shapes: list[tuple[int, int]], ranks: int, ex
     parts = [(p.rank, p.module) for p in plan.pieces]
     assert len(parts) == len(set(parts)), "a rank has one range of rows of a tensor"
     assert sum(plan.rank_bytes) == sum(m.nbytes for m in modules) + 700 * experts
+
+
+@settings(deadline=None, max_examples=100)
+@example([(400, 5), (1000, 3)], 2)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 5)), min_size=1, max_size=6), st.integers(1, 8))
+def test_modules_of_few_rows_stay_where_the_greedy_assignment_put_them(
+    shapes: list[tuple[int, int]], ranks: int
+) -> None:
+    """Rows of 60 bytes each: parts of unlike size must not change their ranks when a rank's rows become one range."""
+    modules = [Module(name=f"m{i}", nbytes=60 * n * rows, rows=rows) for i, (n, rows) in enumerate(shapes)]
+    fair_share = -(-sum(m.nbytes for m in modules) // ranks)
+    sizes = []
+    for module in modules:
+        bounds = cut(module.rows, min(module.rows, -(-module.nbytes // fair_share)))
+        sizes += [module.nbytes * (b - a) // module.rows for a, b in itertools.pairwise(bounds)]
+    loads = [0] * ranks
+    for size, rank in zip(sizes, longest_processing_time(sizes, ranks), strict=True):
+        loads[rank] += size
+    plan = shard_checkpoint({}, expert_bytes=1, modules=modules, num_ranks=ranks)
+    assert list(plan.rank_bytes) == loads
 
 
 def test_adaptive_sharding_fills_the_ranks_without_experts() -> None:
