@@ -72,7 +72,7 @@ def repair_placements(
     for layer in held:
         key = layer.tobytes()
         if key not in repaired:
-            limit = _level_slots(num_experts, int(layer.sum()), sizes, floor, room)
+            limit = _level_slots(num_experts, int(np.count_nonzero(layer)), sizes, floor, room)
             repaired[key] = _repair(layer, domains, floor, limit)
         placements.append(repaired[key])
     slots = max((int(np.count_nonzero(p.replicas, axis=0).max()) for p in repaired.values()), default=0)
@@ -88,8 +88,22 @@ def _level_slots(num_experts: int, num_held: int, sizes: IntArray, floor: int, r
 
 
 def _repair(held_EN: BoolArray, domains: IntArray, floor: int, slots: int) -> Placement:
+    if _is_settled(held_EN, domains, floor, slots):
+        return Placement(replicas=held_EN.astype(np.int64))
     table = RepairTable(held_EN, domains.tolist(), floor=floor, slots=slots)
     table.drop_surplus()
     table.protect()
     table.level()
     return Placement(replicas=table.replicas())
+
+
+def _is_settled(held_EN: BoolArray, domains: IntArray, floor: int, slots: int) -> bool:
+    """Whether a layer needs no repair, as most do where experts have replicas to spare."""
+    num_experts, num_ranks = held_EN.shape
+    experts, ranks = np.divmod(np.flatnonzero(held_EN), num_ranks)
+    load = np.bincount(ranks, minlength=num_ranks)
+    if load.max() > slots or np.ptp(load) > 1:
+        return False
+    num_domains = int(domains.max()) + 1
+    on_node = np.unique(experts * num_domains + domains[ranks]) // num_domains
+    return bool((np.bincount(on_node, minlength=num_experts) >= floor).all())
