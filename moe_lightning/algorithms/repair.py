@@ -59,7 +59,7 @@ def repair_placements(
     """
     _, num_experts, num_ranks = held.shape
     domains = np.unique(np.asarray(nodes), return_inverse=True)[1]
-    sizes = np.bincount(domains)
+    sizes = np.bincount(domains).astype(np.int64)
     room = num_experts if max_slots is None else min(max_slots, num_experts)
     if room * num_ranks < num_experts:
         raise ConfigurationError(

@@ -132,7 +132,7 @@ class RepairTable:
     def _first_below(self, limit: int, choose: Callable[[int], _Found | None]) -> _Found | None:
         """What `choose` finds on the emptiest rank with fewer experts where it finds anything; it changes nothing."""
         walked: list[tuple[int, int]] = []
-        found = None
+        found: _Found | None = None
         while found is None and self._by_load and self._by_load[0][0] < limit:
             entry = heapq.heappop(self._by_load)
             if entry[0] == len(self._on[entry[1]]) and entry not in walked[-1:]:
@@ -159,7 +159,10 @@ class RepairTable:
                 asked.add(rank)
                 for x in sorted(self._on[rank]):
                     follow = _Claim(expert=x, leaves=rank, cause=claim)
-                    queue.append(follow) if self._held[x, rank] else queue.appendleft(follow)
+                    if self._held[x, rank]:
+                        queue.append(follow)
+                    else:
+                        queue.appendleft(follow)
             left_node.add(claim.expert)
         raise AssertionError("the slots allow what was asked for")
 
