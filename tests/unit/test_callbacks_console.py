@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,25 @@ def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "4/4" in shown
     assert "loss" in shown
     assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 160])
+def test_the_count_of_steps_is_shown_at_any_width(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _fit([Telemetry(), Console("bar")])
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n").splitlines()
+    shown = [line for line in lines if "4/4" in line]
+    assert shown
+    assert "loss " in shown[-1]
+    assert len(shown[-1].rstrip()) <= columns
+    assert ("imbalance" in shown[-1]) == (columns > 60)
 
 
 def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
