@@ -121,8 +121,9 @@ def build(config: Mapping[str, Any]) -> Run:
         logger=loggers,
         plugins=_environment_plugins(),
     )
+    recorded = ("run_name", "seed", "ranks", "task", "data", "strategy", "trainer", "callbacks", "elastic")
     for logger in trainer.loggers:
-        logger.log_hyperparams({name: config[name] for name in ("run_name", "data", "strategy", "trainer", "seed")})
+        logger.log_hyperparams({name: config[name] for name in recorded})
     return Run(trainer=trainer, module=module, data=data)
 
 
