@@ -67,7 +67,8 @@ class Telemetry(Callback):
 
     Numbers of MoE layers are those of the step's last micro-batch. W&B also gets moe/layerNN/expert_load, a histogram
     over the experts, which it draws as a heat map over time. Every logger's configuration gets the model's numbers of
-    parameters, each expert once (`parameters/whole`), and of those that a token passes (`parameters/active`).
+    parameters, each expert once (`parameters/whole`), and of those that a token passes (`parameters/active`). The first
+    loss that is no number is told in a warning.
 
     Args:
         expert_load_path: CSV that gets a line `step,layer,share of each expert` for every layer on logging steps;
@@ -88,6 +89,7 @@ class Telemetry(Callback):
         self._peak_flops_per_s = peak_flops_per_s
         self.tokens_trained = self.tokens_seen = 0
         self.train_s = 0.0
+        self._has_warned = False
         self._tokens = self._steps = self._flops = 0
         self._elapsed_s = 0.0
         self._resumed_at: float | None = None  # None: not training
@@ -133,6 +135,7 @@ class Telemetry(Callback):
         self._watch_exchanges(trainer)
         if not trainer._logger_connector.should_update_logs:
             return
+        self._warn_of_nan(trainer, outputs)
         layers = moe_layers(pl_module)
         metrics = [
             *self._pace(),
@@ -151,6 +154,18 @@ class Telemetry(Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
                     log_histograms(logger, loads, trainer.global_step - 1)  # as Lightning counts
+
+    def _warn_of_nan(self, trainer: pl.Trainer, outputs: Any) -> None:
+        """Once, at the first logging step whose loss is no number."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self._has_warned or not isinstance(loss, Tensor) or bool(loss.detach().isfinite().all()):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the loss of step {trainer.global_step} is {float(loss.detach().sum())}, from which training does not "
+            "recover: go on from a checkpoint before that step with a lower learning rate or gradient clipping",
+            stacklevel=2,
+        )
 
     @override
     def state_dict(self) -> dict[str, int]:
