@@ -125,7 +125,7 @@ def build(config: Mapping[str, Any]) -> Run:
     data = build_object(config["data"], "data")
     config = with_sizes_of_data(config, data)
     module = build_object(config["module"], "module")
-    callbacks = _built_group(config, "callbacks")
+    callbacks = _built_group({"callbacks": with_one_checkpoint(config["callbacks"])}, "callbacks")
     # Measuring a checkpoint is no step of the run whose curves these are.
     loggers = _built_group(config, "logger") if config["task"] == "train" else []
     trainer = build_object(
@@ -140,6 +140,16 @@ def build(config: Mapping[str, Any]) -> Run:
     for logger in trainer.loggers:
         logger.log_hyperparams({name: config[name] for name in recorded})
     return Run(trainer=trainer, module=module, data=data)
+
+
+def with_one_checkpoint(callbacks: Mapping[str, Any]) -> dict[str, Any]:
+    """Callbacks that write one kind of checkpoints into a folder: of several choices, as in
+    callbacks=[partial_experts,routing_recorder], a later one brings the full checkpoints back that partial ones replace.
+    """
+    full, partial = callbacks.get("checkpoint"), callbacks.get("partial_experts_checkpoint")
+    if full and partial and full.get("dirpath") == partial.get("dirpath"):
+        return {**callbacks, "checkpoint": None}
+    return dict(callbacks)
 
 
 def _built_group(config: Mapping[str, Any], group: str) -> list[Any]:
