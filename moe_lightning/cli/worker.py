@@ -144,7 +144,7 @@ def build(config: Mapping[str, Any]) -> Run:
 
 def with_one_checkpoint(callbacks: Mapping[str, Any]) -> dict[str, Any]:
     """Callbacks that write one kind of checkpoints into a folder: of several choices, as in
-    callbacks=[partial_experts,routing_recorder], a later one brings the full checkpoints back that partial ones replace.
+    callbacks=[partial_experts,routing_recorder], a later one brings back the full ones that partial ones replace.
     """
     full, partial = callbacks.get("checkpoint"), callbacks.get("partial_experts_checkpoint")
     if full and partial and full.get("dirpath") == partial.get("dirpath"):
