@@ -20,7 +20,7 @@ from moe_lightning.callbacks.telemetry import Metric, Telemetry, imbalance, laye
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import LayerStatistics
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import TINY, RandomTokens
+from tests.distributed.training import TINY, RandomTokens, make_trainer
 
 LENGTH = RandomTokens().length
 
@@ -37,14 +37,14 @@ class Logged(pl.Callback):
             self.steps[trainer.global_step] = metrics
 
 
-def _fit(callbacks: list[pl.Callback], *, steps: int = 6, world_size: int = 1, **options: Any) -> pl.Trainer:
+def _fit(callbacks: list[pl.Callback], *, steps: int = 6, **options: Any) -> pl.Trainer:
     pl.seed_everything(3, verbose=False)
     checkpoint = options.pop("ckpt_path", None)
     trainer = pl.Trainer(
         strategy=ExpertParallelStrategy(),
         callbacks=callbacks,
         accelerator="cpu",
-        devices=world_size,
+        devices=1,
         max_steps=steps,
         log_every_n_steps=3,
         gradient_clip_val=1.0,
@@ -164,7 +164,8 @@ def test_tokens_are_counted_on_over_a_resume(tmp_path: Path) -> None:
 
 def _tokens_on_ranks(rank: int, world_size: int) -> int:
     counted = Telemetry()
-    _fit([counted], world_size=world_size)
+    trainer = make_trainer(rank, world_size, callbacks=[counted], max_steps=6, log_every_n_steps=3)
+    trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(96), batch_size=12))
     return counted.tokens_seen
 
 
