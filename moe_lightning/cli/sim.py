@@ -243,6 +243,10 @@ def _recommend(config: Mapping[str, Any]) -> int:
         raise ConfigurationError(
             f"recipe={target} must be recipes/NAME.yaml, where moe-train --config-dir looks for it"
         )
+    from moe_lightning.cli.recipe import is_recommended, recipe_text
+
+    if target.exists() and not is_recommended(target):
+        raise ConfigurationError(f"recipe={target} exists and is not moe-sim's own: name another file")
     if not target.parent.parent.is_dir():
         raise ConfigurationError(f"{target.parent.parent} is not a folder: create it, or write elsewhere")
     target.parent.mkdir(exist_ok=True)
@@ -253,8 +257,6 @@ def _recommend(config: Mapping[str, Any]) -> int:
         fixed={key: value for key, value in config["policy"].items() if key != "name" and value is not None},
     )
     print(advice.table())
-    from moe_lightning.cli.recipe import recipe_text
-
     target.write_text(recipe_text(advice, config, target))
     print(f"recipe       {target}")
     return 0

@@ -10,6 +10,7 @@ import argparse
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,7 @@ def _run(arguments: Sequence[str]) -> None:
 
     with _full_hydra_errors(), composition_mistakes(arguments):
         if options.multirun:
+            os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
             unnamed = ",".join(f"'{key}'" for key in fixed_keys(options.overrides))
             options.overrides.append(f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]")
         _run_hydra(

@@ -84,7 +84,7 @@ def train(config: Mapping[str, Any]) -> None:
     try:
         if config["task"] == "train":
             run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
-            run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+            measure(run)
         else:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     except SystemExit:  # Lightning's answer to signals, with a code of its own
@@ -95,6 +95,19 @@ def train(config: Mapping[str, Any]) -> None:
         elastic = getattr(run.trainer.strategy, "elastic", None)
         if elastic is not None:
             elastic.close()
+
+
+def measure(run: Run) -> None:
+    """Validate the trained model, unless its last step has just been validated, and sum the run up; collective."""
+    from moe_lightning.callbacks.summary import Summary
+
+    summaries = [callback for callback in run.trainer.callbacks if isinstance(callback, Summary)]  # type: ignore[attr-defined]
+    is_current = bool(summaries) and all(summary.is_current(run.trainer) for summary in summaries)
+    if not run.trainer.strategy.reduce_boolean_decision(is_current, all=True):
+        run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+        return
+    for summary in summaries:
+        summary.report(run.trainer)
 
 
 def build(config: Mapping[str, Any]) -> Run:
@@ -112,18 +125,31 @@ def build(config: Mapping[str, Any]) -> Run:
     data = build_object(config["data"], "data")
     config = with_sizes_of_data(config, data)
     module = build_object(config["module"], "module")
-    callbacks, loggers = _built_group(config, "callbacks"), _built_group(config, "logger")
+    callbacks = _built_group({"callbacks": with_one_checkpoint(config["callbacks"])}, "callbacks")
+    # Measuring a checkpoint is no step of the run whose curves these are.
+    loggers = _built_group(config, "logger") if config["task"] == "train" else []
     trainer = build_object(
         config["trainer"],
         "trainer",
         strategy=build_object(config["strategy"], "strategy"),
         callbacks=callbacks,
-        logger=loggers,
+        logger=loggers or False,
         plugins=_environment_plugins(),
     )
+    recorded = ("run_name", "seed", "ranks", "task", "data", "strategy", "trainer", "callbacks", "elastic")
     for logger in trainer.loggers:
-        logger.log_hyperparams({name: config[name] for name in ("run_name", "data", "strategy", "trainer", "seed")})
+        logger.log_hyperparams({name: config[name] for name in recorded})
     return Run(trainer=trainer, module=module, data=data)
+
+
+def with_one_checkpoint(callbacks: Mapping[str, Any]) -> dict[str, Any]:
+    """Callbacks that write one kind of checkpoints into a folder: of several choices, as in
+    callbacks=[partial_experts,routing_recorder], a later one brings back the full ones that partial ones replace.
+    """
+    full, partial = callbacks.get("checkpoint"), callbacks.get("partial_experts_checkpoint")
+    if full and partial and full.get("dirpath") == partial.get("dirpath"):
+        return {**callbacks, "checkpoint": None}
+    return dict(callbacks)
 
 
 def _built_group(config: Mapping[str, Any], group: str) -> list[Any]:

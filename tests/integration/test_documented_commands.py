@@ -51,7 +51,16 @@ FITTED = {  # what a smaller world needs besides
     "pro_prophet": ["model.num_experts=4"],
     "callbacks=compile": ["callbacks.compile_dense.backend=eager"],
 }
-ELSEWHERE = ("olmoe_finetune", "upcycle_gpt2", "model.pretrained", "swin", "data.path", "--config-dir", "lighthouse")
+ELSEWHERE = (
+    "olmoe_finetune",
+    "upcycle_gpt2",
+    "upcycle_llama",
+    "model.pretrained",
+    "swin",
+    "data.path",
+    "--config-dir",
+    "lighthouse",
+)
 QUICK = ("strategy.copies=2", "recipes=trace_routing model.router.forced.path=trace.npz callbacks=load_balancer")
 KNOWN = (
     "moe-train|moe-bench|moe-ckpt|moe-sim|pip install|python -m moe_lightning|python docs/api.py|wandb|ruff|pytest"

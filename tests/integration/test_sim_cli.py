@@ -44,6 +44,16 @@ def test_same_seed_same_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+def test_only_a_recipe_of_moe_sim_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipes" / "mine.yaml"
+    assert main(["recommend", *FAST, f"recipe={path}"]) == 0
+    assert main(["recommend", *FAST, f"recipe={path}"]) == 0
+    path.write_text("# @package _global_\ntrainer:\n  max_steps: 7\n")
+    assert main(["recommend", *FAST, f"recipe={path}"]) == 2
+    assert "exists and is not moe-sim's own: name another file" in capsys.readouterr().err
+    assert "max_steps: 7" in path.read_text()
+
+
 @pytest.mark.parametrize("extra", [[], ["global_batch=64", "rank_batch=null", "policy.min_replicas=1"]])
 def test_moe_train_accepts_what_is_recommended(
     extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.instantiation import build_object, check_arguments, described, matches, shown
 from moe_lightning.cli.mistakes import nearest, one_line
+from moe_lightning.cli.worker import with_one_checkpoint
 from moe_lightning.errors import ConfigurationError
 
 HERE = "tests.unit.test_cli_instantiation"
@@ -141,3 +145,15 @@ def test_nearest(typed: str, meant: str | None) -> None:
 
 def test_one_line_takes_the_first_paragraph() -> None:
     assert one_line("a\n  b\n\nc") == "a b"
+
+
+def test_partial_checkpoints_replace_full_ones_whatever_stands_beside_them(tmp_path: Path) -> None:
+    for choices in ("[partial_experts,routing_recorder]", "[routing_recorder,partial_experts]", "fault_recovery"):
+        with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+            composed = compose("train", [f"callbacks={choices}", "run_name=x", f"run_dir={tmp_path}"])
+        callbacks = OmegaConf.to_container(composed.callbacks, resolve=True)
+        kept = with_one_checkpoint(callbacks)  # type: ignore[arg-type]
+        assert kept["checkpoint"] is None, choices
+        assert kept["partial_experts_checkpoint"]["dirpath"] == str(tmp_path / "checkpoints")
+    elsewhere = {"checkpoint": {"dirpath": "a"}, "partial_experts_checkpoint": {"dirpath": "b"}}
+    assert with_one_checkpoint(elsewhere) == elsewhere

@@ -96,9 +96,9 @@ def test_every_line_is_used_once_and_the_split_follows_the_seed(tmp_path: Path) 
 
 def test_loaders_serve_whole_batches(tmp_path: Path) -> None:
     path = write(tmp_path / "some.jsonl", *[{"prompt": "p", "response": str(i)} for i in range(20)])
-    made = data(path, global_batch_size=4, val_fraction=0.1, num_workers=1)
+    made = data(path, context_length=32, global_batch_size=4, val_fraction=0.1, num_workers=1)
     batches = list(made.train_dataloader())
-    assert [tuple(x.shape) for x, _ in batches] == [(4, 24)] * 4
+    assert [tuple(x.shape) for x, _ in batches] == [(4, 32)] * 4
     assert sum(len(x) for x, _ in made.val_dataloader()) == 2
 
 

@@ -373,6 +373,31 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
         fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(tmp_path / "ours", dtype="float8")])
 
 
+def test_a_run_that_goes_on_replaces_its_own_export_only(tmp_path: Path) -> None:
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+
+    make_checkpoint("olmoe", tmp_path / "theirs")
+    module, target = load(tmp_path / "theirs"), tmp_path / "deep" / "ours"
+    for steps in (1, 2):
+        fit(module, steps=steps, callbacks=[HuggingFaceExport(target)], default_root_dir=tmp_path)
+        assert torch.equal(reloaded(target).state_dict()["lm_head.weight"], module.state_dict()["model.lm_head.weight"])
+    assert [path.name for path in target.parent.iterdir()] == ["ours"]
+    with pytest.raises(ConfigurationError, match="ours exists already"):
+        fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(target)], default_root_dir=tmp_path / "other")
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+
+    make_checkpoint("olmoe", tmp_path / "theirs")
+    (tmp_path / "file").write_text("")
+    module = load(tmp_path / "theirs")
+    before = module.state_dict()["model.lm_head.weight"].clone()
+    with pytest.raises(ConfigurationError, match=r"file/ours cannot be written \(.*\): name a folder"):
+        fit(module, callbacks=[HuggingFaceExport(tmp_path / "file" / "ours")])
+    assert torch.equal(before, module.state_dict()["model.lm_head.weight"])
+
+
 def test_other_modules_cannot_be_exported(tmp_path: Path) -> None:
     from moe_lightning.cli.ckpt import main
     from tests.distributed.training import OwnModule
