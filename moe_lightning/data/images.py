@@ -39,7 +39,8 @@ class VisitSampler(StepSampler):
     def indices_at(self, consumed: int) -> list[int]:
         """The visits of `slice_at(consumed)`, in the order of the global batch."""
         first = consumed // self.epoch_size * self.num_samples
-        return [first + index for index in super().indices_at(consumed)]
+        indices = super().indices_at(consumed)
+        return type(indices)(first + index for index in indices)
 
 
 class ImageViews(Dataset[tuple[Tensor, int]]):

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
@@ -21,7 +20,7 @@ from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.size import ModelSize, model_size
 from moe_lightning.modules.experts import Experts
-from moe_lightning.modules.losses import auxiliary_loss
+from moe_lightning.modules.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,8 @@ class OptimizerConfig:
 
 
 class SupervisedModule(pl.LightningModule):
-    """Trains `model` on batches (inputs, targets) with AdamW; a subclass says what its loss is.
+    """Trains `model` on batches (inputs, targets) with AdamW; a subclass says what its loss is, a mean over the targets
+    that are not -100.
 
     Logs `train/loss`, `val/loss` and `test/loss`, auxiliary losses not included.
 
@@ -128,8 +128,12 @@ class SupervisedModule(pl.LightningModule):
 
     def _logged_loss(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
         self._inputs_shape = batch[0].shape
-        loss = self.loss(batch)
-        self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
+        loss, count = self.loss(batch), num_targets(batch[1])
+        if self.training:
+            loss = global_mean(self, loss, count)
+            self.log(name, loss.detach(), prog_bar=True)
+        else:
+            self.log(name, loss, prog_bar=True, sync_dist=True, batch_size=int(count))
         return loss
 
     @override
@@ -141,7 +145,7 @@ class GPTModule(SupervisedModule):
     """Trains a GPT on batches (inputs [B, L], targets [B, L]) of token ids.
 
     Logs `train/loss`, `val/loss` and `test/loss`: mean cross-entropy in nats per token over the global batch,
-    auxiliary losses not included.
+    targets of -100 and auxiliary losses not included.
 
     Args:
         config: the model, as a GPTConfig or its keyword arguments.
@@ -174,7 +178,7 @@ class GPTModule(SupervisedModule):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs_BL, targets_BL = batch
         logits_BLV = self(inputs_BL)
-        return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
+        return mean_over_targets(logits_BLV, targets_BL)
 
 
 def adamw_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> OptimizerLRScheduler:

@@ -31,7 +31,7 @@ from moe_lightning.models.huggingface.loading import (
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.sparse_layers import SparseLayers
 from moe_lightning.models.upcycling import UpcycledArchitecture, UpcyclingConfig
-from moe_lightning.modules.losses import mean_over_samples
+from moe_lightning.modules.losses import mean_over_targets
 from moe_lightning.modules.router import RouterConfig
 
 _MODEL_TYPE = "swinv2"
@@ -234,13 +234,13 @@ class SwinModule(SupervisedModule):
     @override
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images_BCHW, classes_B = batch
-        return mean_over_samples(self(images_BCHW), classes_B)
+        return mean_over_targets(self(images_BCHW), classes_B)
 
     @override
     def _logged_loss(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
         images_BCHW, classes_B = batch
         logits_BV = self(images_BCHW)
-        loss = mean_over_samples(logits_BV, classes_B)
+        loss = mean_over_targets(logits_BV, classes_B)
         stage = name.removesuffix("loss")
         options: dict[str, Any] = {"sync_dist": True, "batch_size": len(images_BCHW)}
         self.log(name, loss.detach(), prog_bar=True, **options)

@@ -5,9 +5,10 @@ Shapes: T tokens of this rank, K choices, E experts, N ranks, D model width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,14 @@ class MoELayer(nn.Module):
         self.statistics: LayerStatistics | None = None
         self.visits: Visits | None = None
         self.during_dispatch: Callable[[], None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
+        """The copy lives in the same places, and has seen no batch."""
+        kept = {**self.__dict__, **dict.fromkeys(("auxiliary_loss", "statistics", "visits", "during_dispatch"))}
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(kept, memo))
+        return copied
 
     @property
     def num_experts(self) -> int:

@@ -120,7 +120,8 @@ class Routing:
     """What a router decided for T tokens.
 
     Attributes:
-        expert_ids_TK: int64, distinct within a token; -1 where capacity dropped the assignment.
+        expert_ids_TK: int64, distinct within a token; -1 where capacity dropped the assignment, or
+            the token belongs to no sample of this rank.
         weights_TK: float32, differentiable.
         scores_TE: float32 scores before selection, differentiable: what the load-balancing loss pushes on.
         logits_TE: float32.
@@ -203,7 +204,9 @@ class Router(nn.Module):
             weights_TK = self._weigh(scores_TE, logits_TE, expert_ids_TK)
         tokens_E = torch.bincount(expert_ids_TK.flatten(), minlength=self.num_experts)
         limit = config.capacity(expert_ids_TK.numel(), self.num_experts)
-        if limit is not None:
+        if self.stream.is_stand_in:
+            expert_ids_TK, tokens_E = torch.full_like(expert_ids_TK, -1), torch.zeros_like(tokens_E)
+        elif limit is not None:
             expert_ids_TK = drop_overflow(
                 expert_ids_TK, weights_TK.detach(), limit, self.num_experts, config.drop_policy
             )

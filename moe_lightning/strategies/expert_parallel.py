@@ -14,7 +14,9 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -27,12 +29,14 @@ from moe_lightning.comm.world import World, join_launched_world
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
+from moe_lightning.elastic.settings import ElasticTask
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, resolve_placements
 from moe_lightning.strategies.step_data import StepData
+from moe_lightning.strategies.step_weights import StepWeights
 from moe_lightning.strategies.stepping import SteppingStrategy
 from moe_lightning.strategies.zero import DenseOptimizerShards
 
@@ -67,8 +71,8 @@ class ExpertParallelStrategy(SteppingStrategy):
         entered_world: called when this rank has entered another world, before the fit loop goes on.
 
     Raises:
-        ConfigurationError: sizes that do not fit the world or the model, fp16 precision, or a gradient-accumulation
-            schedule.
+        ConfigurationError: sizes that do not fit the world or the model, fp16 precision, a gradient-accumulation
+            schedule, or a module under torch.compile.
     """
 
     strategy_name = "expert_parallel"
@@ -116,6 +120,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         self._optimizer_groups: list[list[list[nn.Parameter]]] = []
         self._sync_blocked = False
         self._slice: StepSlice | None = None
+        self._weights = StepWeights()
         self.last_gradient_norm: Tensor | None = None
         self.before_replacing: list[Callable[[], None]] = []
         self.entered_world: list[Callable[[], None]] = []
@@ -135,6 +140,12 @@ class ExpertParallelStrategy(SteppingStrategy):
         """The experts under their placements; available once the strategy is set up."""
         assert self._experts is not None
         return self._experts
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes > 1 or ElasticTask.from_environment() is not None:
+            super()._configure_launcher()
+        # One process starts no other: without a launcher Lightning runs it in notebooks and at the prompt too.
 
     @override
     def setup_distributed(self) -> None:
@@ -200,8 +211,21 @@ class ExpertParallelStrategy(SteppingStrategy):
             )
         if self._ddp_comm_hook is not None:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
-        assert self.lightning_module is not None
-        return self.lightning_module
+        module = self.lightning_module
+        assert module is not None
+        if module._compiler_ctx is not None:
+            raise ConfigurationError(
+                "torch.compile of the whole module cannot follow tokens, whose numbers are known at run time only: "
+                "give the Trainer the module itself, and CompileDense() among the callbacks"
+            )
+        if trainer.world_size > 1 and any(
+            isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules()
+        ):
+            rank_zero_warn(
+                "BatchNorm takes its statistics from each rank's part of the batch, so the loss depends on the number "
+                "of ranks: use LayerNorm or GroupNorm, or on GPUs sync_batchnorm=True"
+            )
+        return module
 
     # ------------------------------------------------------------------ placement
 

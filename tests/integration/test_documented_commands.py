@@ -168,7 +168,14 @@ def run(source: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_snippet_is_run_here() -> None:
-    known = ("class Classifier", "DynamicK(0.0375)", "kernels.set_backend", "ThroughputMonitor", "class Counting")
+    known = (
+        "class Classifier",
+        "DynamicK(0.0375)",
+        "kernels.set_backend",
+        "ThroughputMonitor",
+        "class Counting",
+        "class Masked",
+    )
     for page in PAGES:
         for block in blocks(page, "python"):
             assert sum(part in block for part in known) == 1, f"{page.name}:\n{block}"
@@ -186,6 +193,18 @@ def test_checkpoints_in_a_script(tmp_path: Path) -> None:
 def test_kernels_can_be_chosen() -> None:
     run(snippet("docs/kernels.md", "kernels.set_backend"), {})
     kernels.set_backend("auto")
+
+
+def test_a_masked_mean_in_the_own_module() -> None:
+    names = run(snippet("README.md", "class Classifier"), {"__name__": "example"})
+    run(snippet("docs/lightning.md", "class Masked"), names)
+    x = torch.randn(32, 32)
+    y = x[:, :4].argmax(dim=1).masked_fill(x[:, 0] > 0, -100)
+    data = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+    options = {"max_steps": 4, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(strategy="expert_parallel", accelerator="cpu", devices=1, **options)
+    trainer.fit(names["Masked"](), data)
+    assert 0 < float(trainer.callback_metrics["loss"]) < 10
 
 
 def test_throughput_of_the_own_module() -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError
-from moe_lightning.modules.losses import mean_over_samples
+from moe_lightning.modules.losses import mean_over_targets
 from tests.huggingface_models import (
     SPARSE,
     files_equal,
@@ -67,8 +67,8 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs, inputs = make_checkpoint(name, tmp_path), inputs_for(name)
     module = load(tmp_path)
     targets = inputs.roll(-1, dims=1)
-    mean_over_samples(theirs(inputs).logits, targets).backward()
-    mean_over_samples(module(inputs), targets).backward()
+    mean_over_targets(theirs(inputs).logits, targets).backward()
+    mean_over_targets(module(inputs), targets).backward()
     expected = {key: parameter.grad for key, parameter in theirs.named_parameters()}
     actual: dict[str, torch.Tensor | None] = {}
     for key, parameter in module.model.named_parameters():
@@ -234,22 +234,6 @@ def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.Capture
     assert_same_logits(module.eval(), logits_of(reloaded(target), inputs), inputs)
     assert main(["export-hf", str(tmp_path / "last.ckpt"), str(target)]) == 2
     assert "exists already" in capsys.readouterr().err
-
-
-def test_the_loss_is_a_mean_over_samples() -> None:
-    torch.manual_seed(0)
-    logits, targets = torch.randn(4, 7, 11), torch.randint(11, (4, 7))
-    targets[0, :5] = targets[2] = -100
-    kept = [[i for i in range(7) if targets[b, i] >= 0] for b in range(4)]
-    by_hand = [
-        sum(-float(logits[b, i].log_softmax(-1)[targets[b, i]]) for i in rows) / max(1, len(rows))
-        for b, rows in enumerate(kept)
-    ]
-    assert float(mean_over_samples(logits, targets)) == pytest.approx(sum(by_hand) / 4, rel=1e-5)
-    halves = [mean_over_samples(logits[part], targets[part]) for part in (slice(0, 1), slice(1, 4))]
-    assert float(halves[0] + 3 * halves[1]) / 4 == pytest.approx(sum(by_hand) / 4, rel=1e-5)
-    classes = mean_over_samples(logits[:, 0], torch.tensor([3, 1, 0, 10]))
-    torch.testing.assert_close(classes, torch.nn.functional.cross_entropy(logits[:, 0], torch.tensor([3, 1, 0, 10])))
 
 
 def edited(folder: Path, **values: Any) -> None:
