@@ -81,10 +81,15 @@ class Ledger:
         selection)."""
         return self.processed - self.in_memory
 
+    def take_snapshot(self, snapshot: BoolArray) -> None:
+        """These experts, bool [L, E], were copied into memory; nobody is going to say what becomes of them on
+        storage."""
+        self.in_memory = np.where(snapshot, self.processed, self.in_memory)
+
     def begin_checkpoint(self, step: int, *, snapshot: BoolArray, persist: BoolArray) -> None:
         """A snapshot of the state after `step` was taken, of which the `persist` experts go to storage; bool [L, E]
-        each."""
-        self.in_memory = np.where(snapshot, self.processed, self.in_memory)
+        each. It is remembered until `complete_checkpoint` is told of it or of a later one."""
+        self.take_snapshot(snapshot)
         self._pending[step] = _Point(self.processed.copy(), self.in_memory.copy(), persist.copy())
 
     def complete_checkpoint(self, step: int, *, persisted: BoolArray | None = None) -> None:

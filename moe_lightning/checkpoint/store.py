@@ -118,7 +118,8 @@ def write_part(root: Path, table: Table, payload: Callable[[Placed], torch.Tenso
     """Write one rank's share of a checkpoint into the staging directory, and its part-manifest when the data are on
     disk.
 
-    Written are the pieces meant for storage, and whatever the previous checkpoint of the session does not have.
+    Written is what was due after the previous checkpoint of the session, in the newest copy that the snapshot has, and
+    whatever that checkpoint does not hold.
 
     Args:
         table: the snapshot.
@@ -135,9 +136,10 @@ def write_part(root: Path, table: Table, payload: Callable[[Placed], torch.Tenso
         return Part.parse(done.read_bytes(), str(done))
     previous = previous_of(root, table.session, table.step)
     held = {item.piece.key for item in previous[1].stored} if previous else set()
+    written_until = previous[1].step if previous else -1
     groups: dict[str, list[Placed]] = {}
     for placed in table.placed:
-        if placed.persist or not is_partial(placed.piece.key) or placed.piece.key not in held:
+        if placed.due > written_until or not is_partial(placed.piece.key) or placed.piece.key not in held:
             groups.setdefault(placed.piece.group, []).append(placed)
     staging.mkdir(exist_ok=True)
     files: dict[str, FileRecord] = {}
