@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +27,12 @@ from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.dynamic_k import DynamicK
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.copy_windows import CopyWindows
+from moe_lightning.checkpoint.fence import enter_world, next_world
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.recovery_sources import RecoverySources
 from moe_lightning.checkpoint.session import CheckpointSession, CheckpointSettings
 from moe_lightning.checkpoint.source import CheckpointSource
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -107,6 +109,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._lost_plt = 0.0  # by faults that the choice of K does not know yet
         self._saved_at = -1
         self._experts_moved = False
+        self._world_number = 0  # of this start of a run in which worlds do not change, once it has one
         self._batch_began = self._step_ended = 0.0
         self._overlap_s = self._step_s = 0.0
 
@@ -123,6 +126,17 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             raise ConfigurationError(
                 f"PartialExpertsCheckpoint needs strategy='expert_parallel', not {type(trainer.strategy).__name__}"
             )
+        elastic = trainer.strategy.elastic
+        is_member = elastic is None or (elastic.members is not None and not elastic.is_newcomer)
+        if stage == "fit" and is_member and trainer.is_global_zero:  # the others wait for this hook before they load
+            self._enter_root(trainer.strategy)
+
+    def _enter_root(self, strategy: ExpertParallelStrategy) -> None:
+        """This world may resume from what is in the directory: older ones commit nothing there from now on."""
+        if self._root.is_dir() and run_of(self._root) is not None:
+            number = strategy.world_number or self._world_number or next_world(self._root)
+            enter_world(self._root, number)
+            self._world_number = number if strategy.elastic is None else 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -156,6 +170,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             node=strategy.node_name,
             fallback=Path(self.settings.fallback_dir or self._root.absolute()),
             report=rank_zero_warn,
+            enter=partial(self._enter_root, strategy),
         )
 
     def settle_snapshots(self) -> None:
@@ -310,7 +325,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             node_peers=strategy.node_peers,
             node=strategy.node_name,
             layout=self._layout(strategy) if self._layout is not None else None,
+            world_number=strategy.world_number or self._world_number,
         )
+        if strategy.elastic is None:
+            self._world_number = self.session.world_number
         if self.books is not None:
             if restored is not None and restored.keys("ledger"):
                 self._lost_plt += self._count_losses(restored)

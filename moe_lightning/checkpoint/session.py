@@ -30,6 +30,7 @@ from moe_lightning.checkpoint.agent_control import (
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.copy_windows import CopyWindows
+from moe_lightning.checkpoint.fence import check_world, enter_world, next_world
 from moe_lightning.checkpoint.frames import dump_object
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.protection import ProtectionReport, Protector
@@ -117,12 +118,14 @@ class CheckpointSession:
         node_peers: the ranks of this rank's node, ascending; the first one keeps the agent.
         node: name of the node where several may share a machine; else empty.
         layout: who protects whose snapshots; None: nobody.
+        world_number: of this world (`fence.py`), rank 0's counts; 0: the next one that the directory has not seen.
 
     Attributes:
         k_snapshot, k_persist: in force now; 0 for a dense model.
         adapted: what the measured times suggested; None before.
         predicted_bytes: of this rank in a partial checkpoint.
         windows: what schedules the copies; None where they go on at any time.
+        world_number: under which this session saves.
 
     Raises:
         ConfigurationError: memory for the arenas is missing, or the directory belongs to another run.
@@ -141,6 +144,7 @@ class CheckpointSession:
         node_peers: Sequence[int],
         node: str = "",
         layout: ProtectionLayout | None = None,
+        world_number: int = 0,
     ) -> None:
         self._state, self._world, self._root, self._settings = state, world, root.absolute(), settings
         experts = state.num_experts
@@ -158,7 +162,7 @@ class CheckpointSession:
         ledger_bytes = ledger_bytes if world.rank == 0 else 0
         self._object_bytes = max(_LEAST_OBJECT_BYTES, _OBJECT_GROWTH * largest, ledger_bytes)
         self._num_objects = len(objects) + 1  # and the ledger
-        self._run, self._session, self._arenas = self._open(name, node, node_peers)
+        self._run, self._session, self._arenas, self.world_number = self._open(name, node, node_peers, world_number)
         on_one_node = len(node_peers) == world.size
         is_scheduled = settings.windows == "scheduled"
         self.windows = CopyWindows(world, separate_link=on_one_node) if is_scheduled else None
@@ -172,17 +176,19 @@ class CheckpointSession:
             objects=self._num_objects,
             object_bytes=self._object_bytes,
             windows=self.windows,
+            world=self.world_number,
         )
         self._protector = Protector(self._snapshotter.arena, layout, world) if layout is not None else None
         if self._protector is not None:
             self._snapshotter.on_published = self._protector.prepare
         self._unprotected: int | None = None
 
-    def _open(self, name: str, node: str, node_peers: Sequence[int]) -> tuple[str, str, Path]:
-        """Agree on run, session and the node's arenas; the first rank of a node starts its agent."""
-        opening = all_gather_json([self._needed_bytes(), uuid.uuid4().hex, time.time_ns() // 1000], self._world)
-        session = f"{int(opening[0][2]):020d}"
+    def _open(self, name: str, node: str, node_peers: Sequence[int], world_number: int) -> tuple[str, str, Path, int]:
+        """Agree on run, session, the node's arenas and the world's number; the first rank of a node starts its agent,
+        and from here on no older world commits anything."""
+        opening = all_gather_json([self._needed_bytes(), uuid.uuid4().hex], self._world)
         first = node_peers[0]
+        began: tuple[int, str] | None = None
         room: str | None = None
         problem: str | None = None
         try:
@@ -190,13 +196,18 @@ class CheckpointSession:
             if self._keeps_agent:
                 needed = sum(int(opening[rank][0]) for rank in node_peers)
                 room = str(self._start_agent(arenas_name(name, run, node), run, needed))
+            if self._world.rank == 0:
+                world_number = world_number or next_world(self._root)
+                enter_world(self._root, world_number)
+                began = world_number, f"{max(time.time_ns() // 1000, 1000 * world_number):020d}"
         except (ConfigurationError, CheckpointError, OSError) as error:
             problem = str(error)
-        answers = all_gather_json([room, problem], self._world)
-        for _, reason in answers:
+        answers = all_gather_json([room, problem, began], self._world)
+        for _, reason, _ in answers:
             if reason is not None:
                 raise ConfigurationError(reason)
-        return run, session, Path(answers[first][0])
+        number, session = answers[0][2]
+        return run, session, Path(answers[first][0]), int(number)
 
     def _start_agent(self, name: str, run: str, needed_bytes: int) -> Path:
         claim(self._root, run)
@@ -343,7 +354,8 @@ class CheckpointSession:
 
         Raises:
             ConnectionError: it did.
-            CheckpointError: the agent could not write in time; the last committed checkpoint is as it was.
+            CheckpointError: the agent could not write in time, or a newer world saves here; the last committed
+                checkpoint is as it was.
         """
         report = self._snapshotter.finish()
         if self._protector is not None:
@@ -353,6 +365,7 @@ class CheckpointSession:
             return self.status()
         deadline = time.monotonic() + timeout_s
         while report is not None and (self.status().committed_step or -1) < report.step:
+            check_world(self._root, self.world_number)
             if is_broken():
                 raise ConnectionError(f"a rank was lost while the checkpoint of step {report.step} was written")
             status = self.status()

@@ -64,6 +64,7 @@ class Snapshotter:
         object_bytes: room of each.
         table_bytes: room of a table of contents; None estimates it.
         windows: when copies may go on; None: always.
+        world: number of the world (`fence.py`).
 
     Attributes:
         on_published: called in the background thread with the table of every snapshot that is whole, before `finish`
@@ -86,6 +87,7 @@ class Snapshotter:
         object_bytes: int = 1 << 20,
         table_bytes: int | None = None,
         windows: CopyWindows | None = None,
+        world: int = 0,
     ) -> None:
         for name, value in (("run", run), ("session", session)):
             if not re.fullmatch(r"[\w.-]+", value):
@@ -94,6 +96,7 @@ class Snapshotter:
                 )
         pieces = [describe(key, tensor, version=0, group="") for key, tensor in state.items()]
         self._run, self._session, self._rank, self._world_size = run, session, rank, world_size
+        self._world = world
         self._object_bytes = object_bytes
         self.arena = Arena.create(
             path,
@@ -161,6 +164,7 @@ class Snapshotter:
             session=self._session,
             step=step,
             rank=self._rank,
+            world=self._world,
             world_size=self._world_size,
             placed=(*placed, *carried),
             extra=dict(extra or {}),

@@ -34,6 +34,7 @@ class Table:
     Attributes:
         session: identifies one start of the training; carried-over state never crosses sessions.
         extra: JSON that goes into the checkpoint's manifest as it is.
+        world: number of the world that took it (`fence.py`).
     """
 
     run: str
@@ -43,6 +44,7 @@ class Table:
     world_size: int
     placed: tuple[Placed, ...]
     extra: dict[str, Any] = field(default_factory=dict)
+    world: int = 0
 
     def dump(self) -> bytes:
         rows = [{**p.piece.to_json(), "block": p.block, "due": p.due} for p in self.placed]
