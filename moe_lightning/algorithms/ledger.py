@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.algorithms.selection import BoolArray
+from moe_lightning.algorithms.selection import BoolArray, longest_turn
 from moe_lightning.errors import ConfigurationError
 
 
@@ -230,7 +230,17 @@ def expected_plt_two_level(
     return interval * stale / (num_experts * total_steps)
 
 
-def worst_case_plt(*, num_experts: int, k: int, interval: int, total_steps: int) -> float:
-    """Bound on the PLT of one fault under any routing: all tokens went to the expert that is ceil(E / K) - 1 intervals
-    old."""
-    return interval * (-(-num_experts // min(k, num_experts)) - 1) / total_steps
+def worst_case_plt(
+    *, num_experts: int, k: int, interval: int, total_steps: int, k_snapshot: int | None = None
+) -> float:
+    """Bound on the PLT of a restore from storage under any routing and sequential selection: all tokens went to the
+    expert whose turn was longest ago.
+
+    The load-aware orders have no such bound: an expert that gets few tokens may never have a turn, and then many.
+
+    Args:
+        k: experts per layer written to storage.
+        k_snapshot: experts per layer copied to memory, of which those are; None: as many.
+    """
+    oldest = longest_turn(num_experts=num_experts, k_snapshot=k if k_snapshot is None else k_snapshot, k_persist=k)
+    return interval * oldest / total_steps

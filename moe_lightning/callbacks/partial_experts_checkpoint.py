@@ -22,6 +22,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning.algorithms.ledger import worst_case_plt
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.dynamic_k import DynamicK
@@ -203,7 +204,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._is_interrupted = True
         assert self._strategy is not None
         if self._strategy.has_rolled_back:
-            self.books, self._counts = None, None
+            self.books, self._counts, self._lost_plt = None, None, 0.0
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -287,7 +288,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         if self.books is not None and counted is not None:
             self.books.ledger.record(counted)
         self._counts = None
-        self._adapt()
+        self._adapt(trainer)
+        self._bound_cost(trainer)
         self._is_interrupted = False
         self.session.save(trainer.global_step, self.books, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
@@ -336,17 +338,23 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             self._lost_plt = 0.0
 
     def _choose_k(self, trainer: pl.Trainer, lost: float) -> None:
-        """Let a DynamicK callback, where there is one, raise K after a restore that lost tokens."""
-        dynamic = next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]
+        """Let a DynamicK callback, where there is one, raise K: for this interval, and after a restore that lost
+        tokens."""
+        dynamic = _dynamic_k(trainer)
         if dynamic is None:
             return
         assert self.session is not None
-        k = dynamic.start(
-            k0=self.session.k_persist,
-            num_experts=self.session.num_experts,
-            interval_steps=self._interval(),
-            total_steps=_planned_steps(trainer),
-        )
+        session, interval, total_steps = self.session, self._interval(), _planned_steps(trainer)
+
+        def predicted_plt(k: int) -> float:
+            if self.settings.order != "sequential":
+                return 0.0  # there is no bound: `_bound_cost` looks at every checkpoint
+            copied = max(k, session.k_snapshot)
+            return worst_case_plt(
+                num_experts=session.num_experts, k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
+            )
+
+        k = dynamic.start(k0=session.k_persist, num_experts=session.num_experts, predicted_plt=predicted_plt)
         if lost:
             k = dynamic.after_fault(lost)
         if k > self.session.k_persist:
@@ -368,13 +376,22 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             )
         return self.books.ledger.plt_of(lost.sum(axis=1))
 
-    def _adapt(self) -> None:
+    def _bound_cost(self, trainer: pl.Trainer) -> None:
+        """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
+        dynamic, books, session = _dynamic_k(trainer), self.books, self.session
+        if dynamic is None or books is None or session is None or self.settings.order == "sequential":
+            return
+        cost = lambda k: books.cost(books.plan(max(k, session.k_snapshot), k))  # noqa: E731
+        session.raise_k(dynamic.before_checkpoint(cost))
+
+    def _adapt(self, trainer: pl.Trainer) -> None:
         assert self.session is not None
         session = self.session
         wanted = self.settings.k_snapshot == "auto" or self._every_n_steps == "auto"
         if not wanted or session.adapted is not None or self.books is None or not session.has_saved:
             return
         if session.adapt(overlap_s=self._overlap_s, step_s=self._step_s):
+            self._choose_k(trainer, 0.0)
             rank_zero_info(
                 f"checkpoints from now on: K_snapshot={session.k_snapshot}, K_persist={session.k_persist}, "
                 f"every {self._interval()} steps (copies hide under {1e3 * self._overlap_s:.0f} ms)"
@@ -427,6 +444,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
                 is_broken=lambda: elastic is not None and elastic.engine.reason is not None,
             )
             self.best_model_path = self.last_model_path = status.committed_path or ""
+
+
+def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:
+    return next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]
 
 
 def _planned_steps(trainer: pl.Trainer) -> int:

@@ -78,8 +78,14 @@ class Books:
             persisted_version=self._persisted_version,
             unsaved=self.ledger.unsaved(),
             owners=self._owners,
-            full=full,
+            full=full or k_persist >= experts,
         )
+
+    def cost(self, plan: CheckpointPlan) -> float:
+        """The PLT that a restore of the checkpoint of this plan, taken now, would cost."""
+        written = np.where(plan.persist.mask(), self.ledger.processed, self._persisted_processed)
+        lost: IntArray = np.maximum(self.ledger.processed - written, 0).sum(axis=1)
+        return self.ledger.plt_of(lost)
 
     def begin(self, step: int, plan: CheckpointPlan) -> None:
         """A checkpoint of the state after `step` is under way."""

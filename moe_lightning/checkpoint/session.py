@@ -126,6 +126,7 @@ class CheckpointSession:
         predicted_bytes: of this rank in a partial checkpoint.
         windows: what schedules the copies; None where they go on at any time.
         world_number: under which this session saves.
+        has_saved: whether a checkpoint was begun.
 
     Raises:
         ConfigurationError: memory for the arenas is missing, or the directory belongs to another run.
@@ -154,7 +155,7 @@ class CheckpointSession:
         written = state.written(self.k_persist)
         self._tensors = written.tensors
         self.predicted_bytes = written.rank_bytes[world.rank]
-        self._is_first = True
+        self._is_next_full, self.has_saved = True, False
         self.was_partial = False
         self._agent: subprocess.Popen[bytes] | None = None
         self._keeps_agent = world.rank == node_peers[0]
@@ -246,7 +247,7 @@ class CheckpointSession:
         objects = dict(objects)
         extra = {}
         if books is not None:
-            whole = full or self._is_first
+            whole = full or self._is_next_full
             plan = books.plan(self.k_snapshot, self.k_persist, full=whole)
             books.begin(step, plan)
             self.was_partial = self.k_persist < self.num_experts and not whole
@@ -261,7 +262,7 @@ class CheckpointSession:
         self._snapshotter.start(
             step, self._tensors, fresh=fresh, persist=persist, objects=objects, groups=groups, extra=extra
         )
-        self._is_first = False
+        self._is_next_full, self.has_saved = False, True
         self._unprotected = step
         if self._keeps_agent:
             self._ensure_agent(self._arenas)
@@ -298,10 +299,6 @@ class CheckpointSession:
         """Write at least k experts of each layer from now on."""
         self.k_persist = min(max(self.k_persist, k), self.num_experts)
         self.k_snapshot = max(self.k_snapshot, self.k_persist)
-
-    @property
-    def has_saved(self) -> bool:
-        return not self._is_first
 
     @property
     def last_report(self) -> SnapshotReport | None:
@@ -342,6 +339,7 @@ class CheckpointSession:
         )
         self.k_snapshot = self.adapted.k_snapshot
         self.k_persist = min(self._settings.k_persist or self.adapted.k_persist, self.k_snapshot)
+        self._is_next_full = True  # other windows: turns are counted from a checkpoint of everything
         return True
 
     def close(

@@ -70,8 +70,8 @@ def oldest_versions(
 
 
 def test_a_persist_that_takes_two_intervals_starves_nobody(tmp_path: Path) -> None:
-    found = oldest_versions(tmp_path, experts=8, k=(2, 2), steps=60, serves=lambda step: step % 2 == 1)
-    assert len(found) == 30
+    found = oldest_versions(tmp_path, experts=8, k=(2, 2), steps=40, serves=lambda step: step % 2 == 1)
+    assert len(found) == 20
     assert max(step - oldest for step, oldest in found.items()) == 3
 
 
