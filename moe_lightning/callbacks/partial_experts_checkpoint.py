@@ -26,6 +26,7 @@ from moe_lightning.algorithms.ledger import worst_case_plt
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.dynamic_k import DynamicK
+from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.fence import enter_world, next_world
@@ -152,7 +153,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             trainer.strategy.entered_world.append(self._enter_world)
 
     def _settle(self) -> None:
-        """Experts are about to move: finish the copy of their rows. Their writers change, so a new session begins."""
+        """Experts are about to move: finish the copy of their rows. Others may write them from now on."""
         if self.session is not None:
             self.session.wait_before_update()
             self._experts_moved = True
@@ -256,7 +257,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             return
         now = time.perf_counter()
         self._step_s, self._step_ended = now - self._step_ended, now
-        if self.session is not None and not self._experts_moved:
+        if self.session is not None:
             self.session.protect()
         if self.session is None or trainer.global_step - self._saved_at >= self._interval():
             self.save(trainer, pl_module)
@@ -280,8 +281,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         assert isinstance(strategy, ExpertParallelStrategy)
         counted = self._counts.cpu().numpy() if self._counts is not None else None
         if self._experts_moved:
-            self._close(wait=True)
             self._experts_moved = False
+            self._reassign(strategy)
         if self.session is None:
             self._open(trainer, strategy, counted)
         assert self.session is not None
@@ -294,6 +295,15 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self.session.save(trainer.global_step, self.books, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
         self._log(trainer, pl_module)
+
+    def _reassign(self, strategy: ExpertParallelStrategy) -> None:
+        """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""
+        if self.session is not None:
+            owners = self.session.reassign(strategy.training_state())
+            if owners is None:
+                self._close(wait=True)
+            elif self.books is not None:
+                self.books.reassign(owners)
 
     def _objects(self, strategy: ExpertParallelStrategy) -> dict[str, Any]:
         """What is saved beside tensors; collective."""
@@ -327,6 +337,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             node_peers=strategy.node_peers,
             node=strategy.node_name,
             layout=self._layout(strategy) if self._layout is not None else None,
+            experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
             world_number=strategy.world_number or self._world_number,
         )
         if strategy.elastic is None:
@@ -426,6 +437,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         if self._save_on_train_end and (trainer.global_step != self._saved_at or was_partial):
             if self.session is not None:
                 self.session.wait_before_update()
+                if trainer.global_step == self._saved_at:
+                    self._close(wait=False)  # a session saves a step once
             self.save(trainer, pl_module, full=True)
         self._close(wait=True)
 

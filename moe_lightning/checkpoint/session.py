@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
+from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.checkpoint.agent_control import (
@@ -34,7 +37,7 @@ from moe_lightning.checkpoint.fence import check_world, enter_world, next_world
 from moe_lightning.checkpoint.frames import dump_object
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.protection import ProtectionReport, Protector
-from moe_lightning.checkpoint.records import describe
+from moe_lightning.checkpoint.records import Rows, describe, is_partial
 from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.room import ARENAS, arena_directory, arena_path
 from moe_lightning.checkpoint.snapshotter import SnapshotReport, Snapshotter
@@ -118,6 +121,7 @@ class CheckpointSession:
         node_peers: the ranks of this rank's node, ascending; the first one keeps the agent.
         node: name of the node where several may share a machine; else empty.
         layout: who protects whose snapshots; None: nobody.
+        experts_move: room for all experts that may ever be in this rank's slots; else for those that it writes now.
         world_number: of this world (`fence.py`), rank 0's counts; 0: the next one that the directory has not seen.
 
     Attributes:
@@ -145,6 +149,7 @@ class CheckpointSession:
         node_peers: Sequence[int],
         node: str = "",
         layout: ProtectionLayout | None = None,
+        experts_move: bool = False,
         world_number: int = 0,
     ) -> None:
         self._state, self._world, self._root, self._settings = state, world, root.absolute(), settings
@@ -153,7 +158,11 @@ class CheckpointSession:
         self.k_persist = min(settings.k_persist or self.k_snapshot, self.k_snapshot)
         self.adapted: AdaptiveConfiguration | None = None
         written = state.written(self.k_persist)
-        self._tensors = written.tensors
+        self._tensors: Mapping[str, torch.Tensor | Rows] = written.tensors
+        self._writers = state.expert_writers()
+        self._room = None if experts_move else state.load_of(self._writers)
+        rows = state.all_rows() if experts_move else {}
+        self._ever = {key: t for key, t in self._tensors.items() if not (rows and is_partial(key))} | rows
         self.predicted_bytes = written.rank_bytes[world.rank]
         self._is_next_full, self.has_saved = True, False
         self.was_partial = False
@@ -173,7 +182,7 @@ class CheckpointSession:
             session=self._session,
             rank=world.rank,
             world_size=world.size,
-            state=self._tensors,
+            state=self._ever,
             objects=self._num_objects,
             object_bytes=self._object_bytes,
             windows=self.windows,
@@ -227,7 +236,7 @@ class CheckpointSession:
         return (self._agent is not None and self._agent.poll() is None) or agent_alive(arenas)
 
     def _needed_bytes(self) -> int:
-        pieces = [describe(key, value, version=0, group="") for key, value in self._tensors.items()]
+        pieces = [describe(key, value, version=0, group="") for key, value in self._ever.items()]
         capacity = capacity_of([*(piece.nbytes for piece in pieces), *[self._object_bytes] * self._num_objects])
         return arena_bytes(capacity, (1 << 20) + 1024 * len(pieces))
 
@@ -267,6 +276,25 @@ class CheckpointSession:
         if self._keeps_agent:
             self._ensure_agent(self._arenas)
 
+    def reassign(self, state: TrainingState) -> IntArray | None:
+        """Experts have moved: others may write them from now on, in this session. Who writes an expert that it did not
+        write before copies it next time, and all that is dense stays where it is.
+
+        Args:
+            state: the live tensors under their new keys.
+
+        Returns:
+            int64 [L, E], the rank that writes each expert, the same on every rank; None where a rank lacks room for
+            those that it would have to write, so that a new session must be opened.
+        """
+        writers = state.expert_writers(self._writers)
+        if self._room is not None and not state.load_of(writers) <= self._room:
+            return None
+        self._state, self._writers = state, writers
+        dense = {key: value for key, value in self._tensors.items() if not is_partial(key)}
+        self._tensors = {**state.experts_of(writers), **dense}
+        return state.owners(writers)
+
     def protect(self) -> None:
         """Begin to protect the last snapshot, if it is published and not protected yet; collective, between two steps.
 
@@ -290,6 +318,10 @@ class CheckpointSession:
     def wait_before_update(self) -> float:
         """Wait until the live tensors may change; seconds waited."""
         return self._snapshotter.wait_before_update()
+
+    def _has_committed(self, step: int) -> bool:
+        status = self.status()
+        return status.committed_session == self._session and (status.committed_step or -1) >= step
 
     @property
     def num_experts(self) -> int:
@@ -362,7 +394,7 @@ class CheckpointSession:
         if not wait:
             return self.status()
         deadline = time.monotonic() + timeout_s
-        while report is not None and (self.status().committed_step or -1) < report.step:
+        while report is not None and not self._has_committed(report.step):
             check_world(self._root, self.world_number)
             if is_broken():
                 raise ConnectionError(f"a rank was lost while the checkpoint of step {report.step} was written")
