@@ -119,16 +119,24 @@ def equal_expert_writers(selection: Selection, *, dp_size: int, ep_size: int) ->
 
 
 def balanced_expert_writers(
-    selection: Selection, holders: Sequence[Sequence[Sequence[int]]], num_ranks: int
+    selection: Selection,
+    holders: Sequence[Sequence[Sequence[int]]],
+    num_ranks: int,
+    before: Mapping[tuple[int, int], int] | None = None,
 ) -> dict[tuple[int, int], int]:
     """EE for any placement: each selected expert is written by that of its holders that writes fewest so far (ties:
     lowest rank).
 
-    Experts with the fewest holders choose first. `holders[layer][expert]` are the ranks with a replica.
+    Experts with the fewest holders choose first. `holders[layer][expert]` are the ranks with a replica. Who wrote an
+    expert `before` goes on, where it still holds it.
     """
-    writers: dict[tuple[int, int], int] = {}
-    written = [0] * num_ranks
     pairs = [(layer, expert) for layer, chosen in enumerate(selection.experts) for expert in sorted(chosen)]
+    known = before or {}
+    writers = {pair: known[pair] for pair in pairs if known.get(pair) in holders[pair[0]][pair[1]]}
+    written = [0] * num_ranks
+    for rank in writers.values():
+        written[rank] += 1
+    pairs = [pair for pair in pairs if pair not in writers]
     for layer, expert in sorted(pairs, key=lambda pair: len(holders[pair[0]][pair[1]])):
         rank = min(holders[layer][expert], key=lambda r: (written[r], r))
         written[rank] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 
 import pytest
@@ -22,7 +23,7 @@ from moe_lightning.algorithms.checkpoint_size import (
 )
 from moe_lightning.algorithms.overhead import OverheadModel, adapt, free_k, partial_wins
 from moe_lightning.algorithms.parts import cut
-from moe_lightning.algorithms.selection import Selection, parse_scopes, sequential_selection
+from moe_lightning.algorithms.selection import Selection, full_selection, parse_scopes, sequential_selection
 from moe_lightning.algorithms.sharding import (
     Module,
     balanced_expert_writers,
@@ -139,6 +140,19 @@ def test_writers_under_any_placement() -> None:
     writers = balanced_expert_writers(selection, holders, 3)
     assert all(rank in holders[layer][expert] for (layer, expert), rank in writers.items())
     assert Counter(writers.values()) == {0: 2, 1: 2, 2: 2}
+
+
+def test_who_writes_an_expert_goes_on_where_it_still_holds_it() -> None:
+    rng, shape = random.Random(0), (3, 8)
+    everything = full_selection(*shape)
+    holders = [[sorted(rng.sample(range(4), 2)) for _ in range(shape[1])] for _ in range(shape[0])]
+    before = balanced_expert_writers(everything, holders, 4)
+    assert balanced_expert_writers(everything, holders, 4, before) == before
+    lost = before[1, 5]
+    holders[1][5] = [rank for rank in holders[1][5] if rank != lost]
+    after = balanced_expert_writers(everything, holders, 4, before)
+    assert {pair for pair in before if after[pair] != before[pair]} == {(1, 5)}
+    assert after[1, 5] in holders[1][5]
 
 
 def test_bytes_per_rank_of_a_full_checkpoint() -> None:
