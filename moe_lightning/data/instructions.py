@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.losses import IGNORED_TARGET
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 _ROLES = ("system", "user", "assistant")
 
@@ -101,6 +102,7 @@ def conversation(line: Any) -> list[tuple[str, str]]:
     return turns
 
 
+@validated
 class InstructionData(LightningDataModule):
     """Conversations as training and held-out batches of a constant global size.
 
@@ -124,12 +126,12 @@ class InstructionData(LightningDataModule):
         *,
         path: str | Path,
         tokenizer: str = "bytes",
-        context_length: int = 1024,
-        global_batch_size: int = 32,
+        context_length: PositiveInt = 1024,
+        global_batch_size: PositiveInt = 32,
         end_token: str = "<|endoftext|>",
-        num_workers: int = 0,
-        val_fraction: float = 0.05,
-        seed: int = 0,
+        num_workers: NonNegativeInt = 0,
+        val_fraction: Annotated[float, Range(above=0, below=1)] = 0.05,
+        seed: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
         for name, value in (("context_length", context_length), ("global_batch_size", global_batch_size)):
