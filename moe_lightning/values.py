@@ -89,10 +89,12 @@ def _fits_class(value: Any, hint: Any) -> bool:
         return value is None
     if hint is bool:
         return isinstance(value, bool)
+    if isinstance(value, bool) and hint in (int, float):
+        return False
     if hint is int:
-        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return isinstance(value, numbers.Integral)
     if hint is float:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, numbers.Real) and math.isfinite(value)
     if hint is str:
         return isinstance(value, str) and value != ""
     if hint in (Path, os.PathLike):
@@ -181,7 +183,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Resolved annotations of the arguments of a function or class, ranges included; those are left out that name what
     exists for type checkers only.
     """
-    plain = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
+    plain = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)
     try:
         return typing.get_type_hints(function if dataclasses.is_dataclass(function) else plain, include_extras=True)
     except (NameError, TypeError, AttributeError):
@@ -210,7 +212,7 @@ def validated(cls: type[T]) -> type[T]:
 
     @functools.cache
     def hints() -> dict[str, Any]:
-        return hints_of(plain)
+        return hints_of(cls)
 
     @functools.wraps(plain)
     def checking(self: T, *args: Any, **kwargs: Any) -> None:

@@ -151,7 +151,8 @@ def judged(key: str, name: str, current: Any, result: Outcome) -> str | None:
         "nan": False,
         "inf": False,
         "1e30": False,
-        "1e14": key == "run_name" or (isinstance(current, int | None) and not isinstance(current, bool)),
+        "1e14": key in ("run_name", "trainer.limit_val_batches")
+        or (isinstance(current, int | None) and not isinstance(current, bool)),
         "[]": isinstance(current, list),
         "{}": isinstance(current, Mapping | None),
     }

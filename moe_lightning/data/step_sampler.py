@@ -19,6 +19,7 @@ from torch.utils.data import Sampler
 
 from moe_lightning.algorithms.parts import boundary, cut, part_at
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import PositiveInt, validated
 
 
 def mixed_seed(*words: int) -> int:
@@ -39,6 +40,7 @@ class StepSlice:
     step_total: int  # samples of the step over all ranks
 
 
+@validated
 class StepSampler(Sampler[list[int]]):
     """A batch sampler with a constant global batch, exact on any number of ranks and resumable from one integer.
 
@@ -66,9 +68,9 @@ class StepSampler(Sampler[list[int]]):
         *,
         num_samples: int,
         global_batch_size: int,
-        num_micros: int = 1,
+        num_micros: PositiveInt = 1,
         rank: int = 0,
-        world_size: int = 1,
+        world_size: PositiveInt = 1,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
@@ -258,7 +260,7 @@ class StepSampler(Sampler[list[int]]):
             return (
                 f"global_batch_size={step_size} in {num_micros} micro-batches leaves {step_size // num_micros} samples "
                 f"for {world_size} ranks; set it to at least {num_micros * world_size}, or use fewer ranks "
-                "or micro-batches."
+                "or micro-batches (accumulate_grad_batches, num_micros)."
             )
         return (
             f"{self.num_samples} evaluation samples in batches of at most {self.global_batch_size} leave a batch of "

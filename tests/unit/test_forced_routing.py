@@ -144,8 +144,8 @@ def test_wrong_traces_are_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "normal"}, "kind='normal' is not known: use 'uniform', 'zipf', 'drift' or 'trace'"),
-        ({"kind": "zipf", "exponent": -1.0}, r"exponent=-1.0 must be 0 \(uniform\) or more"),
+        ({"kind": "normal"}, "kind='normal' of ForcedRouting must be 'uniform' or 'zipf' or 'drift' or 'trace'"),
+        ({"kind": "zipf", "exponent": -1.0}, "exponent=-1.0 of ForcedRouting must be a number of at least 0"),
         ({"kind": "trace"}, "kind='trace' needs path="),
     ],
 )
