@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from moe_lightning.cli.instantiation import TARGET, check_arguments
+from moe_lightning.cli.instantiation import check_arguments
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
 from moe_lightning.elastic.settings import ElasticSettings
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import fits, shown
+from moe_lightning.values import TARGET, fits, shown
+
+_LAST_PORT = 65535
 
 
 def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, Any] | None:
@@ -29,6 +31,7 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
         )
     for kind, values, key in ((ElasticSettings, settings, "elastic.settings"), (ElasticLauncher, options, "elastic")):
         check_arguments({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, key)
+    _check_address(options.get("lighthouse"))
     waits = ElasticSettings(**settings)
     recovers = bool(config["callbacks"].get("fault_recovery"))
     if not fits(enabled, bool | Literal["auto"]):
@@ -41,3 +44,14 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
     if enabled is True and not recovers:
         raise ConfigurationError("elastic.enabled=true needs a callback that recovers: use callbacks=fault_recovery")
     return None if external or not (enabled and recovers) else {**options, "settings": waits}
+
+
+def _check_address(lighthouse: str | None) -> None:
+    if lighthouse is None:
+        return
+    host, _, port = lighthouse.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < _LAST_PORT:
+        raise ConfigurationError(
+            f"elastic.lighthouse={shown(lighthouse)} must be HOST:PORT with a port from 1 to {_LAST_PORT - 1}; "
+            "the store takes the next one"
+        )

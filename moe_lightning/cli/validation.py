@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from moe_lightning.cli.instantiation import TARGET, check_arguments
+from moe_lightning.cli.instantiation import check_arguments
 from moe_lightning.cli.mistakes import suggestion
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import Range, described, fits, shown
+from moe_lightning.values import TARGET, Range, described, fits, shown
 
 _GROUPS = ("model", "optimizer", "data", "strategy", "trainer", "module")
 _COLLECTIONS = ("callbacks", "logger", "elastic")

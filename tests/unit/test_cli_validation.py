@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes
+from moe_lightning.cli.elastic import elastic_options
 from moe_lightning.cli.train import resolved
 from moe_lightning.cli.validation import KEYS, check_config, check_run_name
 from moe_lightning.errors import ConfigurationError
@@ -81,7 +82,6 @@ def test_a_number_names_a_run_too() -> None:
         ("trainer.max_steps=-1", "trainer.max_steps=-1 with trainer.max_epochs=-1 would train without an end"),
         ("model.router.top_k=nan", "model.router.top_k=nan must be an integer of at least 1"),
         ("trainer.gradient_clip_val=nan", "trainer.gradient_clip_val=nan must be"),
-        ("trainer.devices=abc", "ranks='abc' must be"),
         ("model._target_=null", "model._target_=null must be the dotted name"),
         ("callbacks.consol.style=plain", "callbacks.consol has style but no _target_"),
         ("callbacks.console=5", "callbacks.console=5 must be a mapping"),
@@ -94,6 +94,19 @@ def test_wrong_arguments(override: str, sentence: str) -> None:
     assert str(caught.value).startswith(sentence)
 
 
+@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:65535", "host:99999", "host:-1", "host:0"])
+def test_addresses_without_a_port_that_there_is(address: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"elastic\.lighthouse=.* must be HOST:PORT"):
+        elastic_options(composed(f"elastic.lighthouse='{address}'"), external=False)
+
+
+def test_elastic_settings_are_checked_in_every_run() -> None:
+    assert elastic_options(composed("elastic.lighthouse='host:29400'"), external=False) is None
+    for override in ("elastic.settings.min_ranks=0", "elastic.settings.join_window_s=nan", "elastic.max_restarts=-1"):
+        with pytest.raises(ConfigurationError, match=override.split("=")[0]):
+            elastic_options(composed(override), external=False)
+
+
 PACKAGE = "# @package _global_\n"
 
 
@@ -103,7 +116,7 @@ PACKAGE = "# @package _global_\n"
         (PACKAGE + "optimiser:\n  lr: 1\n", r"optimiser is no key .*\(did you mean 'optimizer'\?\)"),
         ("trainer:\n  max_steps: 5\n", "begin its file with the line '# @package _global_'"),
         (PACKAGE + "- a\n- b\n", "mine"),
-        (PACKAGE + "just words\n", "mine"),
+        (PACKAGE + "just words\n", "just words is no key of moe-train"),
         (PACKAGE + "run_name: ${run_dir}\nrun_dir: ${run_name}\n", "run_name|run_dir"),
         (PACKAGE + "seed: ${nothing.there}\n", "seed"),
     ],
