@@ -134,13 +134,6 @@ class InstructionData(LightningDataModule):
         seed: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
-        for name, value in (("context_length", context_length), ("global_batch_size", global_batch_size)):
-            if value < 1:
-                raise ConfigurationError(f"{name}={value} must be at least 1")
-        if not 0 < val_fraction < 1:
-            raise ConfigurationError(f"val_fraction={val_fraction} must be above 0 and below 1")
-        if not end_token:
-            raise ConfigurationError("end_token is empty: without one an answer never learns to end")
         tokenizer_key(tokenizer)  # refuses what is no tokenizer before anything else is built
         self.context_length = context_length
         self.global_batch_size = global_batch_size

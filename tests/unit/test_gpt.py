@@ -209,7 +209,7 @@ def test_a_sequence_that_is_too_long() -> None:
         ({"moe_every": 3}, "moe_every=3 and num_dense_layers=0 leave no MoE layer among 2"),
         ({"num_dense_layers": 2}, "leave no MoE layer among 2"),
         ({"d_hidden": 2.5}, "d_hidden=2.5"),
-        ({"vocab_size": True}, "vocab_size=True"),
+        ({"vocab_size": True}, "vocab_size=true"),
     ],
 )
 def test_wrong_models(options: dict[str, Any], message: str) -> None:
