@@ -23,10 +23,10 @@ from typing_extensions import override
 
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.text import TextData
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.values import validated
 
 _WIDE = 100
 """Columns of a terminal from which on a bar is drawn beside the numbers."""
@@ -35,6 +35,7 @@ _BESIDE_STATUS = 22
 """Columns that both times take, and what stands between the columns of a line."""
 
 
+@validated
 class Console(ProgressBar):
     """Shows a headline, then progress every `log_every_n_steps` of the Trainer; rank 0 only.
 
@@ -48,8 +49,6 @@ class Console(ProgressBar):
 
     def __init__(self, style: Literal["auto", "bar", "plain", "none"] = "auto") -> None:
         super().__init__()
-        if style not in ("auto", "bar", "plain", "none"):
-            raise ConfigurationError(f"style={style!r} is not known: use 'auto', 'bar', 'plain' or 'none'")
         self._style = style
         self._enabled = style != "none"
         self._bar: Progress | None = None

@@ -10,8 +10,10 @@ from typing_extensions import override
 
 from moe_lightning.algorithms.dynamic_k import DynamicK as DynamicKRule
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 
+@validated
 class DynamicK(Callback):
     """Raises K_persist of PartialExpertsCheckpoint so that the proportion of lost tokens stays below a threshold.
 

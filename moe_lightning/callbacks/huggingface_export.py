@@ -14,8 +14,10 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.export import Export, check_target, copy_companions, plan_export
 from moe_lightning.models.huggingface.module import HuggingFaceModule
 from moe_lightning.strategies.checkpointing import CheckpointingStrategy
+from moe_lightning.values import validated
 
 
+@validated
 class HuggingFaceExport(pl.Callback):
     """Writes the model at the end of training into a folder that transformers' from_pretrained loads.
 

@@ -38,8 +38,10 @@ from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.values import Coefficient, PositiveInt, Seconds, validated
 
 
+@validated
 class PartialExpertsCheckpoint(ModelCheckpoint):
     """Saves directories `step-...` under `dirpath`, whole or not at all; resume with `ckpt_path=` such a directory,
     `dirpath` or "last".
@@ -69,23 +71,19 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self,
         dirpath: str,
         *,
-        every_n_steps: int | Literal["auto"] = 100,
-        k_snapshot: int | Literal["auto"] | None = None,
-        k_persist: int | None = None,
+        every_n_steps: PositiveInt | Literal["auto"] = 100,
+        k_snapshot: PositiveInt | Literal["auto"] | None = None,
+        k_persist: PositiveInt | None = None,
         order: Order = "sequential",
         scopes: str | Iterable[str] = "full",
-        keep_last: int = 2,
-        failures_per_hour: float = 0.0,
+        keep_last: PositiveInt = 2,
+        failures_per_hour: Coefficient = 0.0,
         fallback_dir: str | None = None,
         windows: Literal["any", "scheduled"] = "any",
         save_on_train_end: bool = True,
-        timeout_s: float = 600.0,
+        timeout_s: Seconds = 600.0,
     ) -> None:
         super().__init__(dirpath=dirpath, save_top_k=0, save_last=False)
-        if every_n_steps != "auto" and (not isinstance(every_n_steps, int) or every_n_steps < 1):
-            raise ConfigurationError(f"every_n_steps={every_n_steps!r} must be at least 1, or 'auto'")
-        if timeout_s <= 0:
-            raise ConfigurationError(f"timeout_s={timeout_s} must be above 0 seconds")
         self.settings = CheckpointSettings(
             k_snapshot=k_snapshot,
             k_persist=k_persist,

@@ -22,8 +22,10 @@ from moe_lightning.data.images import ImageData
 from moe_lightning.data.ngram import ngram_cross_entropy
 from moe_lightning.data.text import TextData
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import NonNegativeInt, validated
 
 
+@validated
 class Summary(Callback):
     """Prints the summary after `trainer.validate`, after a training leaves its numbers in a JSON file too; rank 0 only.
 
@@ -32,7 +34,7 @@ class Summary(Callback):
         ngram_orders: counting models to compare with; each sees so many tokens before the one it predicts.
     """
 
-    def __init__(self, path: str | None = None, ngram_orders: Sequence[int] = (1, 2)) -> None:
+    def __init__(self, path: str | None = None, ngram_orders: Sequence[NonNegativeInt] = (1, 2)) -> None:
         self._path = Path(path) if path else None
         self._orders = tuple(ngram_orders)
         self._started = time.perf_counter()

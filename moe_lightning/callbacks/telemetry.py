@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -27,10 +27,10 @@ from typing_extensions import override
 
 from moe_lightning.callbacks.wandb_logger import log_histograms
 from moe_lightning.comm.exchange_clock import ExchangeClock
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.values import Range, validated
 
 Reduction = Literal["same", "sum", "mean", "max"]
 
@@ -48,6 +48,7 @@ class Metric:
     over_ranks: Reduction = "same"
 
 
+@validated
 class Telemetry(Callback):
     """Logs the metrics of a step every `log_every_n_steps` of the Trainer.
 
@@ -82,9 +83,11 @@ class Telemetry(Callback):
         train_s: seconds spent in training steps, validation excluded, up to the last logging step.
     """
 
-    def __init__(self, expert_load_path: str | None = None, peak_flops_per_s: float | None = None) -> None:
-        if peak_flops_per_s is not None and not peak_flops_per_s > 0:
-            raise ConfigurationError(f"peak_flops_per_s={peak_flops_per_s} must be above 0, or null where unknown")
+    def __init__(
+        self,
+        expert_load_path: str | None = None,
+        peak_flops_per_s: Annotated[float, Range(above=0, most=1e21)] | None = None,
+    ) -> None:
         self._path = Path(expert_load_path) if expert_load_path else None
         self._peak_flops_per_s = peak_flops_per_s
         self.tokens_trained = self.tokens_seen = 0

@@ -46,6 +46,7 @@ from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.values import Coefficient, PositiveInt, validated
 
 WINDOWS = ("any", "scheduled")
 ORDERS = ("sequential", "load_aware", "load_aware_global")
@@ -55,6 +56,7 @@ _OBJECT_GROWTH = 4
 """An object may grow to so many times the size that the largest one has when a session opens."""
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """How a run is checkpointed.
@@ -77,20 +79,16 @@ class CheckpointSettings:
         ConfigurationError: a value outside its range.
     """
 
-    k_snapshot: int | Literal["auto"] | None = None
-    k_persist: int | None = None
+    k_snapshot: PositiveInt | Literal["auto"] | None = None
+    k_persist: PositiveInt | None = None
     order: Order = "sequential"
     scopes: str | Iterable[str] = "full"
-    keep_last: int = 2
-    failures_per_hour: float = 0.0
+    keep_last: PositiveInt = 2
+    failures_per_hour: Coefficient = 0.0
     fallback_dir: str | None = None
     windows: Literal["any", "scheduled"] = "any"
 
     def __post_init__(self) -> None:
-        for name in ("k_snapshot", "k_persist"):
-            value = getattr(self, name)
-            if value is not None and value != "auto" and (not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"{name}={value!r} must be at least 1 expert, or null for all of them")
         if isinstance(self.k_snapshot, int) and self.k_persist is not None and self.k_persist > self.k_snapshot:
             raise ConfigurationError(
                 f"k_persist={self.k_persist} is more than k_snapshot={self.k_snapshot}: "
@@ -100,10 +98,6 @@ class CheckpointSettings:
             raise ConfigurationError(f"order={self.order!r} is not known: use one of {list(ORDERS)}")
         if self.windows not in WINDOWS:
             raise ConfigurationError(f"windows={self.windows!r} is not known: use one of {list(WINDOWS)}")
-        if self.keep_last < 1:
-            raise ConfigurationError(f"keep_last={self.keep_last} must be at least 1")
-        if self.failures_per_hour < 0:
-            raise ConfigurationError(f"failures_per_hour={self.failures_per_hour} must be 0 or more")
         parse_scopes(self.scopes)
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.losses import IGNORED_TARGET
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 _SAMPLE = 256
 """Conversations whose windows are looked at before training."""
@@ -117,6 +118,7 @@ def conversation(line: Any) -> list[tuple[str, str]]:
     return turns
 
 
+@validated
 class InstructionData(LightningDataModule):
     """Conversations as training and held-out batches of a constant global size.
 
@@ -140,22 +142,17 @@ class InstructionData(LightningDataModule):
         *,
         path: str | Path,
         tokenizer: str = "bytes",
-        context_length: int = 1024,
-        global_batch_size: int = 32,
+        context_length: PositiveInt = 1024,
+        global_batch_size: PositiveInt = 32,
         end_token: str | None = None,
-        num_workers: int = 0,
-        val_fraction: float = 0.05,
-        seed: int = 0,
+        num_workers: NonNegativeInt = 0,
+        val_fraction: Annotated[float, Range(above=0, below=1)] = 0.05,
+        seed: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
-        for name, value in (("context_length", context_length), ("global_batch_size", global_batch_size)):
-            if value < 1:
-                raise ConfigurationError(f"{name}={value} must be at least 1")
-        if not 0 < val_fraction < 1:
-            raise ConfigurationError(f"val_fraction={val_fraction} must be above 0 and below 1")
         if end_token == "":
             raise ConfigurationError(
-                "end_token is empty: without one an answer never learns to end; null is the model's"
+                "end_token is empty: an answer would never learn to end; null takes the tokenizer's own"
             )
         tokenizer_key(tokenizer)  # refuses what is no tokenizer before anything else is built
         self.context_length = context_length

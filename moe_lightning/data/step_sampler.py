@@ -23,6 +23,7 @@ from torch.utils.data import Sampler
 
 from moe_lightning.algorithms.parts import boundary, cut
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import PositiveInt, validated
 
 
 def mixed_seed(*words: int) -> int:
@@ -47,6 +48,7 @@ class StandIn(list[int]):
     """Index of a sample that another rank computes, for a rank that has none of its own."""
 
 
+@validated
 class StepSampler(Sampler[list[int]]):
     """A batch sampler with a constant global batch, exact on any number of ranks and resumable from one integer.
 
@@ -77,9 +79,9 @@ class StepSampler(Sampler[list[int]]):
         *,
         num_samples: int,
         global_batch_size: int,
-        num_micros: int = 1,
+        num_micros: PositiveInt = 1,
         rank: int = 0,
-        world_size: int = 1,
+        world_size: PositiveInt = 1,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,

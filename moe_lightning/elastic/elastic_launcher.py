@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -30,11 +31,13 @@ from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed,
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 _POLL_S = 0.01
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
+@validated
 @dataclass(kw_only=True)
 class ElasticLauncher:
     """Runs `python -m module arguments...` in `num_ranks` workers of this machine, as long as one of them lives.
@@ -53,25 +56,19 @@ class ElasticLauncher:
         grace_s: how long workers may take to end before they are killed.
     """
 
-    num_ranks: int
+    num_ranks: PositiveInt
     log_dir: Path
     settings: ElasticSettings = field(default_factory=ElasticSettings)
     module: str = WORKER_MODULE
-    max_restarts: int = 20
-    cool_down_s: float = 1.0
+    max_restarts: NonNegativeInt = 20
+    cool_down_s: Annotated[float, Range(least=0, most=1e9)] = 1.0
     lighthouse: str | None = None
-    num_nodes: int = 1
+    num_nodes: PositiveInt = 1
     node: str | None = None
     ranks_are_nodes: bool = False
     grace_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1 or self.num_nodes < 1:
-            raise ConfigurationError(f"num_ranks={self.num_ranks} and num_nodes={self.num_nodes} must be at least 1")
-        if self.max_restarts < 0 or self.cool_down_s < 0:
-            raise ConfigurationError(
-                f"max_restarts={self.max_restarts} and cool_down_s={self.cool_down_s} must not be negative"
-            )
         if self.settings.min_ranks > self.num_ranks * self.num_nodes:
             raise ConfigurationError(
                 f"min_ranks={self.settings.min_ranks} is above the {self.num_ranks * self.num_nodes} ranks that are "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -39,8 +38,10 @@ from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.step_weights import StepWeights
 from moe_lightning.strategies.stepping import SteppingStrategy
 from moe_lightning.strategies.zero import DenseOptimizerShards
+from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
+@validated
 class ExpertParallelStrategy(SteppingStrategy):
     """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
     placement.
@@ -80,21 +81,16 @@ class ExpertParallelStrategy(SteppingStrategy):
     def __init__(
         self,
         *,
-        ep_size: int | None = None,
-        copies: int | None = None,
+        ep_size: PositiveInt | None = None,
+        copies: PositiveInt | None = None,
         placement: str | os.PathLike[str] | Sequence[Any] | None = None,
-        slots: int | None = None,
+        slots: PositiveInt | None = None,
         quota: QuotaPolicy = "balanced",
         zero1: bool = False,
-        seed: int | None = None,
-        timeout_s: float = 600.0,
+        seed: NonNegativeInt | None = None,
+        timeout_s: Seconds = 600.0,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-            raise ConfigurationError(f"timeout_s={timeout_s!r} must be a finite number of seconds above 0")
-        for name, value in (("ep_size", ep_size), ("copies", copies), ("slots", slots)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"{name}={value!r} must be an integer of at least 1, or null for the default")
         if kwargs.get("start_method", "popen") != "popen":
             raise ConfigurationError(
                 f"start_method={kwargs['start_method']!r} would bring back one rank's experts as the whole model: "

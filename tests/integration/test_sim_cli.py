@@ -113,7 +113,7 @@ MISTAKES = [
     (["routing.kind=trace", "routing.path=no.npz"], "no.npz is not a file"),
     (["routing.exponent=-1"], "routing.exponent=-1"),
     (["failures.kind=trace", "failures.path=no.csv"], "no.csv is not a file"),
-    (["failures.kind=sometimes"], "failures.kind='sometimes' is unknown"),
+    (["failures.kind=sometimes"], "kind='sometimes' of Failures must be 'none' or"),
     (["failures.repair_s=0"], "failures.repair_s=0 must be above 0, or null"),
     (["picture=no/where.svg"], "no is not a folder"),
     (["recommend", "recipe=here.yaml"], "must be recipes/NAME.yaml"),

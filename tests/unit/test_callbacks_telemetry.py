@@ -247,7 +247,7 @@ def test_no_mfu_where_the_peak_or_the_work_is_not_known() -> None:
     _fit([Telemetry(), logged])
     assert not any("train/mfu_ratio" in metrics for metrics in logged.steps.values())
     assert telemetry.known_peak(torch.device("cpu"), "32-true") is None
-    with pytest.raises(ConfigurationError, match="peak_flops_per_s=0 must be above 0"):
+    with pytest.raises(ConfigurationError, match="peak_flops_per_s=0 of Telemetry must be a number above 0"):
         Telemetry(peak_flops_per_s=0)
 
 

@@ -250,7 +250,7 @@ def edited(folder: Path, **values: Any) -> None:
         ({"hidden_act": "relu"}, {}, "hidden_act='relu' .* is not known"),
         ({"hidden_size": "wide"}, {}, "transformers refuses this configuration"),
         ({}, {"context_length": 65}, "context_length=65 exceeds the 64 positions"),
-        ({}, {"context_length": 0}, "context_length=0 must be at least 1"),
+        ({}, {"context_length": 0}, "context_length=0 of HuggingFaceConfig must be an integer of at least 1"),
         ({}, {"router": {"top_k": 1}}, "router.top_k is fixed by the pretrained model"),
         ({}, {"router": {"aux_loss_coef": -1.0}}, "aux_loss_coef=-1.0 must be 0"),
         ({}, {"router": {"bias_update_rate": 0.1}}, "needs a selection bias, which mixtral has no room for"),

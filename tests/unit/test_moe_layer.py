@@ -179,7 +179,7 @@ def test_layers_are_found_in_order_and_once() -> None:
         ({"num_experts": 1}, "top_k=2 is more than the 1 experts"),
         ({"router": {"top_q": 1}}, "did you mean 'top_k'"),
         ({"router": "top2"}, "RouterConfig is made from keyword arguments, not from 'top2'"),
-        ({"num_experts": 0}, "num_experts=0 must be at least 1"),
+        ({"num_experts": 0}, "num_experts=0 of MoELayer must be an integer of at least 1"),
     ],
 )
 def test_wrong_layers(options: dict[str, Any], message: str) -> None:

@@ -20,8 +20,10 @@ from moe_lightning.models.huggingface.loading import config_from, load_model, re
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.modules.losses import mean_over_targets
+from moe_lightning.values import PositiveInt, validated
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig:
     """Which checkpoint is trained, and how.
@@ -42,7 +44,7 @@ class HuggingFaceConfig:
     """
 
     pretrained: str
-    context_length: int = 1024
+    context_length: PositiveInt = 1024
     router: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     gradient_checkpointing: bool = False
@@ -53,8 +55,6 @@ class HuggingFaceConfig:
             object.__setattr__(self, "upcycling", build_config(UpcyclingConfig, self.upcycling))
             if any(value is not None for value in self.router.values()):
                 raise ConfigurationError("router belongs to pretrained experts: set upcycling.router instead")
-        if self.context_length < 1:
-            raise ConfigurationError(f"context_length={self.context_length} must be at least 1")
 
     @property
     def folder(self) -> Path:
