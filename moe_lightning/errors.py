@@ -9,3 +9,7 @@ class ConfigurationError(ValueError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged or of another shape: the message names the file, what is wrong and the cure."""
+
+
+class ForeignMessageError(RuntimeError):
+    """What arrived from another process was not written by this package, or was damaged: nothing of it is used."""

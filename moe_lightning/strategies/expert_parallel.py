@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -21,8 +22,10 @@ from typing_extensions import override
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay
+from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import QuotaPolicy
+from moe_lightning.comm.object_collectives import carry_objects_without_pickle
 from moe_lightning.comm.world import World, join_launched_world
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.elastic.engine import ElasticEngine
@@ -140,6 +143,7 @@ class ExpertParallelStrategy(SteppingStrategy):
     def setup_distributed(self) -> None:
         reset_seed()
         if self._elastic is None and (engine := ElasticEngine.from_environment()) is not None:
+            carry_objects_without_pickle()
             self._elastic = ElasticWorlds(self, engine)
             self.take_place(self._elastic.enter())
         if self._elastic is not None:
@@ -147,6 +151,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         self.set_world_ranks()
         if self.world_size == 1:
             return  # nobody to talk to: no sockets, no process group
+        carry_objects_without_pickle()
         self._process_group_backend = self._get_process_group_backend()
         assert self._timeout is not None
         if not join_launched_world(
@@ -202,6 +207,19 @@ class ExpertParallelStrategy(SteppingStrategy):
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """The source rank's object on every rank; Lightning and its callbacks send paths, flags and results by it.
+
+        Raises:
+            ConfigurationError: the object is no plain value or tensor: nothing that travels is unpickled.
+            ForeignMessageError: what arrived was not sent by a rank of ours.
+        """
+        if self.world_size == 1:
+            return obj
+        value: TBroadcast = broadcast_object(obj, src, self.root_device)
+        return value
 
     # ------------------------------------------------------------------ placement
 
