@@ -26,7 +26,7 @@ from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.object_collectives import carry_objects_without_pickle
-from moe_lightning.comm.world import World, join_launched_world
+from moe_lightning.comm.world import World, join_local_world
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
@@ -34,6 +34,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.local_launch import PrivateLauncher, meeting_of
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, resolve_placements
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.stepping import SteppingStrategy
@@ -154,10 +155,19 @@ class ExpertParallelStrategy(SteppingStrategy):
         carry_objects_without_pickle()
         self._process_group_backend = self._get_process_group_backend()
         assert self._timeout is not None
-        if not join_launched_world(
-            rank=self.global_rank, size=self.world_size, backend=self._process_group_backend, timeout=self._timeout
+        if not join_local_world(
+            rank=self.global_rank,
+            size=self.world_size,
+            backend=self._process_group_backend,
+            timeout=self._timeout,
+            meeting=meeting_of(self.cluster_environment) if self.num_nodes == 1 else None,
         ):
             super().setup_distributed()
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = PrivateLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
