@@ -22,6 +22,7 @@ from typing_extensions import override
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay
+from moe_lightning.comm.agreement import check_versions
 from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import QuotaPolicy
@@ -175,6 +176,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         if self._world is None:
             assert self._timeout is not None
             self._world = World.connect(self.root_device, self._timeout)
+            check_versions(self._world)
             leave_process_groups_at_exit()
         self._stream.seed = self._run_seed()
         attach_stream(module, self._stream)

@@ -19,6 +19,7 @@ from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migr
 from moe_lightning.algorithms.placement import Placement, dispatch_groups, parse_placements, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.full_state import ExpertRows
+from moe_lightning.comm.agreement import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
 from moe_lightning.comm.migration import MovingRows, migrate_rows, next_slots
 from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
@@ -87,11 +88,11 @@ class PlacedExperts:
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
         self._quota: QuotaPolicy = quota
-        for layer, placement in zip(self.layers, placements, strict=True):
+        for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
             if world.is_connected:
                 _take_rank_0_experts(layer, world)
             held = _in_slots(placement, world.rank, slots)
-            layer.place(Dispatcher(placement, world, self._groups, quota, held), world.device)
+            layer.place(Dispatcher(placement, world, self._groups, quota, held, index), world.device)
         ranks = range(world.size)
         self.room = [[len(_in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
         self._index_rows()
@@ -125,10 +126,13 @@ class PlacedExperts:
             optimizers: whose states move along.
 
         Raises:
-            ConfigurationError: a placement that does not fit the world, a dispatch group or a rank's slots.
+            ConfigurationError: a placement that does not fit the world, a dispatch group or a rank's slots, or is
+                another one on other ranks.
         """
         began = time.perf_counter()
         dispatchers = self._dispatchers(placements)
+        wanted = fingerprint(*(placement.replicas for placement in placements))
+        check_agreement(wanted, "the new placement", self.world)
         before = [layer.experts.slot_experts for layer in self.layers]
         return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began)
 
@@ -157,7 +161,7 @@ class PlacedExperts:
             mine = held[index, :, world.rank]
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
             after = next_slots(before[-1], placement.experts_on(world.rank))
-            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after))
+            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index))
         return self._move(placements, dispatchers, before, held, optimizers, began)
 
     def hand_over(
@@ -227,7 +231,7 @@ class PlacedExperts:
                     )
             held = placement.experts_on(self.world.rank)
             slots = next_slots(layer.experts.slot_experts, held)
-            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots))
+            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots, index))
         return result
 
     # ------------------------------------------------------------------ shadows
