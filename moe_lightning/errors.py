@@ -13,3 +13,7 @@ class CheckpointError(RuntimeError):
 
 class ForeignMessageError(RuntimeError):
     """What arrived from another process was not written by this package, or was damaged: nothing of it is used."""
+
+
+class ReplicasDifferError(RuntimeError):
+    """Replicas of an expert, bit-identical by the law of the house, are not: the message names it and its ranks."""

@@ -35,6 +35,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from moe_lightning.strategies.local_launch import PrivateLauncher, meeting_of
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, resolve_placements
 from moe_lightning.strategies.step_data import StepData
@@ -63,6 +64,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything,
             else 0.
         timeout_s: longest wait for a peer in any collective.
+        check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
@@ -89,6 +91,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         zero1: bool = False,
         seed: int | None = None,
         timeout_s: float = 600.0,
+        check_replicas_every: int = 100,
         **kwargs: Any,
     ) -> None:
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
@@ -96,6 +99,10 @@ class ExpertParallelStrategy(SteppingStrategy):
         for name, value in (("ep_size", ep_size), ("copies", copies), ("slots", slots)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigurationError(f"{name}={value!r} must be an integer of at least 1, or null for the default")
+        if not isinstance(check_replicas_every, int) or check_replicas_every < 0:
+            raise ConfigurationError(
+                f"check_replicas_every={check_replicas_every!r} must be an integer number of steps, or 0 for never"
+            )
         if kwargs.get("start_method", "popen") != "popen":
             raise ConfigurationError(
                 f"start_method={kwargs['start_method']!r} would bring back one rank's experts as the whole model: "
@@ -113,6 +120,8 @@ class ExpertParallelStrategy(SteppingStrategy):
         self._quota: QuotaPolicy = quota
         self._zero1 = zero1
         self._seed = seed
+        self._check_replicas_every = check_replicas_every
+        self._compared_step = -1
         self._world: World | None = None
         self._stream = SampleStream()
         self._experts: PlacedExperts | None = None
@@ -319,7 +328,31 @@ class ExpertParallelStrategy(SteppingStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         self._optimizer_groups = [[list(g["params"]) for g in optimizer.param_groups] for optimizer in self.optimizers]
+        if self.world.size > 1 or self._elastic is not None:
+            require_updates_by_expert(self.optimizers, self.experts.rows)
         self._shard_optimizers()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._compare_replicas()
+        return super().training_step(*args, **kwargs)
+
+    def _compare_replicas(self) -> None:
+        """Before a step whose number is a multiple of `check_replicas_every`; collective then.
+
+        Raises:
+            ReplicasDifferError: on every rank.
+        """
+        every, step = self._check_replicas_every, self.trainer.global_step
+        if not every or step % every or step in (0, self._compared_step):
+            return
+        self._compared_step = step
+        self.experts.compare_replicas(step)
+
+    @override
+    def enter_world(self, world: World) -> None:
+        self._compared_step = -1  # newcomers have not compared yet, and all do it together
+        super().enter_world(world)
 
     @override
     def teardown(self) -> None:

@@ -22,10 +22,11 @@ from moe_lightning.checkpoint.full_state import ExpertRows
 from moe_lightning.comm.agreement import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
 from moe_lightning.comm.migration import MovingRows, migrate_rows, next_slots
+from moe_lightning.comm.replica_check import HeldLayer, differing_replicas
 from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
 from moe_lightning.comm.shadows import LayerVisits, StepVisits
 from moe_lightning.comm.world import World, broadcast_
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 
@@ -113,6 +114,32 @@ class PlacedExperts:
             self.visits.finish()
             self._part()
         self._replica_sum()
+
+    def compare_replicas(self, step: int) -> None:
+        """Compare the replicas of every expert over its holders; collective, a sum of bits of each.
+
+        Raises:
+            ReplicasDifferError: on every rank, some are not alike.
+        """
+        if not any((placement.replicas > 0).sum(axis=1).max() > 1 for placement in self.placements):
+            return
+        held = [
+            HeldLayer(
+                stacks=list(layer.experts.stacked_parameters().values()),
+                slot_experts=layer.experts.slot_experts,
+                num_experts=layer.num_experts,
+            )
+            for layer in self.layers
+        ]
+        found = differing_replicas(held, self.world)
+        if found:
+            first, more = found[0], f" (and those of {len(found) - 1} other experts)" if len(found) > 1 else ""
+            ranks = " and ".join(f"ranks {list(group)}" for group in first.groups)
+            raise ReplicasDifferError(
+                f"after step {step} the replicas of expert {first.expert} of MoE layer {first.layer} differ between "
+                f"{ranks}{more}: something updates them otherwise on some ranks (a hook, an optimizer, memory); look "
+                "for it and resume from the last checkpoint"
+            )
 
     # ------------------------------------------------------------------ new placements
 
