@@ -98,7 +98,7 @@ def broadcast_object(value: Any, source: int, device: torch.device) -> Any:
     )
     data = data.to(device)
     dist.broadcast(data, source)
-    return value if is_source else decode(memoryview(data.cpu().numpy()), device, sender=f"rank {source}")
+    return value if is_source else decode(data.cpu().numpy().tobytes(), device, sender=f"rank {source}")
 
 
 def _check_size(size: int, rank: int) -> None:

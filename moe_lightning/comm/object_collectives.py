@@ -38,4 +38,4 @@ def carry_objects_without_pickle() -> None:
     """Let every object collective of this process, whoever calls it, use the codec; for the rest of its life."""
     assert hasattr(c10d, "_pickler"), "torch serialises objects in another way"
     assert hasattr(c10d, "_unpickler"), "torch serialises objects in another way"
-    c10d._pickler, c10d._unpickler = _Encoder, _Decoder
+    c10d._pickler, c10d._unpickler = _Encoder, _Decoder  # type: ignore[assignment]

@@ -87,5 +87,5 @@ def _updated(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
     replica = type(optimizer)([trial], **options)
     for step in range(_STEPS):
         trial.grad = rows(1 + step) * 10.0**step
-        replica.step(lambda: torch.zeros((), device=parameter.device))
+        replica.step(lambda: 0.0)
     return trial.detach()[-1]
