@@ -9,3 +9,11 @@ class ConfigurationError(ValueError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged or of another shape: the message names the file, what is wrong and the cure."""
+
+
+class ForeignMessageError(RuntimeError):
+    """What arrived from another process was not written by this package, or was damaged: nothing of it is used."""
+
+
+class ReplicasDifferError(RuntimeError):
+    """Replicas of an expert, bit-identical by the law of the house, are not: the message names it and its ranks."""

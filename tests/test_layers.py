@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import lightning.fabric
+import lightning.pytorch
+
+from moe_lightning import ExpertParallelStrategy
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_lightning"
 
@@ -36,6 +41,14 @@ UNSAFE_CALLS = {
     "dill.loads",
     "eval",
     "exec",
+}
+OBJECT_COLLECTIVES = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
 }
 SAFE_OPTION = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
 
@@ -187,3 +200,28 @@ def test_nothing_is_unpickled_unverified() -> None:
                 found = options.get(key)
                 assert isinstance(found, ast.Constant), f"{where}: {name} without {key}={value}"
                 assert found.value is value, f"{where}: {name} without {key}={value}"
+
+
+def calls_of(names: set[str], path: Path) -> set[str]:
+    """The functions of a file that call one of these."""
+    functions = [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)]
+    return {
+        function.name
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in names
+    }
+
+
+def test_no_object_travels_as_a_pickle() -> None:
+    """Nor by Lightning, which sends objects by the strategy's broadcast alone: ours has its own."""
+    for path, _ in source_files():
+        assert not calls_of(OBJECT_COLLECTIVES, path), f"{path}: objects travel by comm.collect"
+    assert ExpertParallelStrategy.broadcast.__module__ == "moe_lightning.strategies.expert_parallel"
+    for package in (lightning.pytorch, lightning.fabric):
+        folder = Path(package.__path__[0])
+        for path in sorted(folder.rglob("*.py")):
+            by_strategy = path.parent.name == "strategies"
+            by_collective = path.name == "torch_collective.py"  # of Fabric, for its users
+            callers = calls_of(OBJECT_COLLECTIVES, path)
+            assert callers <= ({"broadcast"} if by_strategy else OBJECT_COLLECTIVES if by_collective else set()), path

@@ -36,7 +36,7 @@ from moe_lightning.bench.compare_contenders import (
 from moe_lightning.bench.layer import LoopLayer
 from moe_lightning.bench.ranks import enter
 from moe_lightning.bench.step import StepClock
-from moe_lightning.comm.world import join_launched_world
+from moe_lightning.comm.world import join_local_world
 from moe_lightning.elastic.lifeline import leave_process_groups
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
@@ -157,7 +157,7 @@ def main(arguments: list[str]) -> None:
     """Measure everything that the settings file names; leave the rows of this rank."""
     options = json.loads(Path(arguments[0]).read_text())
     rank, results = enter(options["cores"]), Path(arguments[1])
-    join_launched_world(rank=rank, size=options["ranks"], backend="gloo", timeout=TIMEOUT)
+    join_local_world(rank=rank, size=options["ranks"], backend="gloo", timeout=TIMEOUT)
     rows = []
     for index in range(options["rounds"]):
         for name, contender in (TRAININGS | SAVINGS).items():

@@ -2,7 +2,8 @@
 
 Exchanges and experts are timed at a few sizes and fitted by lines; what a line misses is its error, and beyond 10
 percent the balancer says so. Dense layers are timed in the first steps, between the MoE layers of the running model.
-Every rank gets the same constants: the slowest rank's times count, as they do in a step.
+The slowest rank's times count, as they do in a step, and all ranks take the lines that rank 0 fits through them: least
+squares end in other bits on other processors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_lightning.algorithms.performance_model import BlockCosts, Line, fit_line, mean_relative_error
-from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.exchange import PendingExchange, all_gather_counts, exchange_rows
 from moe_lightning.comm.world import World
 from moe_lightning.modules.experts import Experts
@@ -87,7 +88,9 @@ def calibrate(layers: Sequence[MoELayer], world: World, weight_dtype: torch.dtyp
     sizes = [(block.weight_bytes, block.gradient_bytes) for block in costs]
     copy = measure_copy(world, sorted({num_bytes for pair in sizes for num_bytes in pair if num_bytes}))
     errors |= {"trans": copy.mean_error, "agg": copy.mean_error}
-    return Calibration(costs=tuple(_with_copies(block, exchange, copy) for block in costs), errors=errors)
+    fitted = [_with_copies(block, exchange, copy).to_json() for block in costs]
+    fitted, errors = broadcast_object([fitted, errors], 0, world.device)
+    return Calibration(costs=tuple(BlockCosts.from_json(block, world.size) for block in fitted), errors=errors)
 
 
 def assumed_costs(

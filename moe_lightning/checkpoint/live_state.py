@@ -2,8 +2,7 @@
 
 A process that joins a running world has built the same model and optimizers, but its values are those of the start and
 its optimizers have made no states yet. It is told which states there are, makes them, and then receives every dense
-tensor by broadcast; experts come by migration. Names and shapes travel as JSON and as bytes that are read without
-unpickling code.
+tensor by broadcast; experts come by migration. Nothing that travels is unpickled.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.checkpoint.frames import dump_object, load_object
 from moe_lightning.checkpoint.full_state import OptimizerLayout
 from moe_lightning.comm.world import World, broadcast_
 
@@ -69,20 +67,6 @@ def broadcast_dense(module: nn.Module, optimizers: OptimizerLayouts, world: Worl
                 bucket = []
         _broadcast_bucket(bucket, world, source)
     return sum(t.nbytes for t in tensors)
-
-
-def broadcast_object(value: Any, world: World, source: int) -> Any:
-    """The source rank's value on every rank; tensors and plain values only."""
-    if not world.is_connected:
-        return value
-    is_source = world.rank == source
-    payload = torch.frombuffer(bytearray(dump_object(value)), dtype=torch.uint8) if is_source else None
-    size = torch.tensor([0 if payload is None else payload.numel()], device=world.device)
-    broadcast_(size, source, world)
-    data = torch.empty(int(size), dtype=torch.uint8, device=world.device) if payload is None else payload
-    data = data.to(world.device)
-    broadcast_(data, source, world)
-    return value if is_source else load_object(bytes(data.cpu().numpy()))
 
 
 def _describe(value: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import errno
 import sys
 from collections.abc import Iterable
 
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError, ForeignMessageError, ReplicasDifferError
 
 EXIT_MISTAKE = 2
 EXIT_CRASH = 1
@@ -21,11 +21,16 @@ def one_line(message: object) -> str:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """The sentence for a mistake of the user; None for a defect of ours.
+    """The sentence for a mistake of the user and for what is found wrong in a run; None for a defect of ours.
 
     What went wrong in cleaning up after a mistake does not hide it.
     """
-    mistakes: list[type[BaseException]] = [ConfigurationError, CheckpointError]
+    mistakes: list[type[BaseException]] = [
+        ConfigurationError,
+        CheckpointError,
+        ForeignMessageError,
+        ReplicasDifferError,
+    ]
     # Lightning is slow to import: where nobody did, no error of it can have come up.
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
     if lightning is not None:

@@ -1,5 +1,5 @@
-"""Brings named tensors that lie on several ranks to rank 0, without pickle: names and shapes travel as JSON, the bytes
-of each dtype as one exchange."""
+"""Objects and named tensors of several ranks, without pickle: names and shapes travel as JSON, the bytes of each dtype
+as one exchange, objects by the codec."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_lightning.comm.codec import MAX_BYTES, decode, encode
 from moe_lightning.comm.world import World
+from moe_lightning.errors import ConfigurationError, ForeignMessageError
+
+_REFUSED = -1
+"""In the place of a size: the sender's object cannot travel."""
 
 
 class _Listed(NamedTuple):
@@ -37,18 +42,81 @@ def collect_on_root(tensors: Mapping[str, Tensor], world: World) -> dict[str, Te
 
 
 def all_gather_json(value: Any, world: World) -> list[Any]:
-    """Every rank's JSON value, in rank order."""
+    """Every rank's JSON value, in rank order.
+
+    Raises:
+        ForeignMessageError: a rank sent something else.
+    """
+    text = json.dumps(value).encode()
     if world.size == 1:
-        return [json.loads(json.dumps(value))]
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(world.device)
+        return [json.loads(text)]
+    payload = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(world.device)
     sizes = torch.empty(world.size, 1, dtype=torch.int64, device=world.device)
     own_size = torch.tensor([payload.numel()], device=world.device)
     dist.all_gather(list(sizes.unbind()), own_size, group=world.background)
+    for rank, size in enumerate(sizes.flatten().tolist()):
+        _check_size(size, rank)
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=world.device)
     padded[: payload.numel()] = payload
     rows = padded.new_empty(world.size, padded.numel())
     dist.all_gather(list(rows.unbind()), padded, group=world.background)
-    return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows.cpu(), sizes, strict=True)]
+    texts = [row[: int(size)].numpy().tobytes() for row, size in zip(rows.cpu(), sizes, strict=True)]
+    return [_parsed(text, rank) for rank, text in enumerate(texts)]
+
+
+def broadcast_object(value: Any, source: int, device: torch.device) -> Any:
+    """The source rank's value on every rank of torch's default group; the value itself where there is no other rank.
+
+    Args:
+        value: plain values and tensors, see `codec`; of other ranks than the source it is not looked at.
+        device: where collectives take their tensors from.
+
+    Raises:
+        ConfigurationError: on every rank, the source has an object that cannot travel.
+        ForeignMessageError: what arrived is not what a rank of ours sends.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    is_source, message, refusal = dist.get_rank() == source, b"", None
+    if is_source:
+        try:
+            message = encode(value)
+        except ConfigurationError as error:
+            refusal = error
+    size = torch.tensor([_REFUSED if refusal is not None else len(message)], device=device)
+    dist.broadcast(size, source)
+    if refusal is not None:
+        raise refusal
+    num_bytes = int(size)
+    if num_bytes == _REFUSED:
+        raise ConfigurationError(f"rank {source} has an object that cannot be sent to other ranks: it says which")
+    _check_size(num_bytes, source)
+    data = (
+        torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if is_source
+        else torch.empty(num_bytes, dtype=torch.uint8)
+    )
+    data = data.to(device)
+    dist.broadcast(data, source)
+    return value if is_source else decode(data.cpu().numpy().tobytes(), device, sender=f"rank {source}")
+
+
+def _check_size(size: int, rank: int) -> None:
+    if not 0 < size <= MAX_BYTES:
+        raise ForeignMessageError(
+            f"rank {rank} announces a message of {size} bytes, and at most {MAX_BYTES} are allowed: it is no rank of "
+            "this run, or damaged; keep strangers off the run's network"
+        )
+
+
+def _parsed(text: bytes, rank: int) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ForeignMessageError(
+            f"rank {rank} sent something else than JSON ({type(error).__name__}): nothing of it is used; keep "
+            "strangers off the run's network, and the same version on all ranks"
+        ) from None
 
 
 def _collect_dtype(

@@ -19,6 +19,7 @@ from moe_lightning.algorithms.dispatch import plan_dispatch
 from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.comm.agreement import fingerprint, require_agreement
 from moe_lightning.comm.exchange import all_gather_counts, exchange_rows
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -62,6 +63,7 @@ class Dispatcher:
         groups: dispatch groups; tokens travel only inside the group of their rank.
         quota: "balanced" over ranks, or "equal" per replica.
         slot_experts: this rank's slots in their order, -1 where vacant; None: its experts, ascending.
+        layer: ordinal of the MoE layer, for messages.
 
     Attributes:
         last_rank_loads: int64 [N], rows that each rank computed in the last planned micro-batch; None for a world of
@@ -78,6 +80,7 @@ class Dispatcher:
         groups: Sequence[Sequence[int]],
         quota: QuotaPolicy = "balanced",
         slot_experts: Sequence[int] | None = None,
+        layer: int = 0,
     ) -> None:
         if placement.num_ranks != world.size:
             raise ConfigurationError(f"the placement is for {placement.num_ranks} ranks, but {world.size} are running")
@@ -91,7 +94,11 @@ class Dispatcher:
         held = placement.experts_on(world.rank)
         self.slot_experts = held if slot_experts is None else tuple(slot_experts)
         assert sorted(expert for expert in self.slot_experts if expert >= 0) == list(held)
+        self._layer = layer
         self._shadows: ShadowPlan | None = None
+        placed = (placement.replicas, repr(self.groups), quota)
+        self._placement_print = self._plan_print = fingerprint(*placed)
+        self._quota_print = 0
         self.last_rank_loads: IntArray | None = None
         self.last_sent_rows = 0
         self.last_sent_bytes = 0
@@ -115,12 +122,26 @@ class Dispatcher:
                     f"shadows need one dispatch group, but ep_size cuts the ranks into {len(self.groups)}: drop ep_size"
                 )
         self._shadows = plan if plan is not None and plan.num_copies else None
+        self._plan_print = self._placement_print
+        if self._shadows is not None:
+            visiting = fingerprint(self._shadows.shadows, self._shadows.homes, self._shadows.quota_rule)
+            self._plan_print ^= visiting
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """All ranks' assignments per expert, int64 [N, E]; the layer's one synchronisation of host and device with
         several ranks.
+
+        A hash of this rank's placement, shadows and latest quota travels along.
+
+        Raises:
+            ConfigurationError: on every rank, some plan otherwise than others.
         """
-        return counts_E.unsqueeze(0) if self.world.size == 1 else all_gather_counts(counts_E, self.world)
+        if self.world.size == 1:
+            return counts_E.unsqueeze(0)
+        own_print = counts_E.new_full((1,), self._plan_print ^ self._quota_print)
+        told_NE1 = all_gather_counts(torch.cat([counts_E, own_print]), self.world)
+        require_agreement(told_NE1[:, -1].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}")
+        return told_NE1[:, :-1]
 
     def plan(self, expert_ids_TK: Tensor, counts_NE: Tensor) -> Route:
         """Where every assignment goes.
@@ -180,11 +201,13 @@ class Dispatcher:
         """
         send, recv = np.zeros_like(tokens_EN), np.zeros_like(tokens_EN)
         loads = np.zeros(self.world.size, dtype=np.int64)
+        self._quota_print = 0
         for group in self.groups:
             ranks = list(group)
             tokens = np.ascontiguousarray(tokens_EN[:, ranks])
             quota = self._share_out(tokens, np.ascontiguousarray(self.placement.replicas[:, ranks]))
             loads[ranks] = quota.sum(axis=0)
+            self._quota_print ^= fingerprint(quota)
             if self.world.rank in group:
                 plan = plan_dispatch(tokens, quota, ranks.index(self.world.rank))
                 send[:, ranks], recv[:, ranks] = plan.send, plan.recv

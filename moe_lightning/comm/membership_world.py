@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from moe_lightning.comm.agreement import check_versions
 from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.cut import ConnectionCut
@@ -35,6 +36,9 @@ def build_world(
         timeout: of every collective.
         build_timeout_s: of building; a member may die meanwhile.
         guard: told how to cut the connections, before any is made.
+
+    Raises:
+        ConfigurationError: this rank has other versions than rank 0, and would plan otherwise.
     """
     cut = ConnectionCut()
     guard(cut.cut)
@@ -52,4 +56,5 @@ def build_world(
         if backend == "nccl":
             cut.add_group(group)
     cut.confirm(lambda value: all_gather_json(value, world))
+    check_versions(world)
     return world

@@ -9,19 +9,25 @@ to say to each other exchange zero rows, so a change of placement or of dispatch
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import os
+import socket
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, ProcessGroup  # type: ignore[attr-defined]
 
 from moe_lightning.comm.exchange_clock import ExchangeClock
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.comm.private_folder import PrivateFolder, checked_folder, find_folder
 
 STORE_VARIABLE = "MOE_LIGHTNING_STORE"
-"""Set by the launcher to "host:port/prefix" of the store that outlives its workers."""
+"""Set by a launcher of ours to the folder in which its workers meet."""
+
+_attempts = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,25 +87,45 @@ class World:
                 dist.destroy_process_group(group)
 
 
-def join_launched_world(*, rank: int, size: int, backend: str, timeout: timedelta) -> bool:
-    """Make torch's default group over the launcher's store, or keep it; False when another launcher started this
-    process.
+def join_local_world(*, rank: int, size: int, backend: str, timeout: timedelta, meeting: str | None = None) -> bool:
+    """Make torch's default group over a store that no other user of this machine can reach, or keep it.
+
+    Args:
+        meeting: what the ranks of this run know and those of other runs do not, where all ranks are on this machine
+            and no launcher has named a folder; None: they may be on several.
+
+    Returns:
+        False where ranks may be on several machines.
 
     Raises:
-        ConfigurationError: the variable that names the store is malformed.
+        ConfigurationError: the folder is not this user's alone, or rank 0 does not come.
     """
-    address = os.environ.get(STORE_VARIABLE)
-    if address is None:
-        return False
     if dist.is_initialized():
         return True  # a second fit or validate of the same process
-    host, _, rest = address.partition(":")
-    port, _, prefix = rest.partition("/")
-    if not (host and port.isdigit() and prefix):
-        raise ConfigurationError(f"{STORE_VARIABLE}={address!r} is not host:port/prefix: leave it to moe-train")
-    store = TCPStore(host, int(port), is_master=False, timeout=timeout)
-    dist.init_process_group(backend, store=PrefixStore(prefix, store), rank=rank, world_size=size, timeout=timeout)
+    named = os.environ.get(STORE_VARIABLE)
+    if named is None and meeting is None:
+        return False
+    for variable, interface in loopback_variables().items():
+        os.environ.setdefault(variable, interface)
+    attempt = next(_attempts)  # a process may leave its world and make another one
+    if named is not None:
+        folder = checked_folder(Path(named))
+    elif rank == 0:
+        own = PrivateFolder()
+        atexit.register(own.close)
+        own.announce(f"{meeting} {attempt}")
+        folder = own.path
+    else:
+        folder = find_folder(f"{meeting} {attempt}", timeout.total_seconds())
+    store = FileStore(str(folder / f"store-{attempt}"))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return True
+
+
+def loopback_variables() -> dict[str, str]:
+    """Variables that keep the connections of one machine's ranks off its network."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    return {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback}
 
 
 def broadcast_(tensor: torch.Tensor, source: int, world: World) -> None:

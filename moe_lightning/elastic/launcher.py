@@ -1,8 +1,8 @@
 """Starts one worker process for each local rank and sees to their end.
 
-The launcher hosts the TCPStore in which its workers meet, so the store outlives them, and it listens on the loopback
-interface only. Workers are sessions of their own: a Ctrl-C reaches the launcher alone, which passes it on. A worker
-that loses its launcher is killed by the kernel.
+The workers meet in a folder that only their user can enter, so nobody else on the machine can take a rank's place;
+the launcher removes it. Workers are sessions of their own: a Ctrl-C reaches the launcher alone, which passes it on. A
+worker that loses its launcher is killed by the kernel.
 
 Lightning's own launchers are not used: they kill the survivors of a failure from inside rank 0, and start the user's
 command line once more.
@@ -13,21 +13,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from moe_lightning.comm.private_folder import PrivateFolder
 from moe_lightning.comm.world import STORE_VARIABLE
 from moe_lightning.elastic import processes
 from moe_lightning.elastic.failure import Interrupted, RankFailure
 from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE
-from moe_lightning.elastic.membership import LOOPBACK
 from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed, WorkerLogs
-from moe_lightning.elastic.rendezvous_host import bound_store
 
-__all__ = ["LocalLauncher", "RanksFailed", "loopback_store"]
+__all__ = ["LocalLauncher", "RanksFailed"]
 
 _POLL_S = 0.05
 
@@ -47,7 +45,6 @@ class LocalLauncher:
     log_dir: Path
     module: str = WORKER_MODULE
     grace_s: float = 10.0
-    _attempt: int = field(default=0, init=False)
 
     def run(self, arguments: Sequence[str]) -> None:
         """Start the ranks and return when all have ended well.
@@ -56,10 +53,12 @@ class LocalLauncher:
             RanksFailed: a rank exited with another code than 0, or died.
             Interrupted: a signal ended the run; a second one ends it at once.
         """
-        self._attempt += 1
-        store, port = loopback_store()
+        with PrivateFolder() as folder:
+            self._run(arguments, folder.path)
+
+    def _run(self, arguments: Sequence[str], folder: Path) -> None:
         logs = WorkerLogs(self.log_dir, [f"rank{rank}" for rank in range(self.num_ranks)], terminal=0)
-        environments = {rank: self._environment(rank, port) for rank in range(self.num_ranks)}
+        environments = {rank: self._environment(rank, folder) for rank in range(self.num_ranks)}
         with processes.restored_signal_handlers():
             try:
                 workers = processes.start(("-m", self.module, *arguments), environments, logs)
@@ -73,9 +72,8 @@ class LocalLauncher:
             finally:
                 processes.ignore_signals()
                 processes.end(workers.values(), 0.0)
-        del store
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+    def _environment(self, rank: int, folder: Path) -> dict[str, str]:
         """What a rank finds in its environment, in the names that torch and Lightning read."""
         return {
             **processes.common_environment(self.num_ranks),
@@ -84,9 +82,7 @@ class LocalLauncher:
             "NODE_RANK": "0",
             "WORLD_SIZE": str(self.num_ranks),
             "LOCAL_WORLD_SIZE": str(self.num_ranks),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(port),
-            STORE_VARIABLE: f"{LOOPBACK}:{port}/attempt-{self._attempt}",
+            STORE_VARIABLE: str(folder),
             LAUNCHER_PID_VARIABLE: str(os.getpid()),
         }
 
@@ -118,8 +114,3 @@ def _first_failure(codes: Mapping[int, int], logs: WorkerLogs) -> RankFailure:
     order = {"death": 0, "mistake": 1, "crash": 2}
     failures = [logs.failure(rank, code) for rank, code in codes.items() if code]
     return min(failures, key=lambda failure: (order[failure.kind], failure.time_s))
-
-
-def loopback_store() -> tuple[TCPStore, int]:
-    """A store that listens on 127.0.0.1 and nowhere else, and its port."""
-    return bound_store(LOOPBACK)

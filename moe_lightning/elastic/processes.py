@@ -6,7 +6,6 @@ import fcntl
 import logging
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from typing_extensions import override
 
+from moe_lightning.comm.world import loopback_variables
 from moe_lightning.elastic.failure import FAILURE_FILE_VARIABLE, RankFailure, read_failure
 
 WORKER_MODULE = "moe_lightning.cli.worker"
@@ -166,13 +166,8 @@ def kill_orphans(process: Process) -> None:
 def common_environment(workers: int) -> dict[str, str]:
     """Variables for workers of one machine that the user has not set."""
     threads = max(1, (os.cpu_count() or 1) // workers)
-    defaults = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _loopback_interface()}
-    return {name: value for name, value in defaults.items() if value and name not in os.environ}
-
-
-def _loopback_interface() -> str:
-    """Name of the loopback interface; empty where it cannot be told."""
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
+    defaults = {"OMP_NUM_THREADS": str(threads), **loopback_variables()}
+    return {name: value for name, value in defaults.items() if name not in os.environ}
 
 
 @contextmanager

@@ -31,12 +31,11 @@ from moe_lightning.algorithms.repair import Repair, repair_placements
 from moe_lightning.checkpoint.live_state import (
     adopt_optimizers,
     broadcast_dense,
-    broadcast_object,
     optimizer_schema,
 )
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
-from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.elastic.engine import ElasticEngine
@@ -441,7 +440,7 @@ class ElasticWorlds:
             return
         strategy, source = self._strategy, plan.live_ranks[0]
         layouts = strategy.optimizer_layouts()
-        schema = broadcast_object(optimizer_schema(layouts), world, source)
+        schema = broadcast_object(optimizer_schema(layouts), source, world.device)
         if world.rank in newcomers or world.rank in plan.apply_prepared:
             adopt_optimizers(layouts, schema)
         if newcomers:
@@ -469,7 +468,7 @@ class ElasticWorlds:
         if any(step != plan.version for step in steps):
             source = steps.index(plan.version)
             dump = kept.dump(trainer) if world.rank == source and kept is not None else None
-            dump = broadcast_object(dump, world, source)
+            dump = broadcast_object(dump, source, world.device)
             if self._step_kept != plan.version or not is_live:
                 self._progress = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
         assert self._progress is not None

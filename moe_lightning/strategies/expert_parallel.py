@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
@@ -22,9 +23,12 @@ from typing_extensions import override
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay
+from moe_lightning.comm.agreement import check_versions
+from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import QuotaPolicy
-from moe_lightning.comm.world import World, join_launched_world
+from moe_lightning.comm.object_collectives import carry_objects_without_pickle
+from moe_lightning.comm.world import World, join_local_world
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
@@ -33,6 +37,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.expert_updates import require_updates_by_expert
+from moe_lightning.strategies.local_launch import PrivateLauncher, meeting_of
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, resolve_placements
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.step_weights import StepWeights
@@ -63,6 +69,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything,
             else 0.
         timeout_s: longest wait for a peer in any collective.
+        check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
@@ -89,6 +96,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         zero1: bool = False,
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
+        check_replicas_every: NonNegativeInt = 100,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("start_method", "popen") != "popen":
@@ -108,6 +116,8 @@ class ExpertParallelStrategy(SteppingStrategy):
         self._quota: QuotaPolicy = quota
         self._zero1 = zero1
         self._seed = seed
+        self._check_replicas_every = check_replicas_every
+        self._compared_step = -1
         self._world: World | None = None
         self._stream = SampleStream()
         self._experts: PlacedExperts | None = None
@@ -147,6 +157,7 @@ class ExpertParallelStrategy(SteppingStrategy):
     def setup_distributed(self) -> None:
         reset_seed()
         if self._elastic is None and (engine := ElasticEngine.from_environment()) is not None:
+            carry_objects_without_pickle()
             self._elastic = ElasticWorlds(self, engine)
             self.take_place(self._elastic.enter())
         if self._elastic is not None:
@@ -154,12 +165,22 @@ class ExpertParallelStrategy(SteppingStrategy):
         self.set_world_ranks()
         if self.world_size == 1:
             return  # nobody to talk to: no sockets, no process group
+        carry_objects_without_pickle()
         self._process_group_backend = self._get_process_group_backend()
         assert self._timeout is not None
-        if not join_launched_world(
-            rank=self.global_rank, size=self.world_size, backend=self._process_group_backend, timeout=self._timeout
+        if not join_local_world(
+            rank=self.global_rank,
+            size=self.world_size,
+            backend=self._process_group_backend,
+            timeout=self._timeout,
+            meeting=meeting_of(self.cluster_environment) if self.num_nodes == 1 else None,
         ):
             super().setup_distributed()
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = PrivateLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -167,6 +188,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         if self._world is None:
             assert self._timeout is not None
             self._world = World.connect(self.root_device, self._timeout)
+            check_versions(self._world)
             leave_process_groups_at_exit()
         self._stream.seed = self._run_seed()
         attach_stream(module, self._stream)
@@ -222,6 +244,19 @@ class ExpertParallelStrategy(SteppingStrategy):
                 "of ranks: use LayerNorm or GroupNorm, or on GPUs sync_batchnorm=True"
             )
         return module
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """The source rank's object on every rank; Lightning and its callbacks send paths, flags and results by it.
+
+        Raises:
+            ConfigurationError: the object is no plain value or tensor: nothing that travels is unpickled.
+            ForeignMessageError: what arrived was not sent by a rank of ours.
+        """
+        if self.world_size == 1:
+            return obj
+        value: TBroadcast = broadcast_object(obj, src, self.root_device)
+        return value
 
     # ------------------------------------------------------------------ placement
 
@@ -309,7 +344,31 @@ class ExpertParallelStrategy(SteppingStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         self._optimizer_groups = [[list(g["params"]) for g in optimizer.param_groups] for optimizer in self.optimizers]
+        if self.world.size > 1 or self._elastic is not None:
+            require_updates_by_expert(self.optimizers, self.experts.rows)
         self._shard_optimizers()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._compare_replicas()
+        return super().training_step(*args, **kwargs)
+
+    def _compare_replicas(self) -> None:
+        """Before a step whose number is a multiple of `check_replicas_every`; collective then.
+
+        Raises:
+            ReplicasDifferError: on every rank.
+        """
+        every, step = self._check_replicas_every, self.trainer.global_step
+        if not every or step % every or step in (0, self._compared_step):
+            return
+        self._compared_step = step
+        self.experts.compare_replicas(step)
+
+    @override
+    def enter_world(self, world: World) -> None:
+        self._compared_step = -1  # newcomers have not compared yet, and all do it together
+        super().enter_world(world)
 
     @override
     def teardown(self) -> None:

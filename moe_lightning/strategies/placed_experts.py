@@ -19,12 +19,14 @@ from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migr
 from moe_lightning.algorithms.placement import Placement, dispatch_groups, parse_placements, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.full_state import ExpertRows
+from moe_lightning.comm.agreement import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
 from moe_lightning.comm.migration import MovingRows, migrate_rows, next_slots
+from moe_lightning.comm.replica_check import HeldLayer, differing_replicas
 from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
 from moe_lightning.comm.shadows import LayerVisits, StepVisits
 from moe_lightning.comm.world import World, broadcast_
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 
@@ -87,11 +89,11 @@ class PlacedExperts:
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
         self._quota: QuotaPolicy = quota
-        for layer, placement in zip(self.layers, placements, strict=True):
+        for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
             if world.is_connected:
                 _take_rank_0_experts(layer, world)
             held = _in_slots(placement, world.rank, slots)
-            layer.place(Dispatcher(placement, world, self._groups, quota, held), world.device)
+            layer.place(Dispatcher(placement, world, self._groups, quota, held, index), world.device)
         ranks = range(world.size)
         self.room = [[len(_in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
         self._index_rows()
@@ -113,6 +115,32 @@ class PlacedExperts:
             self._part()
         self._replica_sum()
 
+    def compare_replicas(self, step: int) -> None:
+        """Compare the replicas of every expert over its holders; collective, a sum of bits of each.
+
+        Raises:
+            ReplicasDifferError: on every rank, some are not alike.
+        """
+        if not any((placement.replicas > 0).sum(axis=1).max() > 1 for placement in self.placements):
+            return
+        held = [
+            HeldLayer(
+                stacks=list(layer.experts.stacked_parameters().values()),
+                slot_experts=layer.experts.slot_experts,
+                num_experts=layer.num_experts,
+            )
+            for layer in self.layers
+        ]
+        found = differing_replicas(held, self.world)
+        if found:
+            first, more = found[0], f" (and those of {len(found) - 1} other experts)" if len(found) > 1 else ""
+            ranks = " and ".join(f"ranks {list(group)}" for group in first.groups)
+            raise ReplicasDifferError(
+                f"after step {step} the replicas of expert {first.expert} of MoE layer {first.layer} differ between "
+                f"{ranks}{more}: something updates them otherwise on some ranks (a hook, an optimizer, memory); look "
+                "for it and resume from the last checkpoint"
+            )
+
     # ------------------------------------------------------------------ new placements
 
     def replace(self, placements: Sequence[Placement], optimizers: Sequence[Optimizer]) -> MigrationReport:
@@ -125,10 +153,13 @@ class PlacedExperts:
             optimizers: whose states move along.
 
         Raises:
-            ConfigurationError: a placement that does not fit the world, a dispatch group or a rank's slots.
+            ConfigurationError: a placement that does not fit the world, a dispatch group or a rank's slots, or is
+                another one on other ranks.
         """
         began = time.perf_counter()
         dispatchers = self._dispatchers(placements)
+        wanted = fingerprint(*(placement.replicas for placement in placements))
+        check_agreement(wanted, "the new placement", self.world)
         before = [layer.experts.slot_experts for layer in self.layers]
         return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began)
 
@@ -163,7 +194,7 @@ class PlacedExperts:
             mine = held[index, :, world.rank]
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
             after = next_slots(before[-1], placement.experts_on(world.rank))
-            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after))
+            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index))
         return self._move(placements, dispatchers, before, held, optimizers, began, nodes)
 
     def hand_over(
@@ -240,7 +271,7 @@ class PlacedExperts:
                     )
             held = placement.experts_on(self.world.rank)
             slots = next_slots(layer.experts.slot_experts, held)
-            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots))
+            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots, index))
         return result
 
     # ------------------------------------------------------------------ shadows

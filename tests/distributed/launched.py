@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +22,10 @@ def main() -> NoReturn:
     behaviour, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
     if behaviour == "environment":
         (folder / f"rank{rank}.json").write_text(json.dumps(dict(os.environ)))
+    elif behaviour == "folder":
+        status = os.lstat(meeting := os.environ["MOE_LIGHTNING_STORE"])
+        told = {"folder": meeting, "mode": stat.S_IMODE(status.st_mode), "owner": status.st_uid}
+        (folder / f"rank{rank}.json").write_text(json.dumps(told))
     elif behaviour == "mistake":
         report_failure("mistake", "a value is wrong", "")
         sys.exit(2)
@@ -32,7 +37,7 @@ def main() -> NoReturn:
         sys.exit(3)
     elif behaviour == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    elif behaviour != "environment":
+    elif behaviour not in ("environment", "folder"):
         _wait_for_signals(folder, stubborn=behaviour == "stubborn")
     sys.exit(0)
 

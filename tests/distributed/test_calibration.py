@@ -36,6 +36,24 @@ def test_all_ranks_get_the_same_positive_constants() -> None:
     assert 0 < million_bytes_s < 10
 
 
+def measure_on_other_processors(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    stock = calibration.fit_line
+
+    def fitted(amounts: Any, times: Any) -> Any:
+        line = stock(amounts, times)
+        return dataclasses.replace(line, per_unit_s=line.per_unit_s * (1 + 1e-12 * rank), mean_error=float(rank))
+
+    calibration.fit_line = fitted  # type: ignore[assignment]
+    found = calibrate([MoELayer(16, 32, 4)], connect(), torch.float32)
+    return [dataclasses.asdict(costs) for costs in found.costs], found.errors
+
+
+def test_all_ranks_take_the_lines_of_one() -> None:
+    first, second = run_ranks(2, measure_on_other_processors)
+    assert first == second
+    assert first[1]["exchange"] == 0.0
+
+
 def test_assumed_costs_follow_the_sizes() -> None:
     layer = MoELayer(16, 32, 4, activation="swiglu", bias=True)
     layer.experts.w_down.requires_grad_(False)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moe_lightning.elastic.failure import RankFailure
-from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed, loopback_store
+from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 
 LAUNCHED = "tests.distributed.launched"
 ROOT = Path(__file__).parents[2]
@@ -39,37 +39,27 @@ def test_environment_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [e["RANK"] for e in seen] == [e["LOCAL_RANK"] for e in seen] == ["0", "1", "2"]
     assert {e["WORLD_SIZE"] for e in seen} == {"3"}
     assert {e["NODE_RANK"] for e in seen} == {"0"}
-    assert {e["MASTER_ADDR"] for e in seen} == {"127.0.0.1"}
-    assert {e["MOE_LIGHTNING_STORE"] for e in seen} == {f"127.0.0.1:{seen[0]['MASTER_PORT']}/attempt-1"}
+    assert len({e["MOE_LIGHTNING_STORE"] for e in seen}) == 1
     assert {e["OMP_NUM_THREADS"] for e in seen} == {str(max(1, (os.cpu_count() or 1) // 3))}
     assert seen[0]["GLOO_SOCKET_IFNAME"].startswith("lo")
 
 
-def test_each_attempt_has_its_own_prefix(tmp_path: Path) -> None:
+def test_ranks_meet_in_a_folder_of_this_user_alone(tmp_path: Path) -> None:
     launcher = LocalLauncher(num_ranks=1, log_dir=tmp_path / "logs", module=LAUNCHED)
-    prefixes = []
+    folders = []
     for _ in range(2):
-        launcher.run(["environment", str(tmp_path)])
-        prefixes.append(json.loads((tmp_path / "rank0.json").read_text())["MOE_LIGHTNING_STORE"].split("/")[1])
-    assert prefixes == ["attempt-1", "attempt-2"]
+        launcher.run(["folder", str(tmp_path)])
+        told = json.loads((tmp_path / "rank0.json").read_text())
+        assert (told["mode"], told["owner"]) == (0o700, os.geteuid())
+        folders.append(Path(told["folder"]))
+    assert folders[0] != folders[1]
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_variables_that_the_user_set_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     _launch("environment", tmp_path, ranks=1)
     assert json.loads((tmp_path / "rank0.json").read_text())["OMP_NUM_THREADS"] == "7"
-
-
-@linux
-def test_the_store_listens_on_loopback_only() -> None:
-    store, port = loopback_store()
-    store.set("key", "value")
-    assert store.get("key") == b"value"
-    listening = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
-    ]
-    ours = [fields[1] for fields in listening if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")]
-    assert ours == [f"0100007F:{port:04X}"]
 
 
 def _failure(behaviour: str, folder: Path) -> RankFailure:

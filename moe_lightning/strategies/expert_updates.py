@@ -1,0 +1,91 @@
+"""Whether an optimizer updates every expert by itself: replicas stay bit-identical only where it does.
+
+Experts are rows of stacked parameters, and which rows lie beside an expert differs from rank to rank. An optimizer with
+a statistic over the whole tensor (Adafactor's clipping, LBFGS's products), or one whose arithmetic depends on where a
+row lies (fused kernels, for rows that do not fill vector registers), brings replicas apart. So each one is tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_lightning.errors import ConfigurationError
+
+_STEPS = 6
+_FIRST_WEIGHTS = 1e-3
+"""So small that the last bits of an update are bits of the weights."""
+
+_NEIGHBOURS = (2, 3, 5, 9)
+"""Slots to be the last one of; a vector register ends elsewhere in each."""
+
+_VECTOR = 64
+"""Rows are tried with as many numbers as fill the last vector register of the real ones."""
+
+
+def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
+    """Try every optimizer on small parameters with its own options.
+
+    Args:
+        stacks: the parameters whose rows are experts.
+
+    Raises:
+        ConfigurationError: one that updates an expert otherwise beside other experts.
+    """
+    experts = set(stacks)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            outlines = {_outline(p): p for p in group["params"] if p in experts}
+            for parameter in outlines.values():
+                _require(optimizer, group, parameter)
+
+
+def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    name = type(optimizer).__name__
+    try:
+        with torch.random.fork_rng(devices=[]):
+            alone, *beside = (_updated(optimizer, group, parameter, slots) for slots in (1, *_NEIGHBOURS))
+    except Exception as error:  # of a class that we do not know, on parameters that are not its own
+        rank_zero_warn(
+            f"{name} cannot be tried on a small parameter ({type(error).__name__}), so whether it keeps replicas of "
+            "experts alike shows only where check_replicas_every compares them"
+        )
+        return
+    if not all(torch.equal(alone, other) for other in beside):
+        cure = "drop fused=True" if group.get("fused") else "use AdamW, Adam, SGD or another elementwise optimizer"
+        raise ConfigurationError(
+            f"{name} updates an expert otherwise beside other experts, so replicas would part and the loss would "
+            f"depend on the number of ranks: {cure} for the parameters of experts"
+        )
+
+
+def _outline(parameter: nn.Parameter) -> tuple[int, int, torch.dtype]:
+    """What an update of a row can depend on besides its numbers."""
+    return parameter.ndim, parameter[:1].numel() % _VECTOR, parameter.dtype
+
+
+def _updated(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, slots: int) -> Tensor:
+    """An expert after some steps in the last of so many slots, whose other rows are anything."""
+    ndim, rest, dtype = _outline(parameter)
+    shape = [1] * (ndim - 2) + [_VECTOR + rest]
+
+    def rows(seed: int) -> Tensor:
+        expert = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed))
+        others = torch.randn(slots - 1, *shape, generator=torch.Generator().manual_seed(1000 + seed))
+        return torch.cat([100.0 * others, expert]).to(parameter.device, dtype)
+
+    trial = nn.Parameter(_FIRST_WEIGHTS * rows(0))
+    known = inspect.signature(type(optimizer)).parameters
+    options = {name: copy.deepcopy(value) for name, value in group.items() if name in known and name != "params"}
+    replica = type(optimizer)([trial], **options)
+    for step in range(_STEPS):
+        trial.grad = rows(1 + step) * 10.0**step
+        replica.step(lambda: 0.0)
+    return trial.detach()[-1]

@@ -1,0 +1,42 @@
+"""Ranks of one machine that Lightning, torchrun or SLURM starts meet where no other user can reach them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from typing_extensions import override
+
+from moe_lightning.comm.private_folder import PrivateFolder
+from moe_lightning.comm.world import STORE_VARIABLE
+
+_NAMES_OF_RUNS = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+)
+
+
+class PrivateLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, which starts the script once more for every other rank; on one machine they meet in a
+    private folder of rank 0's.
+    """
+
+    @override
+    def _call_children_scripts(self) -> None:
+        if self.num_nodes == 1:
+            folder = PrivateFolder()
+            atexit.register(folder.close)
+            os.environ[STORE_VARIABLE] = str(folder.path)
+        super()._call_children_scripts()
+
+
+def meeting_of(environment: ClusterEnvironment | None) -> str:
+    """What the ranks of this run have in common, and no other run on the machine at the same time."""
+    assert environment is not None
+    names = [os.environ.get(name, "") for name in _NAMES_OF_RUNS]
+    return " ".join([environment.main_address, str(environment.main_port), *names])

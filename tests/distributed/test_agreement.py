@@ -1,0 +1,151 @@
+"""Ranks that plan differently, or run different versions, end in a sentence and not in an exchange that none meets."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_lightning.algorithms.placement import Placement, uniform_placement
+from moe_lightning.algorithms.quota import equal_quota
+from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.comm import agreement
+from moe_lightning.comm.agreement import check_versions, fingerprint, require_agreement
+from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.placed_experts import PlacedExperts
+from tests.distributed.harness import connect, run_ranks
+from tests.distributed.training import OwnModule
+
+EXPERTS = 4
+PLACEMENT = np.array([[1, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]])
+
+
+def shadow_plan(rank: int) -> ShadowPlan:
+    """Expert 0 visits rank 1; on rank 2 its home is another one."""
+    shadows = np.zeros((EXPERTS, 3), dtype=bool)
+    shadows[0, 1] = True
+    homes = PLACEMENT.argmax(axis=1)
+    homes[0] = 2 if rank == 2 else 0
+    return ShadowPlan(shadows=shadows, homes=homes)
+
+
+def disagree(rank: int, world_size: int, about: str) -> list[str]:
+    """What each of two micro-batches ends in."""
+    replicas = PLACEMENT.copy()
+    if about == "placement" and rank == 2:
+        replicas[3] = [1, 1, 1]
+    policy: Any = "equal" if about == "policy" and rank == 2 else "balanced"
+    dispatcher = Dispatcher(Placement(replicas=replicas), connect(), [(0, 1, 2)], policy, layer=7)
+    if about == "shadows":
+        dispatcher.shadows = shadow_plan(rank)
+    if about == "quota" and rank == 2:
+        dispatcher._quota = equal_quota
+    ids_TK = torch.tensor([[0], [0], [0], [0], [1], [2]])
+    ended = []
+    for _ in range(2):
+        try:
+            dispatcher.plan(ids_TK, dispatcher.gather_counts(torch.tensor([4, 1, 1, 0])))
+            ended.append("")
+        except ConfigurationError as error:
+            ended.append(str(error))
+    return ended
+
+
+@pytest.mark.parametrize("about", ["placement", "policy", "shadows"])
+def test_another_plan_ends_the_step_before_anything_travels(about: str) -> None:
+    first, second, third = run_ranks(3, disagree, about)
+    assert first == second == third
+    assert first[0].startswith("the plan (placement, shadows, quotas) of MoE layer 7 of ranks [2] differs from that of")
+    assert "rank 0: give all ranks the same files, settings and versions" in first[0]
+
+
+def test_another_quota_ends_the_next_micro_batch() -> None:
+    first, second, third = run_ranks(3, disagree, "quota")
+    assert first == second == third
+    assert first[0] == ""
+    assert "MoE layer 7 of ranks [2] differs" in first[1]
+
+
+def test_ranks_that_agree_go_on() -> None:
+    assert run_ranks(3, disagree, "nothing") == [["", ""]] * 3
+
+
+def move_elsewhere(rank: int, world_size: int) -> str:
+    module, world = OwnModule(), connect()
+    experts = PlacedExperts(module, [uniform_placement(6, 2)], world, slots=4)
+    replicas = uniform_placement(6, 2).replicas.copy()
+    replicas[5] = [1, 0] if rank == 0 else [1, 1]
+    with pytest.raises(ConfigurationError) as raised:
+        experts.replace([Placement(replicas=replicas)], [])
+    return str(raised.value)
+
+
+def test_no_expert_moves_to_where_not_all_ranks_want_it() -> None:
+    first, second = run_ranks(2, move_elsewhere)
+    assert first == second
+    assert first.startswith("the new placement of ranks [1] differs from that of rank 0")
+
+
+# ---------------------------------------------------------------------- versions
+
+
+def meet_with(rank: int, world_size: int, name: str, version: str) -> tuple[str, list[str]]:
+    own = agreement.versions()
+    if rank == 1:
+        agreement.versions = lambda: own | {name: version}  # type: ignore[assignment]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            check_versions(connect())
+        except ConfigurationError as error:
+            return str(error), []
+    return "", [str(warning.message) for warning in caught if "install the same" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "is_refused"),
+    [
+        ("moe-lightning", "0.0.9", True),
+        ("Python", "3.99.1", True),
+        ("NumPy", "1.26.0", True),
+        ("torch", "2.1.0", True),
+        ("NumPy", ".".join([*np.__version__.split(".")[:2], "99"]), False),
+    ],
+)
+def test_another_version_is_refused_or_warned_of(name: str, version: str, is_refused: bool) -> None:
+    first, second = run_ranks(2, meet_with, name, version)
+    assert first == ("", [])
+    sentence = f"rank 1 has {name} {version} where rank 0 has {agreement.versions()[name]}"
+    if is_refused:
+        assert second[0].startswith(f"{sentence}, and would plan otherwise")
+    else:
+        assert second == ("", [f"{sentence}: install the same on all ranks"])
+
+
+def test_the_same_version_is_not_worth_a_word() -> None:
+    assert run_ranks(2, meet_with, "torch", agreement.versions()["torch"]) == [("", [])] * 2
+
+
+# ---------------------------------------------------------------------- hashes
+
+
+def test_a_hash_tells_values_shapes_types_and_order() -> None:
+    a, b = np.arange(6), np.arange(6).reshape(2, 3)
+    prints = [fingerprint(a), fingerprint(b), fingerprint(b.T), fingerprint(a.astype(np.int32)), fingerprint(a, a)]
+    prints += [fingerprint(a, "x"), fingerprint("x", a), fingerprint("xy"), fingerprint("x", "y")]
+    assert len(set(prints)) == len(prints)
+    assert all(0 <= value < 2**63 for value in prints)
+    assert fingerprint(b.T) == fingerprint(np.ascontiguousarray(b.T))
+    with pytest.raises(AssertionError):
+        fingerprint(np.zeros(2))
+
+
+def test_the_fewest_are_named() -> None:
+    require_agreement([5, 5, 5], "x")
+    require_agreement([], "x")
+    with pytest.raises(ConfigurationError, match=r"^x of ranks \[0, 3\] differs from that of rank 1"):
+        require_agreement([7, 5, 5, 8, 5], "x")

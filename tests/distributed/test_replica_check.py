@@ -1,0 +1,216 @@
+"""Replicas of experts stay alike: optimizers that would part them are refused, and what parts them is found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from moe_lightning.comm.replica_check import Difference, HeldLayer, differing_replicas
+from moe_lightning.errors import ConfigurationError, ReplicasDifferError
+from moe_lightning.strategies.expert_updates import require_updates_by_expert
+from tests.distributed.harness import connect, run_ranks
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+
+
+class Lion(Optimizer):
+    """A user's own elementwise optimizer."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad.sign()
+
+
+class Lars(Lion):
+    """One that scales by the norm of the whole tensor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad / p.grad.norm()
+
+
+class Unknown(Lion):
+    """One whose constructor asks for more than its options."""
+
+    def __init__(self, params: Any, schedule: Callable[[int], float]) -> None:
+        super().__init__(params)
+
+
+ELEMENTWISE: list[tuple[Any, dict[str, Any]]] = [
+    (getattr(torch.optim, name), options)
+    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"]
+    for options in ({}, {"foreach": True}, {"foreach": False})
+]
+ELEMENTWISE += [
+    (torch.optim.AdamW, {"amsgrad": True, "betas": (0.8, 0.9)}),
+    (torch.optim.AdamW, {"lr": torch.tensor(1e-2)}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (Lion, {}),
+]
+MIXING: list[tuple[Any, dict[str, Any]]] = [(torch.optim.Adafactor, {}), (torch.optim.LBFGS, {}), (Lars, {})]
+
+
+def stacks(width: int = 7) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(2, 3, width)), nn.Parameter(torch.randn(2, width))]
+
+
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
+def test_elementwise_optimizers_pass(kind: Any, options: dict[str, Any]) -> None:
+    parameters = stacks()
+    state = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = kind(parameters, **options)
+        before = [p.detach().clone() for p in parameters]
+        known = repr(optimizer.state_dict())
+        require_updates_by_expert([optimizer], parameters)
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    assert repr(optimizer.state_dict()) == known, "the run's own optimizer is not touched"
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("kind", "options"), MIXING)
+def test_optimizers_that_mix_rows_are_refused(kind: Any, options: dict[str, Any]) -> None:
+    parameters = stacks()
+    with pytest.raises(ConfigurationError, match=rf"^{kind.__name__} updates an expert otherwise .* use AdamW"):
+        require_updates_by_expert([kind(parameters, **options)], parameters)
+    require_updates_by_expert([kind(parameters, **options)], [])  # of dense parameters it is nobody's business
+
+
+@pytest.mark.parametrize(("width", "is_refused"), [(7, True), (64, False)])
+def test_fused_updates_are_refused_where_rows_end_within_a_vector(width: int, is_refused: bool) -> None:
+    parameters = [nn.Parameter(torch.randn(2, 3, width))]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    if is_refused:
+        with pytest.raises(ConfigurationError, match=r"AdamW updates an expert otherwise .* drop fused=True"):
+            require_updates_by_expert([optimizer], parameters)
+    else:
+        require_updates_by_expert([optimizer], parameters)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_told() -> None:
+    parameters = stacks()
+    with pytest.warns(UserWarning, match=r"Unknown cannot be tried on a small parameter \(TypeError\)"):
+        require_updates_by_expert([Unknown(parameters, float)], parameters)
+
+
+class WithOptimizer(OwnModule):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def configure_optimizers(self) -> Optimizer:
+        optimizer: Optimizer = self._kind(self.parameters(), lr=1e-3)
+        return optimizer
+
+
+def fit_with(rank: int, world_size: int, kind: Any) -> str:
+    trainer = make_trainer(rank, world_size, max_steps=1)
+    try:
+        trainer.fit(WithOptimizer(kind), DataLoader(RandomTokens(24), batch_size=12))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_fit_refuses_them_before_its_first_step() -> None:
+    first, second = run_ranks(2, fit_with, torch.optim.Adafactor)
+    assert first == second
+    assert first.startswith("Adafactor updates an expert otherwise")
+    assert run_ranks(1, fit_with, torch.optim.Adafactor) == [""]
+
+
+# ---------------------------------------------------------------------- the comparison
+
+
+def held(rank: int, change: dict[int, tuple[int, int, int]]) -> list[HeldLayer]:
+    """Two layers on three ranks: experts 0..3 in other slots on each, the second layer bf16 with a vacant slot."""
+    slots = ((0, 1, 2), (2, 0, 3), (1, 3, 0))[rank]
+    layers = []
+    for index, dtype in enumerate((torch.float32, torch.bfloat16)):
+        full = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(index)).to(dtype)
+        own: Tensor = full[list(slots)].clone()
+        if rank in change and change[rank][0] == index:
+            _, expert, element = change[rank]
+            bits = own[slots.index(expert)].view(torch.int16 if dtype is torch.bfloat16 else torch.int32)
+            bits.view(-1)[element] ^= 1
+        layers.append(HeldLayer(stacks=[own, own.mean(dim=(1, 2))[:, None]], slot_experts=slots, num_experts=4))
+    vacant = HeldLayer(stacks=[torch.randn(1, 3)], slot_experts=(-1,), num_experts=4)
+    return [*layers, vacant]
+
+
+def compare(rank: int, world_size: int, change: dict[int, tuple[int, int, int]]) -> list[Difference]:
+    return differing_replicas(held(rank, change), connect())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, []),
+        ({1: (0, 2, 29)}, [(0, 2, ((0,), (1,)))]),
+        ({2: (1, 0, 0)}, [(1, 0, ((0, 1), (2,)))]),
+        ({0: (0, 0, 3), 1: (1, 3, 7)}, [(0, 0, ((0,), (1, 2))), (1, 3, ((1,), (2,)))]),
+    ],
+)
+def test_one_bit_is_found_and_named(change: dict[int, tuple[int, int, int]], expected: list[Any]) -> None:
+    results = run_ranks(3, compare, change)
+    assert results[0] == results[1] == results[2]
+    assert [(d.layer, d.expert, d.groups) for d in results[0]] == expected
+
+
+class Meddler(pl.Callback):
+    """After a step, changes one weight of expert 4 on one rank."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.compared = step, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        slots = module.moe.experts.slot_experts
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            module.moe.experts.w_up.data[slots.index(4), 0, 0] += 1e-3
+
+
+def fit_meddled(rank: int, world_size: int, copies: int, every: int, step: int) -> tuple[str, int, int]:
+    trainer = make_trainer(
+        rank, world_size, {"copies": copies, "check_replicas_every": every}, callbacks=[Meddler(step)], max_steps=8
+    )
+    compared = 0
+    stock = torch.distributed.all_reduce
+
+    def counted(tensor: Tensor, op: Any = torch.distributed.ReduceOp.SUM, **options: Any) -> Any:
+        nonlocal compared
+        compared += op == torch.distributed.ReduceOp.MIN
+        return stock(tensor, op=op, **options)
+
+    torch.distributed.all_reduce = counted
+    try:
+        trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
+    except ReplicasDifferError as error:
+        return str(error), trainer.global_step, compared
+    return "", trainer.global_step, compared
+
+
+def test_a_meddled_replica_ends_the_run_at_the_next_comparison() -> None:
+    first, second = run_ranks(2, fit_meddled, 2, 3, 4)
+    assert first == second
+    assert first[1:] == (6, 2)
+    assert first[0].startswith(
+        "after step 6 the replicas of expert 4 of MoE layer 0 differ between ranks [0] and ranks"
+    )
+
+
+@pytest.mark.parametrize(("copies", "every", "compared"), [(2, 3, 2), (2, 0, 0), (2, 100, 0), (1, 3, 0)])
+def test_nothing_is_compared_in_other_steps(copies: int, every: int, compared: int) -> None:
+    assert run_ranks(2, fit_meddled, copies, every, -1) == [("", 8, compared)] * 2
