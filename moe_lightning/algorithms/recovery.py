@@ -159,8 +159,8 @@ class _Search:
         source = _Source(version=self._live_version, origin=Origin.LIVE)
         fallback = self._expert_sources(session, self._live_version, np.argwhere(~live))
         if fallback is not None:
-            pairs: list[Expert] = [(layer, expert) for layer, expert in np.argwhere(live).tolist()]
-            experts = dict.fromkeys(pairs, source) | fallback
+            alive: list[Expert] = [(layer, expert) for layer, expert in np.argwhere(live).tolist()]
+            experts = dict.fromkeys(alive, source) | fallback
             key = (_LIVE_SESSION, self._live_version)
             yield _Candidate(level="live", key=key, session=session, rests=rests, experts=experts)
 

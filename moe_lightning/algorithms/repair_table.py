@@ -185,7 +185,7 @@ class RepairTable:
             if claim.leaves >= 0:
                 self._remove(claim.expert, claim.leaves)
             self._add(claim.expert, rank)
-            claim, rank = claim.cause, claim.leaves
+            rank, claim = claim.leaves, claim.cause
 
     # ------------------------------------------------------------------ bookkeeping
 

@@ -150,6 +150,6 @@ def _hugging_face_tokenizer(folder: Path) -> Any:
             f"{folder} has a chat template, which needs transformers: pip install 'moe-lightning[hf]'"
         ) from None
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises nothing narrower
         raise ConfigurationError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from error
