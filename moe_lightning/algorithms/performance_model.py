@@ -205,7 +205,8 @@ def copy_volumes(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) 
 def total_copies(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> IntArray:
     """int64 [P, 2, N]: `copy_volumes` of bool [E, N], summed over experts; only those with a shadow take time."""
     moved = shadows.any(axis=1)
-    return copy_volumes(shadows[moved], homes[moved], transfer).sum(axis=0)
+    total: IntArray = copy_volumes(shadows[moved], homes[moved], transfer).sum(axis=0)
+    return total
 
 
 def predict_block(volumes: IntArray, copies: IntArray, costs: BlockCosts, scheduled: bool = True) -> BlockTimes:

@@ -40,7 +40,8 @@ class Layer:
     @cached_property
     def load(self) -> IntArray:
         """int64 [E]."""
-        return self.tokens.sum(axis=1)
+        load: IntArray = self.tokens.sum(axis=1)
+        return load
 
     @cached_property
     def homes(self) -> IntArray:
@@ -140,7 +141,8 @@ class GreedyMoves:
     @property
     def num_copies(self) -> IntArray:
         """int64 [B]: shadows in the best plan of each n."""
-        return (self._targets * self.best_BE).sum(axis=1)
+        copies: IntArray = (self._targets * self.best_BE).sum(axis=1)
+        return copies
 
     def least_s(self, plan: ShadowPlan) -> float:
         """Seconds that the copies of this plan take at least, however its holders share the tokens."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from moe_lightning.errors import ConfigurationError
 
@@ -68,7 +68,7 @@ class Chain:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
-        self._last: Future[object] | None = None
+        self._last: Future[Any] | None = None
 
     def then(self, task: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> Future[_T]:
         """Run a task after those before it; where one of them failed, it fails alike."""

@@ -212,9 +212,15 @@ def test_the_benchmark_prints_a_row_per_strategy(
     parser = argparse.ArgumentParser()
     balance_trace.add_arguments(parser)
     arguments = [str(PATH), "--slots", "4", "--strategies", "plain", "packed", "--step", "200"]
+    arguments += ["--protection-slots", "4"]
     assert balance_trace.run(parser.parse_args(arguments)) == 0
     printed = capsys.readouterr().out
-    assert [line.split()[0] for line in printed.splitlines()[1:]] == ["strategy", "plain", "packed"]
+    table, protection = printed.split("\n\n")
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ["strategy", "plain", "packed"]
+    one_node, two_nodes = ([float(number) for number in line.split()] for line in protection.splitlines()[2:])
+    assert (one_node[:2], two_nodes[:2]) == ([4, 1], [4, 2])
+    assert one_node[2] <= two_nodes[2]  # protection takes slots from balance
+    assert two_nodes[4] < 1.02  # shadows give it back
 
 
 def test_traces_that_cannot_be_judged_say_why(tmp_path: Path) -> None:
