@@ -139,7 +139,8 @@ def _placed(
 def _tokens(rng: np.random.Generator, popularity: np.ndarray, ranks: int) -> IntArray:
     """int64 [E, N]: every rank draws its tokens from its own drift around the layer's popularity."""
     drift = popularity[:, None] * rng.lognormal(0.0, 0.5, size=(len(popularity), ranks))
-    return (_TOKENS * drift / drift.sum(axis=0)).astype(np.int64)
+    tokens: IntArray = (_TOKENS * drift / drift.sum(axis=0)).astype(np.int64)
+    return tokens
 
 
 def _costs() -> BlockCosts:
