@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,24 @@ class Cluster:
     def ranks_of(self, node: int) -> tuple[int, ...]:
         """The ranks of a node, ascending."""
         return tuple(rank for rank, home in enumerate(self.node_of) if home == node)
+
+    def ranks_by_node(self) -> list[list[int]]:
+        """The ranks of every node, ascending."""
+        ranks: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for rank, node in enumerate(self.node_of):
+            ranks[node].append(rank)
+        return ranks
+
+    def ranks_across_nodes(self) -> list[int]:
+        """All ranks: the first of every node, then the second of every node, and so on."""
+        return [rank for row in itertools.zip_longest(*self.ranks_by_node()) for rank in row if rank is not None]
+
+    def missing_nodes(self, replicas: IntArray, wanted: int) -> int:
+        """Distinct nodes that are missing, over all experts, until each of int64 [E, N] is on `wanted` of them."""
+        experts, ranks = np.nonzero(replicas)
+        holds = np.zeros((len(replicas), self.num_nodes), dtype=np.bool_)
+        holds[experts, np.array(self.node_of)[ranks]] = True
+        return int(np.maximum(wanted - holds.sum(axis=1), 0).sum())
 
     def node_slots(self) -> IntArray:
         """int64 [nodes]: slots of all ranks of each node together."""

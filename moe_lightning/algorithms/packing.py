@@ -6,9 +6,17 @@ hottest one. That needs at most E + N - 1 of the slots for a perfect split (a ho
 cold one by nobody); the slots that are left first protect the experts on fewer than `min_replicas` nodes, then help the
 experts with most tokens per holder, so that the plan tolerates drifting loads. This is ours, not the papers'; on a real
 trace it balances better than every other rule here (bench/balance_trace.py prints the comparison).
+
+Loads are summed in fixed-point integers, so that ranks on different machines make the same plan. `slot_table` has the
+books that protecting and filling need.
 """
 
 from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,7 +24,8 @@ from moe_lightning.algorithms.allocation import affordable_replicas, allocate_re
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.quota import balanced_quota
-from moe_lightning.algorithms.replica_placement import deal_to_ranks, spread
+from moe_lightning.algorithms.replica_placement import ONE_TOKEN, deal_to_ranks, spread
+from moe_lightning.algorithms.slot_table import SlotTable
 
 _BALANCED = 1.01
 
@@ -41,11 +50,12 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
     )
     load = np.maximum(load, 1)
     table = _pack(load, cluster)
-    _protect(table, load, cluster, floor)
-    _fill(table, load, cluster)
-    missing, busiest = _missing_nodes(table, cluster, floor), _busiest(table, load)
+    table.protect(floor)
+    table.fill()
+    packed, missing = table.replicas, table.missing_nodes(floor)
+    busiest = _busiest(packed, load)
     if not missing and busiest * cluster.num_ranks <= _BALANCED * load.sum():
-        return Placement(replicas=table)
+        return Placement(replicas=packed)
     replicas = allocate_replicas(
         load,
         slots=cluster.num_slots,
@@ -54,7 +64,7 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
         max_replicas=cluster.num_ranks,
     )
     greedy = _deal_greedily(replicas, load, cluster, floor)
-    missing_greedily = _missing_nodes(greedy, cluster, floor)
+    missing_greedily = cluster.missing_nodes(greedy, floor)
     if missing and missing_greedily:
         # On nodes of equal size spread always keeps the promise: its running cursor visits distinct nodes before any
         # node twice.
@@ -62,101 +72,75 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
             replicas=deal_to_ranks(spread(replicas, cluster.node_slots()), cluster, load).replicas.clip(max=1)
         )
     better = (missing_greedily, _busiest(greedy, load)) < (missing, busiest)
-    return Placement(replicas=greedy if better else table)
+    return Placement(replicas=greedy if better else packed)
 
 
-def _pack(load: IntArray, cluster: Cluster) -> IntArray:
-    """int64 [E, N] of 0 and 1: for every rank the coldest experts whole and a piece of the hottest, up to its share.
+def _pack(load: IntArray, cluster: Cluster) -> SlotTable:
+    """For every rank the coldest experts whole and a piece of the hottest, up to its share.
 
     An expert is cut only while the later slots suffice for all experts that are left. Ranks are filled across nodes, so
     that the pieces of an expert land on different ones.
     """
-    table = np.zeros((len(load), cluster.num_ranks), dtype=np.int64)
-    left = {
-        int(e): float(load[e]) for e in np.argsort(load, kind="stable")
-    }  # ascending; only the last piece ever shrinks
-    place_in_node = [cluster.ranks_of(node).index(rank) for rank, node in enumerate(cluster.node_of)]
-    order = sorted(range(cluster.num_ranks), key=lambda rank: (place_in_node[rank], cluster.node_of[rank]))
-    for position, rank in enumerate(order):
-        later_slots = (len(order) - 1 - position) * cluster.slots_per_rank
-        room = sum(left.values()) / (len(order) - position)
+    table = SlotTable(load, cluster)
+    left = sorted((tokens * ONE_TOKEN, expert) for expert, tokens in enumerate(load.tolist()))
+    tokens_left = sum(tokens for tokens, _ in left)
+    for position, rank in enumerate(cluster.ranks_across_nodes()):
+        ranks_left = cluster.num_ranks - position
+        later_slots = (ranks_left - 1) * cluster.slots_per_rank
+        room = -(-tokens_left // ranks_left)
         for slot in range(cluster.slots_per_rank, 0, -1):
             if not left:
-                break
-            coldest, hottest = min(left, key=lambda e: (left[e], e)), max(left, key=lambda e: (left[e], e))
+                return table
             must_take_whole = len(left) > later_slots + slot - 1
-            expert = hottest if slot == 1 and not must_take_whole else coldest
-            table[expert, rank] = 1
-            if left[expert] <= room * (1 + 1e-9) or must_take_whole:
-                room -= left.pop(expert)
-            else:
-                left[expert] -= room
+            tokens, expert = left.pop(-1 if slot == 1 and not must_take_whole else 0)  # the hottest or the coldest
+            table.put(expert, rank)
+            if tokens > room and not must_take_whole:
+                insort(left, (tokens - room, expert))
+                tokens_left -= room
                 break
+            room -= tokens
+            tokens_left -= tokens
     return table
-
-
-def _protect(table: IntArray, load: IntArray, cluster: Cluster, floor: int) -> None:
-    """Give experts on fewer than `floor` nodes a replica in a free slot or instead of a surplus one, hottest first."""
-    node_of = np.array(cluster.node_of)
-    short = np.flatnonzero((cluster.by_node(table) > 0).sum(axis=1) < floor)  # stealing never adds to these
-    for expert in short[np.argsort(-load[short], kind="stable")]:
-        for _ in range(floor):
-            nodes = cluster.by_node(table) > 0
-            if nodes[expert].sum() >= floor:
-                break
-            allowed = ~nodes[expert][node_of]
-            free = np.flatnonzero(allowed & (table.sum(axis=0) < cluster.slots_per_rank))
-            if free.size:
-                crowd = (table * (load / table.sum(axis=1).clip(1))[:, None]).sum(axis=0)
-                table[expert, free[np.argmin(crowd[free])]] = 1
-                continue
-            held = cluster.by_node(table)[:, node_of]
-            spare = (table > 0) & allowed & ((nodes.sum(axis=1) > floor)[:, None] | (held > 1))
-            if not spare.any():
-                break
-            relief = np.where(spare, (load / table.sum(axis=1).clip(1))[:, None], np.inf)
-            loser, rank = np.unravel_index(np.argmin(relief), relief.shape)
-            table[loser, rank], table[expert, rank] = 0, 1
-
-
-def _fill(table: IntArray, load: IntArray, cluster: Cluster) -> None:
-    """Every free slot takes the expert with most tokens per holder that its rank lacks."""
-    holders = table.sum(axis=1)
-    for rank in range(cluster.num_ranks):
-        for _ in range(int(cluster.slots_per_rank - table[:, rank].sum())):
-            need = np.where(table[:, rank] == 0, load / holders, -1.0)
-            expert = int(np.argmax(need))
-            if need[expert] < 0:
-                break
-            table[expert, rank] = 1
-            holders[expert] += 1
 
 
 def _deal_greedily(replicas: IntArray, load: IntArray, cluster: Cluster, floor: int) -> IntArray:
-    """Replicas with most tokens first, each to the least loaded rank, an expert's first `floor` on distinct nodes."""
-    node_of = np.array(cluster.node_of)
+    """int64 [E, N]: replicas with most tokens first, each to the least loaded rank, an expert's first `floor` on
+    distinct nodes."""
     table = np.zeros((len(replicas), cluster.num_ranks), dtype=np.int64)
-    carried, free = np.zeros(cluster.num_ranks), np.full(cluster.num_ranks, cluster.slots_per_rank)
+    free = [cluster.slots_per_rank] * cluster.num_ranks
+    idle = [(0, -cluster.slots_per_rank, rank) for rank in range(cluster.num_ranks)]  # a heap: carried, -free, rank
     share = load / replicas
-    for expert in np.argsort(-share, kind="stable"):
-        used_nodes = np.zeros(cluster.num_nodes, dtype=np.bool_)
-        for copy in range(replicas[expert]):
-            open_ranks = (free > 0) & (table[expert] == 0)
-            fresh = open_ranks & ~used_nodes[node_of]
-            choice = np.flatnonzero(fresh if copy < floor and fresh.any() else open_ranks)
-            if not choice.size:
-                break
-            rank = int(choice[np.lexsort((-free[choice], carried[choice]))[0]])
-            table[expert, rank], used_nodes[node_of[rank]] = 1, True
-            carried[rank] += share[expert]
+    for expert in np.argsort(-share, kind="stable").tolist():
+        piece = int(load[expert]) * ONE_TOKEN // int(replicas[expert])
+        taken, aside = _take_ranks(idle, int(replicas[expert]), cluster.node_of, floor)
+        for carried, _, rank in taken:
+            table[expert, rank] = 1
             free[rank] -= 1
+            if free[rank]:
+                aside.append((carried + piece, -free[rank], rank))
+        for entry in aside:
+            heapq.heappush(idle, entry)
     return table
 
 
-def _missing_nodes(table: IntArray, cluster: Cluster, floor: int) -> int:
-    """Distinct nodes that are missing, over all experts, to keep the promise."""
-    nodes = (cluster.by_node(table) > 0).sum(axis=1)
-    return int(np.maximum(floor - nodes, 0).sum())
+def _take_ranks(
+    idle: list[tuple[int, int, int]], count: int, node_of: Sequence[int], floor: int
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """Take up to `count` entries (carried, -free, rank) off the heap, the first `floor` on distinct nodes where nodes
+    are left; also those that were passed over for it."""
+    taken: list[tuple[int, int, int]] = []
+    passed: deque[tuple[int, int, int]] = deque()  # ascending, and below the rest of the heap
+    used_nodes: set[int] = set()
+    while len(taken) < min(floor, count) and idle:
+        entry = heapq.heappop(idle)
+        if node_of[entry[2]] in used_nodes:
+            passed.append(entry)
+        else:
+            used_nodes.add(node_of[entry[2]])
+            taken.append(entry)
+    while len(taken) < count and (passed or idle):
+        taken.append(passed.popleft() if passed else heapq.heappop(idle))
+    return taken, list(passed)
 
 
 def _busiest(table: IntArray, load: IntArray) -> int:

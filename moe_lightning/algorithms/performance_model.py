@@ -12,8 +12,10 @@ Shapes: N ranks, E experts, P phases of a transfer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -24,6 +26,12 @@ from moe_lightning.errors import ConfigurationError
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+
+ONE_COPY = 1 << 32
+"""Fixed-point unit of copies of an expert, so that fractions of copies add up alike on every machine."""
+
+_ROUNDING = 1 - 1e-9
+"""Keeps a bound a bound where sums are rounded."""
 
 TransferMethod = Literal["scatter", "direct", "average"]
 """How an expert's weights reach m ranks. "direct": the home sends m copies. "scatter": the home sends m different
@@ -72,7 +80,7 @@ class BlockCosts:
     def from_json(cls, data: Mapping[str, Any], num_ranks: int) -> BlockCosts:
         """The costs on so many ranks; figures of single ranks of another number of them are averaged."""
         fitting = {
-            name: np.asarray(value) if len(value) == num_ranks else float(np.mean(value))
+            name: np.asarray(value) if len(value) == num_ranks else math.fsum(value) / len(value)
             for name, value in data.items()
             if isinstance(value, list)
         }
@@ -136,48 +144,122 @@ def row_volumes(tokens: IntArray, quota: IntArray) -> IntArray:
     return np.stack([quota, np.maximum(surplus, 0), np.maximum(-surplus, 0), (quota > 0).astype(np.int64)], axis=-2)
 
 
-def copy_volumes(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> FloatArray:
-    """float64 [..., E, P, 2, N]: copies of each expert that each rank sends (0) and receives (1) per phase of Trans.
+def total_volumes(tokens: IntArray, quota: IntArray) -> IntArray:
+    """int64 [4, N]: `row_volumes` of int64 [E, N], summed over experts, in time that grows with the holders only."""
+    experts, ranks = np.divmod(np.flatnonzero(quota != 0), quota.shape[1])
+    return pair_volumes(tokens, experts, ranks, quota[experts, ranks])
+
+
+def pair_volumes(tokens: IntArray, experts: IntArray, ranks: IntArray, rows: IntArray) -> IntArray:
+    """int64 [4, N]: `row_volumes`, summed over experts, of quotas that are given as (expert, rank) pairs.
+
+    A rank sends what it has and does not compute itself, and receives what it computes and does not have.
+
+    Args:
+        tokens: int64 [E, N], assignments on each rank before dispatch.
+        experts, ranks, rows: int64 [pairs]; rows may be 0.
+    """
+    num_ranks = tokens.shape[1]
+    computed = _sum_by(ranks, rows, num_ranks)
+    at_home = _sum_by(ranks, np.minimum(rows, tokens[experts, ranks]), num_ranks)
+    touched = _sum_by(ranks, rows > 0, num_ranks)
+    return np.stack([computed, tokens.sum(axis=0) - at_home, computed - at_home, touched])
+
+
+def _sum_by(ranks: IntArray, amounts: IntArray | BoolArray, num_ranks: int) -> IntArray:
+    """int64 [N]; bincount sums in doubles, exactly below 2^53."""
+    return np.bincount(ranks, weights=amounts, minlength=num_ranks).astype(np.int64)
+
+
+def copy_volumes(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> IntArray:
+    """int64 [..., E, P, 2, N]: copies of each expert that each rank sends (0) and receives (1) per phase of Trans, in
+    units of 1 / ONE_COPY.
 
     Agg is the same in reverse. Sum over experts for a rank's totals.
 
     Args:
         shadows: bool [..., E, N], where the shadows go; never the home.
-        homes: int64 [E], the rank that sends each expert's weights.
+        homes: int64 [..., E], the rank that sends each expert's weights.
         transfer: see `TransferMethod`.
     """
     num_ranks = shadows.shape[-1]
-    targets = shadows.astype(np.float64)
-    count = targets.sum(axis=-1, keepdims=True)
-    moved = (count > 0).astype(np.float64)
-    at_home = np.equal.outer(homes, np.arange(num_ranks)).astype(np.float64)
+    count = shadows.sum(axis=-1, keepdims=True)
+    moved = (count > 0).astype(np.int64)
+    at_home = homes[..., None] == np.arange(num_ranks)
     if transfer == "average":
-        evenly = np.broadcast_to((count + moved) / num_ranks, targets.shape)
+        evenly = np.broadcast_to(ONE_COPY * (count + moved) // num_ranks, shadows.shape)
         return np.stack([evenly, evenly], axis=-2)[..., None, :, :]
+    volumes = np.empty((*shadows.shape[:-1], 1 if transfer == "direct" else 2, 2, num_ranks), dtype=np.int64)
     if transfer == "direct":
-        return np.stack([at_home * count, targets], axis=-2)[..., None, :, :]
-    piece = targets / np.maximum(count, 1)
-    scatter = np.stack([at_home * moved, piece], axis=-2)
-    gather = np.stack([targets - piece, targets - piece], axis=-2)
-    return np.stack([scatter, gather], axis=-3)
+        np.multiply(at_home, ONE_COPY * count, out=volumes[..., 0, 0, :])
+        np.multiply(shadows, ONE_COPY, out=volumes[..., 0, 1, :])
+        return volumes
+    piece = ONE_COPY // np.maximum(count, 1)
+    np.multiply(at_home, ONE_COPY * moved, out=volumes[..., 0, 0, :])
+    np.multiply(shadows, piece, out=volumes[..., 0, 1, :])
+    np.multiply(shadows, ONE_COPY - piece, out=volumes[..., 1, 0, :])
+    volumes[..., 1, 1, :] = volumes[..., 1, 0, :]
+    return volumes
 
 
-def predict_block(volumes: IntArray, copies: FloatArray, costs: BlockCosts, scheduled: bool = True) -> BlockTimes:
+def total_copies(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> IntArray:
+    """int64 [P, 2, N]: `copy_volumes` of bool [E, N], summed over experts; only those with a shadow take time."""
+    moved = shadows.any(axis=1)
+    total: IntArray = copy_volumes(shadows[moved], homes[moved], transfer).sum(axis=0)
+    return total
+
+
+def predict_block(volumes: IntArray, copies: IntArray, costs: BlockCosts, scheduled: bool = True) -> BlockTimes:
     """Seconds of one block from the totals of all ranks.
 
     Args:
         volumes: int64 [..., 4, N], `row_volumes` summed over experts.
-        copies: float64 [..., P, 2, N], `copy_volumes` summed over experts.
+        copies: int64 [..., P, 2, N], `copy_volumes` summed over experts.
         costs: constants.
         scheduled: whether Trans and Agg run under computations (eq. 8) or on their own (eq. 6).
     """
-    sent_bytes = (volumes[..., 1:3, :] * costs.row_bytes).astype(np.float64)
     computed, touched = volumes[..., 0, :], volumes[..., 3, :]
-    exchange_s = _exchange_s(sent_bytes, costs)
-    forward_s = (computed / costs.rows_per_s + touched * costs.expert_s).max(axis=-1)
+    if np.ndim(costs.rows_per_s) == 0 and not costs.expert_s:  # the busiest rank is the slowest
+        forward_s = computed.max(axis=-1) / costs.rows_per_s
+    else:
+        forward_s = (computed / costs.rows_per_s + touched * costs.expert_s).max(axis=-1)
+    return _scheduled(
+        exchange_s=_exchange_s(volumes[..., 1:3, :], costs.row_bytes, costs),
+        forward_s=np.asarray(forward_s, dtype=np.float64),
+        trans_s=_exchange_s(copies, costs.weight_bytes / ONE_COPY, costs).sum(axis=-1),
+        agg_s=_exchange_s(copies, costs.gradient_bytes / ONE_COPY, costs).sum(axis=-1),
+        costs=costs,
+        scheduled=scheduled,
+    )
+
+
+def least_times(num_rows: int, times: BlockTimes, costs: BlockCosts, scheduled: bool, num_ranks: int) -> FloatArray:
+    """Seconds that no plan with these or more copies falls short of, however it divides the rows.
+
+    Args:
+        num_rows: assignments of all ranks.
+        times: of a plan; its Trans and Agg are what counts.
+        costs, scheduled: as for `predict_block`.
+        num_ranks: ranks of the world.
+    """
+    rows_per_s = costs.rows_per_s
+    all_rows_per_s = rows_per_s * num_ranks if isinstance(rows_per_s, float | int) else math.fsum(rows_per_s.tolist())
+    evenly_s = np.full_like(times.trans_s, num_rows / all_rows_per_s)
+    nothing_s = np.zeros_like(evenly_s)
+    best = _scheduled(nothing_s, evenly_s, times.trans_s, times.agg_s, costs, scheduled)
+    return best.total_s * _ROUNDING
+
+
+def _scheduled(
+    exchange_s: FloatArray,
+    forward_s: FloatArray,
+    trans_s: FloatArray,
+    agg_s: FloatArray,
+    costs: BlockCosts,
+    scheduled: bool,
+) -> BlockTimes:
+    """A block from its parts: what hides under what, and the sum."""
     backward_s = costs.backward_ratio * forward_s
-    trans_s = _exchange_s(copies * costs.weight_bytes, costs).sum(axis=-1)
-    agg_s = _exchange_s(copies * costs.gradient_bytes, costs).sum(axis=-1)
     exposed_trans_s, exposed_agg_s = trans_s, agg_s
     if scheduled:
         exposed_trans_s = np.maximum(trans_s - forward_s - costs.dense_forward_s, 0.0)
@@ -194,9 +276,13 @@ def predict_block(volumes: IntArray, copies: FloatArray, costs: BlockCosts, sche
     )
 
 
-def _exchange_s(directions: FloatArray, costs: BlockCosts) -> FloatArray:
-    """Seconds [...] for bytes [..., 2, N]: the busiest rank and direction, and the latency if anything travels."""
-    busiest = (directions / costs.bytes_per_s).max(axis=(-2, -1))
+def _exchange_s(directions: IntArray, unit_bytes: float, costs: BlockCosts) -> FloatArray:
+    """Seconds [...] for int64 [..., 2, N] times unit_bytes: the busiest rank and direction, and the latency if anything
+    travels."""
+    if np.ndim(costs.bytes_per_s) == 0:
+        busiest = directions.max(axis=(-2, -1)) * unit_bytes / costs.bytes_per_s
+    else:
+        busiest = (directions * unit_bytes / costs.bytes_per_s).max(axis=(-2, -1))
     return np.asarray(busiest + costs.exchange_s * (busiest > 0), dtype=np.float64)
 
 
@@ -224,25 +310,30 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
     Relative, because calibration varies amounts over decades and a plain fit would ignore the small ones.
 
     Raises:
-        ConfigurationError: fewer than two different amounts, lists of different lengths, or a time that is not
-            positive.
+        ConfigurationError: fewer than two different amounts, lists of different lengths, an infinite amount, or a time
+            that is not positive and finite.
     """
     x, y = np.array(amounts, dtype=np.float64), np.array(seconds, dtype=np.float64)
-    if x.shape != y.shape or len(np.unique(x)) < 2 or not (y > 0).all():
+    if x.shape != y.shape or len(np.unique(x)) < 2 or not np.isfinite(x).all() or not ((y > 0) & np.isfinite(y)).all():
         raise ConfigurationError(
             f"{len(x)} amounts and {len(y)} times do not determine a line: "
             "measure at least two amounts, with positive times"
         )
-    columns = np.stack([1 / y, x / y], axis=1)
-    (fixed, per_unit), *_ = np.linalg.lstsq(columns, np.ones_like(y), rcond=None)
+    # The normal equations of sum(((fixed + per_unit * x) / y - 1)^2) in exact fractions: neither a machine's linear
+    # algebra nor the order of the measurements has a say in what is planned.
+    pairs = [(Fraction(amount), Fraction(time)) for amount, time in zip(x.tolist(), y.tolist(), strict=True)]
+    uu, uv, vv = (sum((a**power / t**2 for a, t in pairs), Fraction()) for power in (0, 1, 2))
+    su, sv = (sum((a**power / t for a, t in pairs), Fraction()) for power in (0, 1))
+    determinant = uu * vv - uv * uv
+    fixed, per_unit = float((su * vv - sv * uv) / determinant), float((sv * uu - su * uv) / determinant)
     if fixed < 0:
-        fixed, per_unit = 0.0, float(columns[:, 1].sum() / (columns[:, 1] ** 2).sum())
+        fixed, per_unit = 0.0, float(sv / vv)
     elif per_unit < 0:
-        fixed, per_unit = float(columns[:, 0].sum() / (columns[:, 0] ** 2).sum()), 0.0
+        fixed, per_unit = float(su / uu), 0.0
     predicted = fixed + per_unit * x
-    return Line(fixed_s=float(fixed), per_unit_s=float(per_unit), mean_error=mean_relative_error(predicted, y))
+    return Line(fixed_s=fixed, per_unit_s=per_unit, mean_error=mean_relative_error(predicted, y))
 
 
 def mean_relative_error(predicted_s: FloatArray, measured_s: FloatArray) -> float:
     """Mean of |predicted - measured| / measured."""
-    return float(np.mean(np.abs(predicted_s - measured_s) / measured_s))
+    return math.fsum((np.abs(predicted_s - measured_s) / measured_s).tolist()) / len(measured_s)

@@ -23,6 +23,10 @@ MAX_SEARCH_NODES = 12
 
 _BATCH_CELLS = 1 << 22
 
+ONE_TOKEN = 720_720
+"""Fixed-point unit of a replica's share of tokens: sums of integers are the same on every machine. Divisible by all
+numbers up to 16, so that the shares of a few holders are exact and equal loads tie."""
+
 
 def mro(replicas: IntArray, node_slots: IntArray) -> IntArray:
     """Maximum rank overlap: experts with similar replica counts share nodes, so that few node sets are fatal.
@@ -105,12 +109,16 @@ def mro_plus(replicas: IntArray, node_slots: IntArray) -> IntArray:
 def spread(replicas: IntArray, node_slots: IntArray) -> IntArray:
     """Replicas by expert id to successive nodes with a running cursor that skips full nodes."""
     _check(replicas, node_slots)
-    table = np.zeros((len(replicas), len(node_slots)), dtype=np.int64)
+    num_nodes = len(node_slots)
+    table = np.zeros((len(replicas), num_nodes), dtype=np.int64)
+    if (node_slots == node_slots[0]).all():  # no node is full before the last round: the cursor never skips
+        np.add.at(table, (np.repeat(np.arange(len(replicas)), replicas), np.arange(replicas.sum()) % num_nodes), 1)
+        return table
     free = node_slots.copy()
     cursor = 0
     for expert, count in enumerate(replicas):
         for _ in range(count):
-            nodes = (cursor + np.arange(len(free))) % len(free)
+            nodes = (cursor + np.arange(num_nodes)) % num_nodes
             nodes = nodes[free[nodes] > 0]
             node = nodes[np.argmin(table[expert, nodes])]  # the first of those that hold the expert least often
             table[expert, node] += 1
@@ -149,23 +157,47 @@ def deal_to_ranks(table: IntArray, cluster: Cluster, load: IntArray | None = Non
         load: int64 [E] tokens of each expert, or None.
     """
     assert (table.sum(axis=0) <= cluster.node_slots()).all()
-    count = table.sum(axis=1)
-    weight = np.ones(len(table)) if load is None else load / np.maximum(count, 1)
-    order = np.argsort(-weight, kind="stable")
     replicas = np.zeros((len(table), cluster.num_ranks), dtype=np.int64)
-    for node in range(cluster.num_nodes):
-        ranks = cluster.ranks_of(node)
-        used, carried = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0)
-        for expert in order:
-            for _ in range(table[expert, node]):
-                rank = min(
-                    (rank for rank in ranks if used[rank] < cluster.slots_per_rank),
-                    key=lambda rank: (replicas[expert, rank], carried[rank], used[rank], rank),
-                )
-                replicas[expert, rank] += 1
-                used[rank] += 1
-                carried[rank] += float(weight[expert])
+    weight = np.full(len(table), ONE_TOKEN) if load is None else load * ONE_TOKEN // np.maximum(table.sum(axis=1), 1)
+    order = np.argsort(-weight, kind="stable")
+    nodes_of_size: dict[int, list[list[int]]] = {}
+    for ranks in cluster.ranks_by_node():
+        nodes_of_size.setdefault(len(ranks), []).append(ranks)
+    for nodes in nodes_of_size.values():
+        ranks_MR = np.array(nodes)
+        column = np.array(cluster.node_of)[ranks_MR[:, 0]]
+        _deal_to_nodes(replicas, table[:, column], ranks_MR, cluster.slots_per_rank, order, weight)
     return Placement(replicas=replicas)
+
+
+def _deal_to_nodes(
+    replicas: IntArray, table: IntArray, ranks_MR: IntArray, slots_per_rank: int, order: IntArray, weight: IntArray
+) -> None:
+    """Deal to M nodes of R ranks each at once: in every round, each node deals the next of its replicas.
+
+    Args:
+        replicas: int64 [E, N], written to.
+        table: int64 [E, M].
+        ranks_MR: int64 [M, R], the nodes' ranks, ascending.
+        slots_per_rank: room of each rank.
+        order: int64 [E], experts in the order in which they are dealt.
+        weight: int64 [E], what a replica of each adds to its rank's load.
+    """
+    node, position = np.nonzero(table[order].T)
+    experts = order[position]
+    node, experts = (np.repeat(array, table[experts, node]) for array in (node, experts))
+    turn = np.arange(len(node)) - np.searchsorted(node, node)
+    used, carried = np.zeros_like(ranks_MR), np.zeros_like(ranks_MR)
+    place = np.broadcast_to(np.arange(ranks_MR.shape[1]), ranks_MR.shape)
+    for round_ in range(int(turn.max(initial=-1)) + 1):
+        now = turn == round_
+        dealing, expert = node[now], experts[now]
+        full = used[dealing] >= slots_per_rank
+        held = replicas[expert[:, None], ranks_MR[dealing]]
+        first = np.lexsort((place[dealing], used[dealing], carried[dealing], held, full), axis=1)[:, 0]
+        replicas[expert, ranks_MR[dealing, first]] += 1
+        used[dealing, first] += 1
+        carried[dealing, first] += weight[expert]
 
 
 def _check(replicas: IntArray, node_slots: IntArray) -> None:

@@ -1,30 +1,20 @@
 """The greedy search for shadows: relieve the busiest rank of its heaviest expert, keep what is predicted fastest.
 
 Pro-Prophet's Alg. 1 with its gaps filled: several experts per rank, replicas, and the number n of ranks that get no
-shadow of a moved expert, which the paper leaves to the user, is searched too. The effect of moving an expert does not
-depend on what was moved before, so all effects for all n are tabulated once and the searches for all n run side by
-side.
+shadow of a moved expert, which the paper leaves to the user, is searched too. `shadow_moves` makes the moves of all n
+side by side.
 
 Shapes: B values of n searched at once, E experts, N ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from moe_lightning.algorithms.performance_model import (
-    BlockCosts,
-    BoolArray,
-    FloatArray,
-    copy_volumes,
-    predict_block,
-    row_volumes,
-)
+from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import IntArray, Placement
-from moe_lightning.algorithms.quota import balanced_quota
-from moe_lightning.algorithms.shadows import ShadowPlan, choose_homes, no_shadows, predict_plan
+from moe_lightning.algorithms.shadow_moves import GreedyMoves, Layer
+from moe_lightning.algorithms.shadows import ShadowPlan, no_shadows, predict_plan
 from moe_lightning.errors import ConfigurationError
 
 _MAX_VALUES = 16
@@ -55,25 +45,32 @@ def search_shadows(
         ConfigurationError: tokens of another shape than the placement, or a negative alpha or skipped_ranks.
     """
     _check(tokens, placement, skipped_ranks, alpha)
-    num_ranks = placement.num_ranks
-    if num_ranks == 1 or not tokens.any():
+    if placement.num_ranks == 1 or not tokens.any():
         return no_shadows(tokens, placement)
-    values = np.array([skipped_ranks]) if skipped_ranks is not None else np.arange(num_ranks - 1)
-    if len(values) > _MAX_VALUES:
-        values = np.unique(np.linspace(0, num_ranks - 2, _MAX_VALUES).astype(np.int64))
-    homes = choose_homes(placement, tokens.sum(axis=1))
-    shadows_BEN = _candidate_shadows(tokens, placement, values)
-    chosen_BE, chosen_s = _greedy_moves(tokens, placement, costs, shadows_BEN, homes, alpha, scheduled)
-    chosen_BEN = shadows_BEN & chosen_BE[:, :, None]
-
-    def predicted_s(plan: ShadowPlan) -> float:
-        return float(predict_plan(tokens, placement, plan, costs, scheduled).total_s)
-
-    best = ShadowPlan(shadows=chosen_BEN[np.argmin(chosen_s)], homes=homes, quota_rule="local")
+    layer = Layer(tokens=tokens, placement=placement)
+    moves = GreedyMoves(layer, costs, _values(placement.num_ranks, skipped_ranks), scheduled)
+    moves.make(alpha)
+    chosen = int(np.argmin(moves.best_s))
+    best = ShadowPlan(shadows=moves.shadows(chosen), homes=layer.homes, quota_rule="local")
+    plans = [no_shadows(tokens, placement), best]
+    seconds = [float(moves.unmoved_s), float(predict_plan(tokens, placement, best, costs, scheduled).total_s)]
     # Balanced quotas cost more to find, so only two plans are tried with them: the best and the one with most shadows.
-    widest = replace(best, shadows=chosen_BEN[np.argmax(chosen_BEN.sum(axis=(1, 2)))])
-    balanced = (replace(plan, quota_rule="balanced") for plan in (best, widest))
-    return min((no_shadows(tokens, placement), best, *balanced), key=predicted_s)
+    widest = int(np.argmax(moves.num_copies))
+    for index in dict.fromkeys((chosen, widest)):
+        plan = ShadowPlan(shadows=moves.shadows(index), homes=layer.homes, quota_rule="balanced")
+        if moves.least_s(plan) < min(seconds):
+            plans.append(plan)
+            seconds.append(float(predict_plan(tokens, placement, plan, costs, scheduled).total_s))
+    return plans[int(np.argmin(seconds))]
+
+
+def _values(num_ranks: int, skipped_ranks: int | None) -> IntArray:
+    """int64 [B]: the n to try."""
+    if skipped_ranks is not None:
+        return np.array([skipped_ranks])
+    if num_ranks - 1 <= _MAX_VALUES:
+        return np.arange(num_ranks - 1)
+    return np.unique(np.linspace(0, num_ranks - 2, _MAX_VALUES).astype(np.int64))
 
 
 def _check(tokens: IntArray, placement: Placement, skipped_ranks: int | None, alpha: float) -> None:
@@ -87,62 +84,3 @@ def _check(tokens: IntArray, placement: Placement, skipped_ranks: int | None, al
         raise ConfigurationError(
             f"skipped_ranks={skipped_ranks} is no number of ranks: use 0 or more, or None to search it"
         )
-
-
-def _candidate_shadows(tokens: IntArray, placement: Placement, values_B: IntArray) -> BoolArray:
-    """bool [B, E, N]: where an expert goes if it is moved: to all ranks that lack it but the n with fewest tokens."""
-    resident = placement.replicas > 0
-    order = np.argsort(np.where(resident, tokens.max() + 1, tokens), axis=1, kind="stable")
-    position = np.empty_like(order)
-    np.put_along_axis(position, order, np.broadcast_to(np.arange(order.shape[1]), order.shape), axis=1)
-    return ~resident & (position >= values_B[:, None, None])
-
-
-def _greedy_moves(
-    tokens: IntArray,
-    placement: Placement,
-    costs: BlockCosts,
-    shadows_BEN: BoolArray,
-    homes: IntArray,
-    alpha: float,
-    scheduled: bool,
-) -> tuple[BoolArray, FloatArray]:
-    """For each n: bool [B, E], the experts whose moves led to the least predicted time, and that time [B]."""
-    base_EN = balanced_quota(tokens.sum(axis=1), placement.replicas)
-    before = row_volumes(tokens, base_EN)
-    change = row_volumes(tokens, _moved_quota(tokens, base_EN, shadows_BEN)) - before
-    copies = copy_volumes(shadows_BEN, homes, costs.transfer)
-    every = np.arange(len(shadows_BEN))
-    volumes = np.repeat(before.sum(axis=0)[None], len(every), axis=0)
-    copied = np.zeros((len(every), *copies.shape[2:]))
-    used_BE: BoolArray = np.logical_not(shadows_BEN.any(axis=2))  # experts without a target are never moved
-    moved_BE, best_BE = np.zeros_like(used_BE), np.zeros_like(used_BE)
-    best_s = predict_block(volumes, copied, costs, scheduled).total_s
-    limit = alpha * tokens.sum() / placement.num_ranks
-    active = np.ones(len(every), dtype=np.bool_)
-    for _ in range(placement.num_experts):
-        computed = volumes[:, 0]
-        relief_BE = np.where(used_BE, 0, base_EN[:, computed.argmax(axis=1)].T)
-        expert = relief_BE.argmax(axis=1)
-        active &= (np.ptp(computed, axis=1) >= limit) & (relief_BE[every, expert] > 0)
-        if not active.any():
-            break
-        rows = every[active]
-        volumes[rows] += change[rows, expert[rows]]
-        copied[rows] += copies[rows, expert[rows]]
-        used_BE[rows, expert[rows]] = moved_BE[rows, expert[rows]] = True
-        total_s = predict_block(volumes, copied, costs, scheduled).total_s
-        better = active & (total_s < best_s)
-        best_s[better], best_BE[better] = total_s[better], moved_BE[better]
-    return best_BE, best_s
-
-
-def _moved_quota(tokens: IntArray, base_EN: IntArray, shadows_BEN: BoolArray) -> IntArray:
-    """int64 [B, E, N]: quotas of a moved expert; shadows keep their rank's tokens, residents share the rest."""
-    kept = tokens * shadows_BEN
-    load = base_EN.sum(axis=1)[:, None]
-    rest = (load.T - kept.sum(axis=2))[..., None]
-    upto = np.cumsum(base_EN, axis=1)
-    share = rest * upto // np.maximum(load, 1) - rest * (upto - base_EN) // np.maximum(load, 1)
-    moved: IntArray = kept + share
-    return moved

@@ -19,9 +19,9 @@ from moe_lightning.algorithms.performance_model import (
     BlockTimes,
     BoolArray,
     FloatArray,
-    copy_volumes,
     predict_block,
-    row_volumes,
+    total_copies,
+    total_volumes,
 )
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.quota import balanced_quota
@@ -74,8 +74,10 @@ def choose_homes(placement: Placement, load: IntArray) -> IntArray:
     """int64 [E]: the holder that speaks for each expert; hot experts first, to the holder that speaks for fewest."""
     homes = np.zeros(placement.num_experts, dtype=np.int64)
     duties = np.zeros(placement.num_ranks, dtype=np.int64)
-    for expert in np.argsort(-load, kind="stable"):
-        holders = np.flatnonzero(placement.replicas[expert])
+    experts, ranks = np.divmod(np.flatnonzero(placement.replicas != 0), placement.num_ranks)
+    holders_of = np.split(ranks, np.searchsorted(experts, np.arange(1, placement.num_experts)))
+    for expert in np.argsort(-load, kind="stable").tolist():
+        holders = holders_of[expert]
         homes[expert] = holders[np.argmin(duties[holders])]
         duties[homes[expert]] += 1
     return homes
@@ -106,9 +108,26 @@ def predict_plan(
     tokens: IntArray, placement: Placement, plan: ShadowPlan, costs: BlockCosts, scheduled: bool = True
 ) -> BlockTimes:
     """Predicted seconds of a block under a plan, for tokens int64 [E, N]."""
-    volumes = row_volumes(tokens, shadow_quota(tokens, placement, plan)).sum(axis=0)
-    copies = copy_volumes(plan.shadows, plan.homes, costs.transfer).sum(axis=0)
+    volumes = _plan_volumes(tokens, placement, plan)
+    copies = total_copies(plan.shadows, plan.homes, costs.transfer)
     return predict_block(volumes, copies, costs, scheduled)
+
+
+def _plan_volumes(tokens: IntArray, placement: Placement, plan: ShadowPlan) -> IntArray:
+    """int64 [4, N]: `total_volumes` of `shadow_quota`, without the table where shadows keep their ranks' tokens."""
+    if plan.quota_rule == "balanced" or not plan.num_copies:
+        return total_volumes(tokens, shadow_quota(tokens, placement, plan))
+    plan.check(placement)
+    moved = np.flatnonzero(plan.shadows.any(axis=1))
+    kept = tokens[moved] * plan.shadows[moved]
+    rest = tokens.sum(axis=1)
+    rest[moved] -= kept.sum(axis=1)
+    volumes = total_volumes(tokens, balanced_quota(rest, placement.replicas))
+    at_home = kept.sum(axis=0)
+    volumes[0] += at_home
+    volumes[1] -= at_home
+    volumes[3] += (kept > 0).sum(axis=0)
+    return volumes
 
 
 def no_shadows(tokens: IntArray, placement: Placement) -> ShadowPlan:

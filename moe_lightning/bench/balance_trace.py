@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +38,14 @@ class RoutingTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRow:
-    """One strategy at one number of slots: means over samples and layers.
+    """One strategy at one number of slots and of nodes for each expert: means over samples and layers.
 
     plan_s is the processor time of one placement of all layers, which is its duration where a core is free.
     """
 
     strategy: str
     slots_per_rank: int
+    min_replicas: int
     imbalance: float
     worst_imbalance: float
     balance_ratio: float
@@ -128,6 +130,7 @@ def judge(
     return TraceRow(
         strategy=strategy_name,
         slots_per_rank=slots_per_rank,
+        min_replicas=min_replicas,
         imbalance=float(np.mean([report.imbalance for report in reports])),
         worst_imbalance=float(np.percentile([report.imbalance for report in reports], 95)),
         balance_ratio=float(np.median([report.balance_ratio for report in reports])),
@@ -157,6 +160,26 @@ def format_table(rows: Sequence[TraceRow]) -> str:
     return "\n".join(lines)
 
 
+def format_protection(rows: Sequence[TraceRow]) -> str:
+    """What slots and protection do to the balance, one line for each number of slots and nodes: rows of "packed" and of
+    "packed+search"."""
+    lines = [
+        f"{'slots':>5}{'nodes':>7}{'max/mean':>10}{'p95':>8}{'with shadows':>14}{'p95':>8}{'copies MB a layer':>19}",
+    ]
+    for row in (row for row in rows if row.strategy == "packed"):
+        key = (row.slots_per_rank, row.min_replicas)
+        shadowed = next(
+            other
+            for other in rows
+            if other.strategy == "packed+search" and (other.slots_per_rank, other.min_replicas) == key
+        )
+        lines.append(
+            f"{row.slots_per_rank:>5}{row.min_replicas:>7}{row.imbalance:>10.3f}{row.worst_imbalance:>8.3f}"
+            f"{shadowed.imbalance:>14.3f}{shadowed.worst_imbalance:>8.3f}{shadowed.copy_bytes / 1e6:>19.1f}"
+        )
+    return "\n".join(lines)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("trace", type=Path, help="routing trace (.npz with counts and iteration)")
@@ -165,24 +188,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--age", type=int, default=50, help="iterations between a placement and its use")
     parser.add_argument("--first", type=int, default=600, help="first iteration to judge; routing drifts fast before")
     parser.add_argument("--step", type=int, default=10, help="samples between two judged ones")
-    parser.add_argument("--min-replicas", type=int, default=1, help="distinct nodes for every expert")
+    parser.add_argument(
+        "--min-replicas", type=int, default=1, help="distinct nodes for every expert, in the first table"
+    )
+    parser.add_argument(
+        "--protection-slots",
+        type=int,
+        nargs="*",
+        default=[3, 4, 5],
+        help="slots of the second table, which has every expert on one node and on two; none: no such table",
+    )
     parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks that fail together")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; 0 on success."""
     trace = load_trace(args.trace)
+    choose = partial(judge, trace, age=args.age, first=args.first, step=args.step, ranks_per_node=args.ranks_per_node)
     rows = [
-        judge(
-            trace,
-            name,
-            slots_per_rank=slots,
-            age=args.age,
-            first=args.first,
-            step=args.step,
-            min_replicas=args.min_replicas,
-            ranks_per_node=args.ranks_per_node,
-        )
+        choose(name, slots_per_rank=slots, min_replicas=args.min_replicas)
         for slots in args.slots
         for name in args.strategies
     ]
@@ -192,4 +216,13 @@ def run(args: argparse.Namespace) -> int:
         f"iteration {args.first} on; plan ms is processor time of one placement of all layers"
     )
     print(format_table(rows))
+    protection = [
+        choose(name, slots_per_rank=slots, min_replicas=nodes)
+        for slots in args.protection_slots
+        for nodes in (1, 2)
+        for name in ("packed", "packed+search")
+    ]
+    if protection:
+        print("\nbusiest rank over mean of LoadBalancer's packing, each expert on so many nodes where slots allow:")
+        print(format_protection(protection))
     return 0

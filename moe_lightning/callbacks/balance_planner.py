@@ -3,30 +3,33 @@
 Slow scale: placements, from the loads of the last steps, first after a few steps and then less and less often until
 `rebalance_every`. Fast scale: shadows, from the forecast of the next step, searched again when the kept plan is due.
 
+Planning runs in threads beside the training. Which plan a step uses does not depend on how fast they are: it is the one
+made from the counts of the step `lag` before, and a step waits for it.
+
 Shapes: L layers, E experts, N ranks.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from moe_lightning.algorithms.allocation import AllocationPolicy
-from moe_lightning.algorithms.balancing import (
-    SHADOW_POLICIES,
-    PlacementPolicy,
-    replan_placement,
-)
+from moe_lightning.algorithms.balancing import SHADOW_POLICIES, Candidate, PlacementPolicy, replan_placement
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.forecast import LoadForecast, ReplanRule
+from moe_lightning.algorithms.forecast import ReplanRule
 from moe_lightning.algorithms.overlap import Timeline, predict_timeline, split_transfer
-from moe_lightning.algorithms.performance_model import BlockCosts
+from moe_lightning.algorithms.performance_model import BlockCosts, predict_block, total_volumes
 from moe_lightning.algorithms.placement import IntArray, Placement
-from moe_lightning.algorithms.shadow_search import search_shadows
+from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.algorithms.shadows import ShadowPlan, no_shadows, predict_plan
+from moe_lightning.callbacks.layer_planner import Decision, LayerPlanner
+from moe_lightning.callbacks.planning_threads import PlanningThreads
 from moe_lightning.errors import ConfigurationError
 
 FIRST_REBALANCE = 8
@@ -36,6 +39,9 @@ _FADE = 4
 """Loads of earlier intervals count a quarter with every new placement."""
 
 _AUTO_RULES = ("packed", "spread")
+
+_PARTS = 1 << 32
+"""Fixed-point unit of parts of an expert's gradients."""
 
 _DECAYS = {"last": 0.0, "ema": 0.5}
 
@@ -57,6 +63,8 @@ class BalancePolicy:
         replan_threshold: a kept shadow plan is replaced when it is slower than a fresh one by more than this.
         max_replan_interval: most steps between two searches.
         forecast: of the next step's loads: "ema" of recent steps, or the "last" one.
+        lag: a step's plans come from the counts of so many steps before it; more than 1 gives large clusters longer
+            time to plan.
 
     Raises:
         ConfigurationError: a value outside its range or an unknown name.
@@ -72,6 +80,7 @@ class BalancePolicy:
     replan_threshold: float = 0.1
     max_replan_interval: int = 32
     forecast: Literal["ema", "last"] = "ema"
+    lag: int = 1
 
     def __post_init__(self) -> None:
         if self.rebalance_every < 0:
@@ -84,16 +93,42 @@ class BalancePolicy:
             raise ConfigurationError(f"alpha={self.alpha} can never be met: use 0 or more")
         if self.min_replicas < 1:
             raise ConfigurationError(f"min_replicas={self.min_replicas} would lose experts: use at least 1")
+        if self.lag < 1:
+            raise ConfigurationError(f"lag={self.lag} would plan a step before its counts are known: use at least 1")
         self.placement_policies()
         self.replan_rule()
 
     def placement_policies(self) -> list[PlacementPolicy]:
+        """One, or those that the model chooses from."""
         rules = _AUTO_RULES if self.placement == "auto" else (self.placement,)
         return [
             PlacementPolicy(rule=rule, allocation=self.allocation, min_replicas=self.min_replicas) for rule in rules
         ]
 
+    def candidates(self, cluster: Cluster, num_experts: int) -> list[Candidate]:
+        """Every rule on all slots and, where the model is to choose, on as few as a balanced placement needs."""
+        slots = [cluster.slots_per_rank]
+        if self.placement == "auto":
+            few = -(-(num_experts * self.min_replicas + cluster.num_ranks - 1) // cluster.num_ranks)
+            slots = sorted({min(few, cluster.slots_per_rank), cluster.slots_per_rank})
+        return [
+            Candidate(policy=policy, cluster=replace(cluster, slots_per_rank=number))
+            for policy in self.placement_policies()
+            for number in slots
+        ]
+
+    def layer_planner(self, placement: Placement) -> LayerPlanner:
+        """For one layer's shadows."""
+        return LayerPlanner(
+            shadows=self.shadows,
+            alpha=self.alpha,
+            decay=_DECAYS[self.forecast],
+            rule=self.replan_rule,
+            placement=placement,
+        )
+
     def replan_rule(self) -> ReplanRule:
+        """When to search for fresh shadows."""
         return ReplanRule(tolerance=self.replan_threshold, max_interval=self.max_replan_interval)
 
 
@@ -104,148 +139,175 @@ class BalancePlanner:
         policy: what to do.
         cluster: ranks, nodes and slots.
         placements: of each layer at the start.
-        costs: constants of each layer's block; may be replaced later.
+        costs: constants of each layer's block; may be replaced later, by the same on every rank after the same step.
+        timeout_s: longest wait for a plan.
 
     Attributes:
-        plans: shadows of each layer in the next step; None where none are planned yet.
-        forecast_error: of each layer, the part of the last step's assignments that the forecast had elsewhere; None
-            before the first forecast.
+        costs: as given.
     """
 
     def __init__(
-        self, policy: BalancePolicy, cluster: Cluster, placements: Sequence[Placement], costs: Sequence[BlockCosts]
+        self,
+        policy: BalancePolicy,
+        cluster: Cluster,
+        placements: Sequence[Placement],
+        costs: Sequence[BlockCosts],
+        timeout_s: float = 600.0,
     ) -> None:
         self.policy = policy
         self.cluster = cluster
         self.costs = list(costs)
-        self.plans: list[ShadowPlan | None] = [None] * len(placements)
-        self.forecast_error: list[float | None] = [None] * len(placements)
         self._placements = list(placements)
-        self._forecasts = [LoadForecast(_DECAYS[policy.forecast]) for _ in placements]
-        self._rules = [policy.replan_rule() for _ in placements]
-        self._loads = np.zeros((len(placements), placements[0].num_experts), dtype=np.int64)
+        self._layers = [policy.layer_planner(placement) for placement in placements]
+        self._threads = PlanningThreads(timeout_s)
+        self._chains = [self._threads.chain() for _ in placements]
+        self._decisions: list[deque[Future[Decision]]] = [deque(maxlen=policy.lag) for _ in placements]
+        self._observed = 0  # layers in this step
+        self._placing: Future[list[Placement]] | None = None
         self._interval = min(FIRST_REBALANCE, policy.rebalance_every)
         self._wait = self._interval
 
+    def close(self) -> None:
+        """End the planning threads; the planner is of no use afterwards."""
+        self._threads.close()
+
     # ------------------------------------------------------------------ fast scale
 
-    def observe(self, layer: int, tokens_EN: IntArray) -> None:
-        """Take in the assignments of one step, int64 [E, N], and plan the next step's shadows."""
-        forecast = self._forecasts[layer].predict()
-        if forecast is not None and forecast.shape == tokens_EN.shape:
-            missed = np.abs(forecast - tokens_EN).sum()
-            self.forecast_error[layer] = float(missed) / max(1, 2 * int(tokens_EN.sum()))
-        self._forecasts[layer].observe(tokens_EN)
-        self._loads[layer] += tokens_EN.sum(axis=1)
-        if self.policy.shadows != "none":
-            self._plan_shadows(layer)
+    def observe(self, layer: int, *counts_EN: IntArray) -> None:
+        """Take in the assignments of one step's micro-batches, int64 [E, N] each, and have plans made from them."""
+        observation = self._chains[layer].then(self._layers[layer].observe, counts_EN, self.costs[layer])
+        self._decisions[layer].append(observation)
+        self._observed += 1
+        if self._observed == len(self._layers):
+            self._observed = 0
+            if self.policy.rebalance_every and self._wait <= self.policy.lag and self._placing is None:
+                self._placing = self._place()
 
-    def _plan_shadows(self, layer: int) -> None:
-        tokens, placement, costs = self._forecasts[layer].predict(), self._placements[layer], self.costs[layer]
-        assert tokens is not None
-        kept, rule = self.plans[layer], self._rules[layer]
-        if self.policy.shadows != "search":
-            self.plans[layer] = SHADOW_POLICIES[self.policy.shadows](tokens, placement, costs)
-        elif kept is None or rule.due():
-            fresh = search_shadows(tokens, placement, costs, alpha=self.policy.alpha)
-            kept = no_shadows(tokens, placement) if kept is None else kept
-            seconds = [float(predict_plan(tokens, placement, plan, costs).total_s) for plan in (kept, fresh)]
-            self.plans[layer] = fresh if rule.judge(*seconds) else kept
+    def _decision(self, layer: int) -> Decision | None:
+        """What the next step follows: the decision from the counts of the step `lag` before it."""
+        decisions = self._decisions[layer]
+        return self._threads.result(decisions[0]) if len(decisions) == self.policy.lag else None
+
+    @property
+    def plans(self) -> list[ShadowPlan | None]:
+        """Shadows of each layer in the next step; None where none are planned yet."""
+        decisions = map(self._decision, range(len(self._layers)))
+        return [decision.plan if decision is not None else None for decision in decisions]
+
+    @property
+    def forecast_error(self) -> list[float | None]:
+        """Of each layer, the part of the last planned step's assignments that the forecast had elsewhere; None before
+        the first forecast."""
+        decisions = map(self._decision, range(len(self._layers)))
+        return [decision.forecast_error if decision is not None else None for decision in decisions]
 
     def step_plans(self) -> list[ShadowPlan] | None:
         """The shadows of the next step; None where no expert is to visit any rank."""
-        if not any(plan is not None and plan.num_copies for plan in self.plans):
+        plans = self.plans
+        if not any(plan is not None and plan.num_copies for plan in plans):
             return None
-        loads = zip(self.plans, self._placements, self._loads, strict=True)
-        return [no_shadows(load[:, None], here) if plan is None else plan for plan, here, load in loads]
+        nothing = np.zeros((self._placements[0].num_experts, 1), dtype=np.int64)
+        layers = zip(plans, self._placements, strict=True)
+        return [no_shadows(nothing, placement) if plan is None else plan for plan, placement in layers]
 
     def early_shares(self) -> list[float]:
         """For each layer, the part of its Trans that runs under the experts of the block before it."""
         shares = []
-        for layer, plan in enumerate(self.plans):
-            tokens = self._forecasts[layer].predict()
-            if plan is None or tokens is None or not plan.num_copies:
+        for layer in range(len(self._layers)):
+            decision = self._decision(layer)
+            if decision is None or decision.plan is None or not decision.plan.num_copies:
                 shares.append(1.0)
                 continue
-            costs = self.costs[max(layer - 1, 0)]
-            trans_s = float(predict_plan(tokens, self._placements[layer], plan, self.costs[layer]).trans_s)
             precision = 1 << 20
-            shares.append(split_transfer(precision, trans_s, costs.dense_forward_s)[0] / precision)
+            dense_s = self.costs[max(layer - 1, 0)].dense_forward_s
+            shares.append(split_transfer(precision, decision.trans_s, dense_s)[0] / precision)
         return shares
 
     def predicted_step(self) -> Timeline | None:
         """The next step as the performance model sees it; None before the first observation of every layer."""
-        tokens = [forecast.predict() for forecast in self._forecasts]
         times = []
-        for load, placement, plan, costs in zip(tokens, self._placements, self.plans, self.costs, strict=True):
-            if load is None:
+        for layer, (placement, plan, costs) in enumerate(zip(self._placements, self.plans, self.costs, strict=True)):
+            tokens = self._threads.result(self._chains[layer].then(self._layers[layer].forecast.predict))
+            if tokens is None:
                 return None
-            plan = no_shadows(load, placement) if plan is None else plan
-            times.append(predict_plan(load, placement, plan, costs))
+            plan = no_shadows(tokens, placement) if plan is None else plan
+            times.append(predict_plan(tokens, placement, plan, costs))
         return predict_timeline(times, self.costs)
 
     # ------------------------------------------------------------------ slow scale
 
     def rebalance(self) -> list[Placement] | None:
         """Count one step; new placements where they are due and any layer gains by them."""
+        self._observed = 0
         if not self.policy.rebalance_every:
             return None
         self._wait -= 1
-        if self._wait > 0 or not self._loads.any():
+        if self._wait > 0:
             return None
+        placing = self._placing or self._place()
+        self._placing = None
         self._interval = min(2 * self._interval, self.policy.rebalance_every)
         self._wait = self._interval
-        placements = self.fresh_placements()
+        placements = self._threads.result(placing)
         return placements if placements != self._placements else None
 
     def fresh_placements(self) -> list[Placement]:
-        """What the loads since the last placement, and fading earlier ones, ask for."""
-        candidates = [
-            replan_placement(self._loads, cluster, policy, self._placements, self.policy.tolerance)
-            for policy in self.policy.placement_policies()
-            for cluster in self._clusters()
-        ]
-        if len(candidates) > 1:
-            options = zip(self._placements, *candidates, strict=True)
-            candidates = [[self._best(layer, *placements) for layer, placements in enumerate(options)]]
-        self._loads //= _FADE
-        return candidates[0]
+        """What the loads since the last placement, and fading earlier ones, ask for; waits for it."""
+        self._placing = None
+        return self._threads.result(self._place())
 
-    def _clusters(self) -> list[Cluster]:
-        """The cluster with all slots and, to choose from, with as few as a balanced placement needs."""
-        if self.policy.placement != "auto":
-            return [self.cluster]
-        num_experts, num_ranks = self._placements[0].replicas.shape
-        few = -(-(num_experts * self.policy.min_replicas + num_ranks - 1) // num_ranks)
-        slots = sorted({min(few, self.cluster.slots_per_rank), self.cluster.slots_per_rank})
-        return [replace(self.cluster, slots_per_rank=number) for number in slots]
+    def _place(self) -> Future[list[Placement]]:
+        """Have placements made from the loads up to here."""
+        layers = zip(self._chains, self._layers, strict=True)
+        taken = [chain.then(layer.take_load, _FADE) for chain, layer in layers]
+        return self._threads.combine(self._placements_for, taken, list(self._placements), list(self.costs))
 
-    def _best(self, layer: int, present: Placement, *fresh: Placement) -> Placement:
-        """The placement with the least predicted time; the present one unless another is better by the tolerance."""
-        tokens, costs = self._forecasts[layer].predict(), self.costs[layer]
-        if tokens is None:  # a restart on other ranks: as if every rank had the same tokens
-            tokens = np.repeat(self._loads[layer][:, None] // self.cluster.num_ranks, self.cluster.num_ranks, axis=1)
-        seconds = [_block_s(tokens, placement, costs) for placement in fresh]
-        best = int(np.argmin(seconds))
-        gain = _block_s(tokens, present, costs) > (1 + self.policy.tolerance) * seconds[best]
-        return fresh[best] if gain else present
+    def _placements_for(
+        self,
+        taken: Sequence[Future[tuple[IntArray, IntArray | None]]],
+        present: list[Placement],
+        costs: list[BlockCosts],
+    ) -> list[Placement]:
+        loads, forecasts = zip(*map(self._threads.result, taken), strict=True)
+        if not any(load.any() for load in loads):
+            return present
+
+        def predicted_s(layer: int, placement: Placement) -> float:
+            tokens = forecasts[layer]
+            if tokens is None:  # a restart on other ranks: as if every rank had the same tokens
+                shape = placement.replicas.shape
+                tokens = np.ascontiguousarray(np.broadcast_to(loads[layer][:, None] // shape[1], shape))
+            return block_with_sums_s(tokens, placement, costs[layer])
+
+        candidates = self.policy.candidates(self.cluster, len(loads[0]))
+        return replan_placement(
+            np.stack(loads),
+            self.cluster,
+            candidates,
+            present,
+            self.policy.tolerance,
+            block_s=predicted_s if len(candidates) > 1 else None,
+            over_layers=self._threads.map,
+        )
 
     def moved(self, placements: Sequence[Placement]) -> None:
         """The experts have moved: shadows of layers with a new placement must be planned anew."""
         for layer, (old, new) in enumerate(zip(self._placements, placements, strict=True)):
             if old != new:
-                self.plans[layer] = None
-                self._rules[layer] = self.policy.replan_rule()
+                self._chains[layer].then(self._layers[layer].move, new)
+                self._decisions[layer].clear()
         self._placements = list(placements)
+        self._placing = None  # what is under way moves experts from where they no longer are
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: loads and forecasts. Plans are made again after a restart."""
-        averages = [forecast.state_dict()["average"] for forecast in self._forecasts]
+        chains = zip(self._chains, self._layers, strict=True)
+        states = [self._threads.result(future) for future in [chain.then(layer.state_dict) for chain, layer in chains]]
         return {
-            "loads": self._loads.tolist(),
-            "averages": [None if average is None else average.tolist() for average in averages],
+            "loads": [state["load"] for state in states],
+            "averages": [state["average"] for state in states],
             "interval": self._interval,
         }
 
@@ -258,24 +320,28 @@ class BalancePlanner:
             ConfigurationError: the state of a model with other layers or experts.
         """
         loads = np.array(state["loads"], dtype=np.int64)
-        if loads.shape != self._loads.shape:
+        expected = (len(self._layers), self._placements[0].num_experts)
+        if loads.shape != expected:
             raise ConfigurationError(
-                f"the balancer's state is of {loads.shape} (layers, experts), but the model has {self._loads.shape}: "
+                f"the balancer's state is of {loads.shape} (layers, experts), but the model has {expected}: "
                 "resume with the model that wrote the checkpoint"
             )
-        self._loads = loads
         self._interval, self._wait = int(state["interval"]), 1
-        shape = self._placements[0].replicas.shape
-        for forecast, average in zip(self._forecasts, state["averages"], strict=True):
-            known = None if average is None else np.array(average, dtype=np.int64)
-            forecast.load_state_dict({"average": known if known is not None and known.shape == shape else None})
+        for chain, layer, load, average in zip(self._chains, self._layers, loads, state["averages"], strict=True):
+            self._threads.result(chain.then(layer.load_state, load, average))
 
 
-def _block_s(tokens_EN: IntArray, placement: Placement, costs: BlockCosts) -> float:
+def block_with_sums_s(tokens_EN: IntArray, placement: Placement, costs: BlockCosts) -> float:
     """Predicted seconds of a block without shadows, and of the two exchanges that sum its replicas' gradients."""
-    held = placement.replicas > 0
-    holders = held.sum(axis=1, keepdims=True)
-    shared_N = (held * (holders - 1) / holders).sum(axis=0)
-    exchange_s = (shared_N * costs.gradient_bytes / costs.bytes_per_s).max()
-    sum_s = 2 * (exchange_s + costs.exchange_s) if shared_N.any() else 0.0
-    return float(predict_plan(tokens_EN, placement, no_shadows(tokens_EN, placement), costs).total_s) + float(sum_s)
+    held = placement.replicas != 0
+    holders = held.sum(axis=1)
+    experts, ranks = np.divmod(np.flatnonzero(held), placement.num_ranks)
+    # Of an expert with h holders each exchanges (h - 1) / h of its gradients; summed in integers, alike everywhere.
+    parts = (_PARTS - _PARTS // holders)[experts]
+    shared_N = np.bincount(ranks, weights=parts, minlength=placement.num_ranks) / _PARTS
+    sum_s = 0.0
+    if shared_N.any():
+        sum_s = 2 * (float((shared_N * costs.gradient_bytes / costs.bytes_per_s).max()) + costs.exchange_s)
+    volumes = total_volumes(tokens_EN, balanced_quota(tokens_EN.sum(axis=1), placement.replicas))
+    nothing = np.zeros((1, 2, placement.num_ranks), dtype=np.int64)
+    return float(predict_block(volumes, nothing, costs).total_s) + sum_s

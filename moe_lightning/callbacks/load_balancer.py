@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
@@ -45,7 +44,8 @@ _TOLERATED_ERROR = 0.1
 class LoadBalancer(Callback):
     """Spreads the work of skewed experts over the ranks without changing what the model learns.
 
-    Every step each layer's counts are known on all ranks. From them all ranks make the same plans, without talking:
+    Every step each layer's counts are known on all ranks. From them all ranks make the same plans, without talking,
+    in threads beside the training (`BalancePlanner` says how a step finds its plan):
     which experts get how many replicas where (every few steps at first, then every `rebalance_every`; experts and their
     optimizer states move between steps), and which experts visit which ranks for one step only (weights come, gradients
     go home). Give the strategy `slots` above what its placement needs, or there is no room for replicas.
@@ -53,14 +53,17 @@ class LoadBalancer(Callback):
     Logs, with the Trainer's logging steps: balance/layerNN/imbalance_before_ratio (busiest rank over mean under plain
     expert parallelism) and imbalance_after_ratio, rb_ratio (quotient of the standard deviations before and after),
     shadows_count, forecast_error_ratio; balance/migrated_states and balance/migration_ms since the last log,
-    balance/migrated_bytes and balance/shadow_bytes (sum over ranks), balance/plan_ms of a step (maximum),
+    balance/migrated_bytes and balance/shadow_bytes (sum over ranks), balance/plan_ms (what a step waits for its plans,
+    which are made in other threads while the step before runs; maximum),
     balance/exposed_trans_ms and balance/exposed_agg_ms of the last step (maximum), and
     balance/model_error/OPERATION_ratio of the calibrated performance model.
 
     Args:
-        rebalance_every, placement, allocation, min_replicas, tolerance, shadows, alpha, replan_threshold,
-            max_replan_interval, forecast: see `BalancePolicy`.
-        ranks_per_node: ranks that fail together, for placements that keep replicas apart.
+        rebalance_every, placement, allocation, tolerance, shadows, alpha, replan_threshold, max_replan_interval,
+            forecast, lag: see `BalancePolicy`.
+        min_replicas: distinct nodes that hold each expert, where slots allow; None: as many as FaultRecovery promises,
+            1 without it.
+        ranks_per_node: consecutive ranks that fail together; None: the nodes that the strategy knows.
         calibrate: time exchanges, experts and dense layers when training starts, about a second, where plans depend on
             them; without it plans come from the next two arguments and so are alike in every run.
         bytes_per_s, flops_per_s: nominal bandwidth of a rank and speed of its expert computation.
@@ -81,14 +84,15 @@ class LoadBalancer(Callback):
         rebalance_every: NonNegativeInt = 200,
         placement: str = "auto",
         allocation: AllocationPolicy = "waterfill",
-        min_replicas: PositiveInt = 1,
+        min_replicas: PositiveInt | None = None,
         tolerance: Coefficient = 0.02,
         shadows: str = "search",
         alpha: Coefficient = 0.1,
         replan_threshold: Coefficient = 0.1,
         max_replan_interval: PositiveInt = 32,
         forecast: Literal["ema", "last"] = "ema",
-        ranks_per_node: PositiveInt = 1,
+        lag: PositiveInt = 1,
+        ranks_per_node: PositiveInt | None = None,
         calibrate: bool = True,
         bytes_per_s: Annotated[float, Range(above=0, most=1e18)] = 10e9,
         flops_per_s: Annotated[float, Range(above=0, most=1e21)] = 1e12,
@@ -98,16 +102,17 @@ class LoadBalancer(Callback):
             rebalance_every=rebalance_every,
             placement=placement,
             allocation=allocation,
-            min_replicas=min_replicas,
+            min_replicas=1 if min_replicas is None else min_replicas,
             tolerance=tolerance,
             shadows=shadows,
             alpha=alpha,
             replan_threshold=replan_threshold,
             max_replan_interval=max_replan_interval,
             forecast=forecast,
+            lag=lag,
         )
         self._timeline_path = Path(timeline_path) if timeline_path else None
-        self._ranks_per_node = ranks_per_node
+        self._min_replicas, self._ranks_per_node = min_replicas, ranks_per_node
         self._calibrate = calibrate
         self._rates = {"bytes_per_s": bytes_per_s, "flops_per_s": flops_per_s}
         self.planner: BalancePlanner | None = None
@@ -129,31 +134,47 @@ class LoadBalancer(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _strategy(trainer)
-        if strategy.world.size == 1 or not strategy.experts.layers:
-            for layer in strategy.experts.layers:
+        layers = strategy.experts.layers
+        if strategy.world.size == 1 or not layers:
+            for layer in layers:
                 layer.during_dispatch = None
             self._restored = self.state_dict() or None
-            self.planner = None  # nothing to balance
+            self._take_planner(None)  # nothing to balance
             return
-        layers, dtype = strategy.experts.layers, strategy.flight_dtype
         cluster = _cluster(strategy, self._ranks_per_node)
+        policy = replace(self._policy, min_replicas=_min_replicas(strategy, self._min_replicas))
         known, state = self._known(strategy)
-        if known is not None:
-            costs, self._clock = known, None
-        elif self._calibrate and (self._policy.shadows != "none" or self._policy.placement == "auto"):
-            measured = calibrate(layers, strategy.world, dtype)
-            costs, self._model_errors = list(measured.costs), measured.errors
-            _tell_errors(measured.errors)
-            self._clock = DenseClock(layers, strategy.root_device)
-        else:
-            costs = assumed_costs(layers, dtype, **self._rates)
-        self._is_new_step = True
-        self.planner = BalancePlanner(self._policy, cluster, strategy.experts.placements, costs)
+        costs = self._costs(strategy) if known is None else known
+        self._take_planner(
+            BalancePlanner(
+                policy, cluster, strategy.experts.placements, costs, strategy.collectives_timeout.total_seconds()
+            )
+        )
+        assert self.planner is not None
         if state is not None:
             self.planner.load_state_dict(state)
+        self._is_new_step = True
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
             layer.during_dispatch = partial(self._observe, index, layer)
+
+    def _take_planner(self, planner: BalancePlanner | None) -> None:
+        """Plan with this one from here on; what the one before still plans is dropped."""
+        if self.planner is not None:
+            self.planner.close()
+        self.planner = planner
+
+    def _costs(self, strategy: ExpertParallelStrategy) -> list[BlockCosts]:
+        """The constants of each layer's block: measured where plans depend on them, else nominal."""
+        layers, dtype = strategy.experts.layers, strategy.flight_dtype
+        self._clock = None
+        if not self._calibrate or (self._policy.shadows == "none" and self._policy.placement != "auto"):
+            return assumed_costs(layers, dtype, **self._rates)
+        measured = calibrate(layers, strategy.world, dtype)
+        self._model_errors = measured.errors
+        _tell_errors(measured.errors)
+        self._clock = DenseClock(layers, strategy.root_device)
+        return list(measured.costs)
 
     def _known(self, strategy: ExpertParallelStrategy) -> tuple[list[BlockCosts] | None, dict[str, Any] | None]:
         """Measured costs and the planner's state to go on with, each None where there is none.
@@ -236,7 +257,7 @@ class LoadBalancer(Callback):
         if self._is_last_micro_batch and index not in self._observed:  # a recomputed forward pass comes here again
             began = time.perf_counter()
             self._observed.add(index)
-            self.planner.observe(index, np.sum(list(self._counts[index].values()), axis=0))
+            self.planner.observe(index, *self._counts[index].values())
             self._plan_s += time.perf_counter() - began
 
     @override
@@ -308,7 +329,7 @@ def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
     return trainer.strategy
 
 
-def _cluster(strategy: ExpertParallelStrategy, ranks_per_node: int) -> Cluster:
+def _cluster(strategy: ExpertParallelStrategy, ranks_per_node: int | None) -> Cluster:
     experts = strategy.experts
     sizes = {layer.num_experts for layer in experts.layers}
     if len(sizes) > 1:
@@ -323,7 +344,25 @@ def _cluster(strategy: ExpertParallelStrategy, ranks_per_node: int) -> Cluster:
         )
     if len(experts.layers[0].dispatcher.groups) > 1:
         raise ConfigurationError("LoadBalancer needs one dispatch group: drop the strategy's ep_size")
+    if ranks_per_node is None:
+        return Cluster(node_of=strategy.node_of, slots_per_rank=room.pop())
+    if strategy.elastic is not None:
+        raise ConfigurationError(
+            f"ranks_per_node={ranks_per_node} counts consecutive ranks, but ranks of an elastic run are in order of "
+            "birth and their nodes are known: leave it out (null)"
+        )
     return Cluster.of(strategy.world.size, room.pop(), ranks_per_node)
+
+
+def _min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
+    """Nodes that hold each expert: what is wanted, but never less than what recovery relies on."""
+    promised = strategy.promised_replicas
+    if wanted is not None and wanted < promised:
+        raise ConfigurationError(
+            f"LoadBalancer's min_replicas={wanted} would move experts away from nodes that FaultRecovery's "
+            f"min_replicas={promised} relies on: leave it out (null), or use at least {promised}"
+        )
+    return promised if wanted is None else wanted
 
 
 def _tell_errors(errors: dict[str, float]) -> None:

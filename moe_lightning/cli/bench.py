@@ -17,6 +17,7 @@ BENCHMARKS = {
     "compare": "the same model trained and saved by stock Lightning (DDP, FSDP2, DCP) and by this project",
     "checkpoint": "stall of a snapshot and speed of writing against memmove, DCP, torch.save and safetensors",
     "balance-trace": "balance of placements and quotas on a recorded routing trace",
+    "planner": "seconds and memory of plans for thousands of ranks",
     "balance": "step time under skewed routing for every way of balancing, on two ranks of one core each",
     "pictures": "heat maps of the experts' loads over time, from a trace or a run's expert_load.csv",
     "plot": "pictures of a run: loads, imbalance, checkpoints, lost tokens, recoveries",

@@ -74,6 +74,7 @@ class ExpertParallelStrategy(SteppingStrategy):
 
     Attributes:
         last_gradient_norm: of the last clipped step, over the whole model.
+        promised_replicas: nodes that shall hold each expert where slots allow; recovery relies on it.
         before_replacing: called before experts move, so that nobody reads their rows meanwhile.
         replay: of another rank's optimizer shard; None where none is kept.
         entered_world: called when this rank has entered another world, before the fit loop goes on.
@@ -128,6 +129,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         self._slice: StepSlice | None = None
         self._weights = StepWeights()
         self.last_gradient_norm: Tensor | None = None
+        self.promised_replicas = 1
         self.before_replacing: list[Callable[[], None]] = []
         self.entered_world: list[Callable[[], None]] = []
         self._elastic: ElasticWorlds | None = None
@@ -268,8 +270,8 @@ class ExpertParallelStrategy(SteppingStrategy):
             yield
 
     def require_replicas(self, nodes: int) -> int:
-        """Let the uniform placement hold each expert that often, if there are as many ranks; to be called before the
-        strategy is set up.
+        """Promise that so many nodes hold each expert: whoever places experts must keep it. The uniform placement holds
+        each that often, if there are as many ranks. To be called before the strategy is set up.
 
         Returns:
             Replicas of each expert under the placement that the user chose, or that this call chose.
@@ -281,6 +283,7 @@ class ExpertParallelStrategy(SteppingStrategy):
             raise ConfigurationError(
                 f"ep_size={self._ep_size} cuts the ranks into groups, which do not survive a lost rank: drop ep_size"
             )
+        self.promised_replicas = nodes
         if self._copies is None and self._placement is None:
             self._copies = min(nodes, self.world_size)
         return self._copies or 1

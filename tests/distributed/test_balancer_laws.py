@@ -72,7 +72,13 @@ def reference(key: str) -> dict[str, Any]:
         ("top_1", 4, {"slots": 2}, {"shadows": "top2", "placement": "plain"}),
         ("accumulate", 2, {"slots": 4}, {"rebalance_every": 3}),
         ("accumulate", 4, {"slots": 2}, {"shadows": "fastermoe", "forecast": "last"}),
-        ("learned", 4, {"slots": 3}, {"placement": "mro+", "min_replicas": 2, "rebalance_every": 2}),
+        (
+            "learned",
+            4,
+            {"slots": 3},
+            {"placement": "mro+", "min_replicas": 2, "ranks_per_node": 1, "rebalance_every": 2},
+        ),
+        ("skewed", 2, {"slots": 4}, {"rebalance_every": 3, "lag": 3}),
         ("own", 3, {"slots": 4}, {"shadows": "top3", "rebalance_every": 4}),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from moe_lightning.algorithms.balancing import PLACEMENT_NAMES, SHADOW_POLICIES
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.metrics import imbalance
+from moe_lightning.algorithms.packing import packed_placement
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.callbacks import load_balancer
 from moe_lightning.callbacks.balance_planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.errors import ConfigurationError
@@ -70,6 +73,74 @@ def test_a_new_placement_relieves_the_busiest_rank(hot: int, rule: str) -> None:
     for placement in placements:
         assert max(len(placement.experts_on(rank)) for rank in range(RANKS)) <= 3
         assert imbalance(balanced_quota(load, placement.replicas).sum(axis=0)) < before
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    hot=st.integers(0, EXPERTS - 1),
+    rule=st.sampled_from(["auto", "packed", "spread", "mro+"]),
+    nodes=st.permutations([0, 0, 1, 1, 2, 2]),
+)
+def test_no_placement_takes_experts_from_nodes_that_recovery_relies_on(hot: int, rule: str, nodes: list[int]) -> None:
+    """Nodes in any order, as ranks are by birth: experts that two nodes hold are on two nodes afterwards."""
+    cluster = Cluster(node_of=tuple(nodes), slots_per_rank=4)
+    first = packed_placement(np.ones(EXPERTS, dtype=np.int64), cluster, 2)
+    policy = BalancePolicy(rebalance_every=1, placement=rule, min_replicas=2, shadows="none")
+    planner = BalancePlanner(policy, cluster, [first] * LAYERS, [COSTS] * LAYERS)
+    table = np.full((EXPERTS, 6), 10, dtype=np.int64)
+    table[hot] = 700
+    observe(planner, table)
+    for placement in planner.rebalance() or [first]:
+        assert cluster.missing_nodes(placement.replicas, 2) == 0
+    planner.close()
+
+
+def test_a_rule_that_would_give_protection_up_is_not_followed() -> None:
+    """Plain holds each expert once: it relieves nobody's fear of the next fault."""
+    cluster = Cluster.of(RANKS, 4)
+    first = uniform_placement(EXPERTS, RANKS, 2)
+    policy = BalancePolicy(rebalance_every=1, placement="plain", min_replicas=2, shadows="none")
+    planner = BalancePlanner(policy, cluster, [first] * LAYERS, [COSTS] * LAYERS)
+    observe(planner, skewed(0))
+    assert planner.rebalance() is None
+    planner.close()
+
+
+def test_lost_protection_is_restored_though_nobody_is_busier() -> None:
+    cluster = Cluster.of(RANKS, 4)
+    policy = BalancePolicy(rebalance_every=1, min_replicas=2, shadows="none")
+    placements = [uniform_placement(EXPERTS, RANKS)] * LAYERS
+    planner = BalancePlanner(policy, cluster, placements, [COSTS] * LAYERS)
+    observe(planner, np.full((EXPERTS, RANKS), 50))
+    fresh = planner.rebalance()
+    assert fresh is not None
+    assert all(cluster.missing_nodes(placement.replicas, 2) == 0 for placement in fresh)
+    planner.close()
+
+
+class KnownNodes:
+    """What the balancer asks a strategy for, on ranks whose nodes alternate."""
+
+    def __init__(self, elastic: object = None, promised: int = 1) -> None:
+        layer = SimpleNamespace(num_experts=EXPERTS, dispatcher=SimpleNamespace(groups=[range(4)]))
+        self.experts = SimpleNamespace(layers=[layer], room=[[3] * 4])
+        self.world = SimpleNamespace(size=4)
+        self.node_of, self.elastic, self.promised_replicas = (0, 1, 0, 1), elastic, promised
+
+
+def test_failure_domains_are_the_nodes_of_the_run_and_not_consecutive_ranks() -> None:
+    assert load_balancer._cluster(KnownNodes(), None).node_of == (0, 1, 0, 1)  # type: ignore[arg-type]
+    assert load_balancer._cluster(KnownNodes(), 1).node_of == (0, 1, 2, 3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"ranks_per_node=2 .* in order of birth .* leave it out"):
+        load_balancer._cluster(KnownNodes(elastic=object()), 2)  # type: ignore[arg-type]
+
+
+def test_the_balancer_promises_no_less_than_recovery() -> None:
+    assert load_balancer._min_replicas(KnownNodes(), None) == 1  # type: ignore[arg-type]
+    assert load_balancer._min_replicas(KnownNodes(promised=2), None) == 2  # type: ignore[arg-type]
+    assert load_balancer._min_replicas(KnownNodes(promised=2), 3) == 3  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"min_replicas=1 would move .* min_replicas=2 .* use at least 2"):
+        load_balancer._min_replicas(KnownNodes(promised=2), 1)  # type: ignore[arg-type]
 
 
 def test_even_loads_move_nothing_and_need_no_shadows() -> None:
@@ -174,6 +245,7 @@ def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
         ({"replan_threshold": -1.0}, "replan_threshold=-1.0"),
         ({"max_replan_interval": 0}, "max_replan_interval=0"),
         ({"ranks_per_node": 0}, "ranks_per_node=0"),
+        ({"lag": 0}, "lag=0 of LoadBalancer must be an integer of at least 1"),
         ({"bytes_per_s": 0.0}, "bytes_per_s=0.0 of LoadBalancer must be a number above 0"),
         ({"flops_per_s": float("inf")}, "flops_per_s=inf"),
     ],

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from moe_lightning.algorithms import packing, slot_table
 from moe_lightning.algorithms.allocation import affordable_replicas
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.packing import packed_placement
 from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.algorithms.slot_table import SlotTable
 from moe_lightning.errors import ConfigurationError
+from tests.unit.planning_references import missing_nodes
 
 
 @st.composite
@@ -33,6 +39,57 @@ def test_slots_distinct_nodes_and_coverage_hold(problem: tuple[np.ndarray, Clust
     assert table.sum(axis=0).max() <= cluster.slots_per_rank
     promised = affordable_replicas(len(load), slots=cluster.num_slots, num_nodes=cluster.num_nodes, min_replicas=floor)
     assert ((cluster.by_node(table) > 0).sum(axis=1) >= promised).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(problem=problems(), floor=st.integers(1, 3))
+def test_a_plan_does_not_depend_on_how_fractions_are_summed(problem: tuple[np.ndarray, Cluster], floor: int) -> None:
+    """Python 3.12 sums fractions otherwise than 3.11: ranks must not place experts otherwise."""
+    load, cluster = problem
+    expected = packed_placement(load, cluster, floor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "sum", sum_of_integers, raising=False)
+        patch.setattr(slot_table, "sum", sum_of_integers, raising=False)
+        assert packed_placement(load, cluster, floor) == expected
+
+
+def sum_of_integers(terms: Iterable[int]) -> int:
+    """The built-in, for terms whose order does not matter."""
+    listed = list(terms)
+    assert {type(term) for term in listed} <= {int}, "sums of fractions depend on the version of Python"
+    return sum(listed)
+
+
+@settings(deadline=None, max_examples=100)
+@given(problem=problems(), floor=st.integers(1, 3), seed=st.integers(0, 2**31))
+def test_the_books_of_a_table_are_those_of_its_replicas(
+    problem: tuple[np.ndarray, Cluster], floor: int, seed: int
+) -> None:
+    load, cluster = np.maximum(problem[0], 1), problem[1]
+    table = SlotTable(load, cluster)
+    rng = np.random.default_rng(seed)
+    for expert in range(len(load)):  # everybody once, the rest by chance
+        table.put(expert, int(rng.choice(np.flatnonzero(table.free))))
+    table.protect(floor)
+    assert table.missing_nodes(floor) == cluster.missing_nodes(table.replicas, floor)
+    table.fill()
+    held = table.replicas
+    assert table.holders == held.sum(axis=1).tolist()
+    assert (table.free == cluster.slots_per_rank - held.sum(axis=0)).all()
+    assert table.free.min() >= 0
+    assert held.max() == 1
+    assert table.missing_nodes(floor) == missing_nodes(held, cluster, floor)
+    assert ((table.free == 0) | held.all(axis=0)).all(), "a slot is left though its rank lacks an expert"
+
+
+def test_a_large_cluster_is_planned_between_two_steps() -> None:
+    """A minute a layer where the whole table is looked at for every replica."""
+    load = (np.random.default_rng(0).dirichlet(np.full(512, 0.3)) * 2**27).astype(np.int64)
+    cluster = Cluster.of(4096, 1, ranks_per_node=8)
+    began = time.process_time()
+    placement = packed_placement(load, cluster, 2)
+    assert time.process_time() - began < 5.0
+    assert not cluster.missing_nodes(placement.replicas, 2)
 
 
 @settings(deadline=None, max_examples=100)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from moe_lightning.algorithms.allocation import allocate_replicas
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.recovery_probability import (
     block_recovery,
@@ -33,6 +34,7 @@ from moe_lightning.algorithms.replica_placement import (
     spread,
 )
 from moe_lightning.errors import ConfigurationError
+from tests.unit.planning_references import dealt_one_by_one, spread_one_by_one
 
 
 def ints(*values: int) -> np.ndarray:
@@ -241,6 +243,19 @@ def test_dealing_keeps_replicas_on_their_nodes_and_ranks_within_their_slots(
         placement = deal_to_ranks(table, cluster, load)
         assert (cluster.by_node(placement.replicas) == table).all()
         assert placement.replicas.sum(axis=0).max() <= cluster.slots_per_rank
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_spreading_and_dealing_at_once_are_what_one_by_one_makes(data: st.DataObject) -> None:
+    domains = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=9))
+    cluster = Cluster(node_of=tuple(np.unique(domains, return_inverse=True)[1].tolist()), slots_per_rank=3)
+    num_experts = data.draw(st.integers(1, cluster.num_slots))
+    load = np.array(data.draw(st.lists(st.integers(0, 1000), min_size=num_experts, max_size=num_experts)))
+    replicas = allocate_replicas(load, slots=cluster.num_slots, num_nodes=cluster.num_nodes, min_replicas=1)
+    table = spread(replicas, cluster.node_slots())
+    assert (table == spread_one_by_one(replicas, cluster.node_slots())).all()
+    assert (deal_to_ranks(table, cluster, load).replicas == dealt_one_by_one(table, cluster, load)).all()
 
 
 def test_copies_on_a_node_go_to_different_ranks() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, combinations, product
 
 import numpy as np
@@ -10,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moe_lightning.algorithms.performance_model import BlockCosts
+from moe_lightning.algorithms.performance_model import BlockCosts, TransferMethod
 from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import (
@@ -24,6 +27,7 @@ from moe_lightning.algorithms.shadows import (
     top_shadows,
 )
 from moe_lightning.errors import ConfigurationError
+from tests.unit.planning_references import searched_shadows
 
 COSTS = BlockCosts(
     row_bytes=8192, weight_bytes=4e6, gradient_bytes=4e6, bytes_per_s=6e9, rows_per_s=4e5, transfer="average"
@@ -76,6 +80,54 @@ def test_the_search_is_valid_and_never_predicts_worse_than_no_shadows(
     plan.check(placement)
     found = predict_plan(tokens, placement, plan, COSTS, scheduled).total_s
     assert found <= predict_plan(tokens, placement, no_shadows(tokens, placement), COSTS, scheduled).total_s
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    layer=layers(),
+    transfer=st.sampled_from(["scatter", "direct", "average"]),
+    weight_bytes=st.sampled_from([1e3, 1e5, 4e6]),
+    uneven=st.booleans(),
+    alpha=st.sampled_from([0.0, 0.1, 0.5]),
+    scheduled=st.booleans(),
+)
+def test_the_search_finds_what_tables_of_all_moves_say(
+    layer: tuple[np.ndarray, Placement],
+    transfer: TransferMethod,
+    weight_bytes: float,
+    uneven: bool,
+    alpha: float,
+    scheduled: bool,
+) -> None:
+    tokens, placement = layer
+    if placement.num_ranks == 1 or not tokens.any():
+        return
+    costs = replace(COSTS, transfer=transfer, weight_bytes=weight_bytes, exchange_s=1e-5)
+    if uneven:
+        rates = 1 + np.arange(placement.num_ranks) % 3
+        costs = replace(costs, rows_per_s=4e5 / rates, bytes_per_s=6e9 * rates, expert_s=1e-5)
+    found = search_shadows(tokens, placement, costs, alpha=alpha, scheduled=scheduled)
+    expected = searched_shadows(tokens, placement, costs, alpha=alpha, scheduled=scheduled)
+    assert (found.shadows == expected.shadows).all()
+    assert found.quota_rule == expected.quota_rule or not found.num_copies
+    assert (found.homes == expected.homes).all()
+
+
+def traced_mib(call: Callable[[], object]) -> float:
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_search_needs_the_memory_of_a_few_tables() -> None:
+    """Not of one for every move and value of n: that is 134 MiB for each of its tables here, 2.4 GiB at 4096 ranks."""
+    rng = np.random.default_rng(0)
+    tokens = rng.multinomial(4096, rng.dirichlet(np.full(256, 0.3)), size=1024).T.copy()
+    placement = uniform_placement(256, 1024, 4)
+    assert traced_mib(lambda: search_shadows(tokens, placement, COSTS)) < 20 * tokens.nbytes / 2**20
 
 
 def every_plan(num_ranks: int) -> list[np.ndarray]:

@@ -1,0 +1,101 @@
+"""Slow references of the planner: every effect tabulated, nothing kept from one step to the next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.performance_model import BlockCosts, copy_volumes, predict_block, row_volumes
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.algorithms.shadows import ShadowPlan, choose_homes, no_shadows, shadow_quota
+
+
+def searched_shadows(
+    tokens: np.ndarray, placement: Placement, costs: BlockCosts, *, alpha: float = 0.1, scheduled: bool = True
+) -> ShadowPlan:
+    """`search_shadows` on at most 17 ranks: tables [B, E, 4, N] of all moves, all moves made, all plans predicted."""
+    values = np.arange(placement.num_ranks - 1)
+    homes = choose_homes(placement, tokens.sum(axis=1))
+    resident = placement.replicas > 0
+    order = np.argsort(np.where(resident, tokens.max() + 1, tokens), axis=1, kind="stable")
+    position = np.argsort(order, axis=1, kind="stable")
+    shadows = ~resident & (position >= values[:, None, None])
+    base = balanced_quota(tokens.sum(axis=1), placement.replicas)
+    change = row_volumes(tokens, _moved_quota(tokens, base, shadows)) - row_volumes(tokens, base)
+    copies = copy_volumes(shadows, homes, costs.transfer)
+    chosen, seconds = [], []
+    for index in range(len(values)):
+        volumes, copied = row_volumes(tokens, base).sum(axis=0), np.zeros_like(copies[index, 0])
+        moved: list[int] = []
+        best, best_s = list(moved), float(predict_block(volumes, copied, costs, scheduled).total_s)
+        while np.ptp(volumes[0]) >= alpha * tokens.sum() / placement.num_ranks:
+            relief = base[:, volumes[0].argmax()] * shadows[index].any(axis=1)
+            relief[moved] = 0
+            if not relief.any():
+                break
+            moved.append(int(relief.argmax()))
+            volumes = volumes + change[index, moved[-1]]
+            copied = copied + copies[index, moved[-1]]
+            total_s = float(predict_block(volumes, copied, costs, scheduled).total_s)
+            if total_s < best_s:
+                best, best_s = list(moved), total_s
+        chosen.append(shadows[index] * np.isin(np.arange(len(tokens)), best)[:, None])
+        seconds.append(best_s)
+
+    def predicted_s(plan: ShadowPlan) -> float:
+        rows = row_volumes(tokens, shadow_quota(tokens, placement, plan)).sum(axis=0)
+        totals = copy_volumes(plan.shadows, plan.homes, costs.transfer).sum(axis=0)
+        return float(predict_block(rows, totals, costs, scheduled).total_s)
+
+    local = ShadowPlan(shadows=chosen[int(np.argmin(seconds))], homes=homes, quota_rule="local")
+    widest = replace(local, shadows=max(chosen, key=np.sum))
+    balanced = [replace(plan, quota_rule="balanced") for plan in (local, widest)]
+    return min((no_shadows(tokens, placement), local, *balanced), key=predicted_s)
+
+
+def _moved_quota(tokens: np.ndarray, base: np.ndarray, shadows: np.ndarray) -> np.ndarray:
+    """int64 [B, E, N]: shadows keep their rank's tokens, residents share the rest."""
+    kept = tokens * shadows
+    load = base.sum(axis=1)[:, None]
+    rest = (load.T - kept.sum(axis=2))[..., None]
+    upto = np.cumsum(base, axis=1)
+    return kept + rest * upto // np.maximum(load, 1) - rest * (upto - base) // np.maximum(load, 1)
+
+
+def spread_one_by_one(replicas: np.ndarray, node_slots: np.ndarray) -> np.ndarray:
+    """`spread` with a cursor that looks at every node."""
+    table = np.zeros((len(replicas), len(node_slots)), dtype=np.int64)
+    cursor = 0
+    for expert, count in enumerate(replicas):
+        for _ in range(count):
+            nodes = [(cursor + step) % len(node_slots) for step in range(len(node_slots))]
+            open_nodes = [node for node in nodes if table[:, node].sum() < node_slots[node]]
+            node = min(open_nodes, key=lambda node: table[expert, node])
+            table[expert, node] += 1
+            cursor = node + 1
+    return table
+
+
+def dealt_one_by_one(table: np.ndarray, cluster: Cluster, load: np.ndarray) -> np.ndarray:
+    """`deal_to_ranks`, one replica after the other."""
+    replicas = np.zeros((len(table), cluster.num_ranks), dtype=np.int64)
+    carried = [0] * cluster.num_ranks
+    share = 720_720 * load // np.maximum(table.sum(axis=1), 1)
+    for node in range(cluster.num_nodes):
+        for expert in sorted(range(len(table)), key=lambda expert: (-share[expert], expert)):
+            for _ in range(table[expert, node]):
+                used = replicas.sum(axis=0)
+                open_ranks = [rank for rank in cluster.ranks_of(node) if used[rank] < cluster.slots_per_rank]
+                rank = min(open_ranks, key=lambda rank: (replicas[expert, rank], carried[rank], used[rank], rank))
+                replicas[expert, rank] += 1
+                carried[rank] += int(share[expert])
+    return replicas
+
+
+def missing_nodes(table: np.ndarray, cluster: Cluster, floor: int) -> int:
+    """Distinct nodes that are missing, over all experts."""
+    nodes = [{cluster.node_of[rank] for rank in np.flatnonzero(row)} for row in table]
+    return sum(max(0, floor - len(held)) for held in nodes)
