@@ -72,6 +72,15 @@ def four(request: pytest.FixtureRequest, _four: Shared) -> Iterator[Training]:
 
 
 @pytest.fixture
+def apart(tmp_path: Path) -> Iterator[Training]:
+    """A training on the hosts a, b and c, whose rendezvous host is on a."""
+    with Hosts(*"abc", CALM) as hosts:
+        training = Training(hosts, tmp_path, list("abc"), "a")
+        training.start()
+        yield training
+
+
+@pytest.fixture
 def measured(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Adds a goal and what was measured to the table that is printed at the end."""
     rows = request.config.stash.setdefault(_ROWS, [])

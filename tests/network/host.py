@@ -16,6 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from typing import Any
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC, _CLONE_NEWPID, _CLONE_NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 29, 1 << 30
@@ -63,7 +64,7 @@ def _serve(channel: socket.socket) -> None:
                 process = started.pop(pid, None)
                 if process is not None:
                     process.returncode = code  # it has been waited for
-                    channel.send(json.dumps({"ended": pid, "code": code}).encode())
+                    channel.send(json.dumps({"ended": pid, "code": code, "at": time.monotonic()}).encode())
         if channel in ready:
             packet = channel.recv(_PACKET)
             if not packet:

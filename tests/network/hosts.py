@@ -66,7 +66,7 @@ class Process:
         pid: its number there.
         output: the file that takes its output.
         code: its exit code, or minus its signal, once it has ended.
-        ended_at: `time.monotonic()` when that was seen.
+        ended_at: `time.monotonic()` then.
     """
 
     host: Host
@@ -176,7 +176,7 @@ class Host:
             return False
         process = self.processes.get(answer["ended"])
         if process is not None:
-            process.code, process.ended_at = answer["code"], time.monotonic()
+            process.code, process.ended_at = answer["code"], answer["at"]
         return True
 
 
@@ -295,6 +295,10 @@ class Hosts:
         """A perfect network."""
         self._tell_lines((), loss=0.0, delay_s=0.0, jitter_s=0.0, rate=0.0)
         self.heal()
+
+    def reset(self, one: str, other: str, seconds: float = 0.3) -> None:
+        """Reset the TCP connections between two hosts that say something within some time."""
+        self._tell({"reset": [one, other], "seconds": seconds})
 
     # ------------------------------------------------------------------ what happens to hosts
 

@@ -4,12 +4,14 @@
     torchrun ... tests/network/script.py FOLDER [--ddp]                        by the same strategy, or stock DDP
     python tests/network/script.py FOLDER                                      alone
 
-Files in FOLDER steer it: `pace` holds seconds between steps, `end` the step after which it ends; `diary-HOST.jsonl` gets
-a line for every step (`Step` of trainings.py), `checkpoints` are shared by all hosts.
+Files in FOLDER steer it: `pace` holds seconds between steps, `end` the step after which it ends; `die-HOST` kills a worker in its
+next commit. `diary-HOST.jsonl` gets a line for every step (`Step` of trainings.py), `checkpoints` are shared by
+all hosts.
 """
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -37,6 +39,18 @@ class Diary(pl.Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file = (folder / f"diary-{socket.gethostname()}.jsonl").open("a", buffering=1)
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        elastic = getattr(trainer.strategy, "elastic", None)
+        if elastic is not None:
+            commit = elastic.commit
+            elastic.commit = lambda *args, **options: (self._die(), commit(*args, **options))[1]
+
+    def _die(self) -> None:
+        """End without a word, once, where a test has asked for it."""
+        with suppress(FileNotFoundError):
+            (self._folder / f"die-{socket.gethostname()}").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(_number(self._folder / "pace", 0.0))

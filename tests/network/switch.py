@@ -14,6 +14,7 @@ import random
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ _BURST = 64
 _QUEUE = 1000
 """Frames that a slow line holds before it drops, as netem does."""
 _PR_SET_PDEATHSIG = 1
+_RST, _ACK = 0x04, 0x10
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Switch:
         self._ports: dict[str, _Port] = {}
         self._by_device: dict[int, _Port] = {}
         self._dead: set[tuple[str, str]] = set()
+        self._resets: dict[frozenset[str], float] = {}  # pair -> until when its connections are reset
         self._flights: list[_Flight] = []
         self._random = random.Random(seed)
         self._numbers = 0
@@ -99,6 +102,8 @@ class Switch:
         request = json.loads(packet)
         if "port" in request:
             self._connect(_Port(request["port"], descriptors[0], bytes(request["mac"])))
+        if "reset" in request:
+            self._resets[frozenset(request["reset"])] = time.monotonic() + request["seconds"]
         if "dead" in request:
             self._dead = {(a, b) for a, b in request["dead"]}
         for name, line in request.get("lines", {}).items():
@@ -135,6 +140,12 @@ class Switch:
 
     def _send(self, source: _Port, target: _Port, frame: bytes) -> None:
         line = source.line
+        if self._resets and self._resets.get(frozenset({source.name, target.name}), 0.0) > time.monotonic():
+            answers = resets(frame)
+            if answers is not None:
+                self._write(target, answers[0])
+                self._write(source, answers[1])
+                return
         if (source.name, target.name) in self._dead or (line.loss and self._random.random() < line.loss):
             return
         if not (line.delay_s or line.rate or source.waiting):
@@ -166,6 +177,37 @@ class Switch:
                 return  # a full queue drops
             except OSError:
                 self._disconnect(target)
+
+
+def resets(frame: bytes) -> tuple[bytes, bytes] | None:
+    """Frames that reset the connection of a TCP segment at its receiver and at its sender; None for other frames."""
+    if frame[12:14] != b"\x08\x00" or frame[23] != socket.IPPROTO_TCP:
+        return None
+    segment = 14 + (frame[14] & 15) * 4
+    sender, receiver = frame[26:30], frame[30:34]
+    ports, sequence, acknowledged = struct.unpack_from("4s4s4s", frame, segment)
+    return (
+        frame[:12] + _reset(sender, receiver, ports, sequence, acknowledged),
+        frame[6:12] + frame[:6] + _reset(receiver, sender, ports[2:] + ports[:2], acknowledged, bytes(4)),
+    )
+
+
+def _reset(source: bytes, target: bytes, ports: bytes, sequence: bytes, acknowledged: bytes) -> bytes:
+    """An IPv4 packet, from its EtherType on."""
+    flags = _RST | (_ACK if any(acknowledged) else 0)
+    tcp = ports + sequence + acknowledged + bytes([5 << 4, flags]) + bytes(6)
+    check = _checksum(source + target + struct.pack("!HH", socket.IPPROTO_TCP, len(tcp)) + tcp)
+    tcp = tcp[:16] + check + tcp[18:]
+    ip = struct.pack("!BBHHHBB2x4s4s", 0x45, 0, 20 + len(tcp), 0, 0, 64, socket.IPPROTO_TCP, source, target)
+    return b"\x08\x00" + ip[:10] + _checksum(ip) + ip[12:] + tcp
+
+
+def _checksum(data: bytes) -> bytes:
+    """The Internet checksum of an even number of bytes (RFC 1071)."""
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return struct.pack("!H", ~total & 0xFFFF)
 
 
 def main(control: int) -> int:

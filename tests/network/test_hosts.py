@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.network.hosts import Hosts, Process, wait_for
-from tests.network.trainings import longest_pause
+from tests.network.trainings import environment, longest_pause
 
 _LISTEN = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(('', 5000))\n"
 _ECHO = _LISTEN + "while True: s.sendto(*s.recvfrom(100))"
@@ -118,6 +117,21 @@ def test_loss(hosts: Hosts, tmp_path: Path) -> None:
     assert 720 <= came <= 880, "five standard deviations and a bit"
 
 
+def test_connections_are_reset_at_both_ends(hosts: Hosts, tmp_path: Path) -> None:
+    talk = "while True:\n  c.sendall(b'x'); c.recv(1); time.sleep(0.01)"
+    head = "import socket, time\n"
+    serve = head + "s = socket.create_server(('', 5003)); print('ready', flush=True); c, _ = s.accept()\n" + talk
+    server = hosts["a"].start([sys.executable, "-S", "-c", serve], output=tmp_path / "server")
+    wait_for(lambda: "ready" in server.text(), 10)
+    ask = head + "c = socket.create_connection(('a', 5003)); print('ready', flush=True)\n" + talk
+    client = hosts["b"].start([sys.executable, "-S", "-c", ask], output=tmp_path / "client")
+    wait_for(lambda: "ready" in client.text(), 10)
+    hosts.reset("a", "b")
+    assert server.wait(10) == client.wait(10) == 1
+    assert "ConnectionResetError" in server.text() + client.text()
+    assert heard(hosts, "a", "b", tmp_path / "out")[0] == 1
+
+
 def test_a_frozen_host_stands_still(hosts: Hosts, tmp_path: Path) -> None:
     hosts.freeze("b")
     assert heard(hosts, "a", "b", tmp_path / "out")[0] == 0
@@ -153,9 +167,7 @@ with Hosts("a", "b") as hosts:
     hosts["a"].start(["sleep", "62.9"], output=pathlib.Path({str(tmp_path)!r}) / "sleep")
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    killed = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    )
+    killed = subprocess.run([sys.executable, "-c", code], env=environment())
     assert killed.returncode == -signal.SIGKILL
     wait_for(lambda: not running("62.9"), 10)
 

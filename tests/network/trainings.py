@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from tests.network.hosts import Hosts, Process, wait_for
@@ -63,6 +64,11 @@ class Training:
         rendezvous: the host of the rendezvous host.
         pace_s: that each step takes at least.
         settings: of the elastic run that differ from their defaults.
+
+    Attributes:
+        launchers: the newest of each member.
+        launches: how many were started.
+        service: the newest rendezvous host.
     """
 
     hosts: Hosts
@@ -73,7 +79,7 @@ class Training:
     settings: Mapping[str, object] = field(default_factory=dict)
     launchers: dict[str, Process] = field(default_factory=dict)
     service: Process | None = None
-    _launches: int = 0
+    launches: int = 0
     _reference: Process | None = None
 
     @property
@@ -107,15 +113,15 @@ class Training:
 
     def launch(self, name: str) -> Process:
         """Start the launcher of a host, for the first time or again."""
-        self._launches += 1
+        self.launches += 1
         command = [sys.executable, "-m", "moe_lightning.elastic.run", "--ranks", "1", "--nodes", str(len(self.members))]
         command += ["--lighthouse", self.lighthouse, "--secret-file", str(self.secret_file), "--node", name]
-        command += ["--log-dir", str(self.folder / f"logs-{name}-{self._launches}")]
+        command += ["--log-dir", str(self.folder / f"logs-{name}-{self.launches}")]
         for setting, value in self.settings.items():
             command += ["--set", f"{setting}={value}"]
         self.launchers[name] = self.hosts[name].start(
             [*command, str(SCRIPT), str(self.folder)],
-            output=self.folder / f"output-{name}-{self._launches}",
+            output=self.folder / f"output-{name}-{self.launches}",
             folder=self.folder,
             environment=environment(),
         )
@@ -153,7 +159,7 @@ class Training:
 
     def newest(self) -> int:
         """The highest number of a step that any host has made."""
-        return max((steps[-1].step for name in self.members if (steps := self.steps(name))), default=0)
+        return self.newest_of(self.members)
 
     def reach(self, step: int, names: Collection[str], *, timeout_s: float, size: int | None = None) -> float:
         """Wait until hosts have made a step, in a world of a size if that is given; the seconds it took."""
@@ -171,8 +177,18 @@ class Training:
         return self.reach(self.newest() + steps, names, timeout_s=timeout_s, size=size)
 
     def pause(self, names: Collection[str], since: float) -> float:
-        """The longest time without a step of any of these hosts from `since` on, less what a step took before."""
+        """The longest time without a step on any of these hosts from `since` on, see `longest_pause`."""
         return max(longest_pause([s.time for s in self.steps(name)], since) for name in names)
+
+    def newest_of(self, names: Collection[str]) -> int:
+        """The highest number of a step that some hosts have made."""
+        return max((steps[-1].step for name in names if (steps := self.steps(name))), default=0)
+
+    def worlds_since(self, name: str, since: float) -> list[str]:
+        """Names of the worlds in which a host has made steps, from the one at `since` on."""
+        steps = self.steps(name)
+        before = [s for s in steps if s.time <= since][-1:]
+        return list(dict.fromkeys(s.world for s in [*before, *(s for s in steps if s.time > since)]))
 
     def by_rank(self) -> list[str]:
         """The members in the order of their ranks."""
@@ -201,7 +217,7 @@ class Training:
         self.assert_losses()
 
     def assert_losses(self) -> float:
-        """Every step that was made, by whomever and however often, has the loss of the calm run; the worst deviation."""
+        """Every step, by whomever and however often made, has the loss of the calm run; the worst deviation."""
         made = [step for name in self.members for step in self.steps(name)]
         wanted = self.reference(self.newest())
         missing = set(range(1, self.newest() + 1)) - {step.step for step in made}
@@ -237,6 +253,12 @@ class Training:
         self._reference.send(signal.SIGSTOP)
         return {step.step: step.loss for step in _lines(diary)}
 
+    def ended_after(self, name: str, since: float) -> float:
+        """Seconds from `since` to the end of a launcher."""
+        ended_at = self.launchers[name].ended_at
+        assert ended_at is not None
+        return ended_at - since
+
     def words(self) -> str:
         """What all launchers and workers have said last."""
         files = [p for p in self.folder.rglob("*") if p.name.startswith(("output-", "rank", "rendezvous-"))]
@@ -258,7 +280,7 @@ def longest_pause(times: Sequence[float], since: float) -> float:
     Args:
         times: at which steps ended; ascending.
     """
-    pauses = [(later, later - earlier) for earlier, later in zip(times, times[1:], strict=False)]
+    pauses = [(later, later - earlier) for earlier, later in pairwise(times)]
     usual = [pause for later, pause in pauses if later <= since][-_USUAL:]
     return max(0.0, max(pause for later, pause in pauses if later > since) - max(usual, default=0.0))
 
