@@ -11,7 +11,8 @@ import pytest
 from tests.network.hosts import Hosts, why_not
 from tests.network.trainings import CALM, Training
 
-RENDEZVOUS = "r"
+RENDEZVOUS, STRANGER = "r", "stranger"
+PACE_S = 0.15
 _FAILED = pytest.StashKey[bool]()
 _ROWS = pytest.StashKey[list[tuple[str, str, str]]]()
 
@@ -31,9 +32,9 @@ class Shared:
         if self._training is not None:
             self._training.restore()
             return self._training
-        hosts = self._stack.enter_context(Hosts(*self._members, RENDEZVOUS, CALM))
-        training = Training(hosts, self._folders(), list(self._members), RENDEZVOUS)
-        training.start()
+        hosts = self._stack.enter_context(Hosts(*self._members, RENDEZVOUS, STRANGER, CALM))
+        training = Training(hosts, self._folders(), list(self._members), RENDEZVOUS, STRANGER, PACE_S)
+        training.begin()
         self._training = training
         return training
 
@@ -74,9 +75,9 @@ def four(request: pytest.FixtureRequest, _four: Shared) -> Iterator[Training]:
 @pytest.fixture
 def apart(tmp_path: Path) -> Iterator[Training]:
     """A training on the hosts a, b and c, whose rendezvous host is on a."""
-    with Hosts(*"abc", CALM) as hosts:
-        training = Training(hosts, tmp_path, list("abc"), "a")
-        training.start()
+    with Hosts(*"abc", STRANGER, CALM) as hosts:
+        training = Training(hosts, tmp_path, list("abc"), "a", STRANGER, PACE_S)
+        training.begin()
         yield training
 
 

@@ -4,9 +4,9 @@
     torchrun ... tests/network/script.py FOLDER [--ddp]                        by the same strategy, or stock DDP
     python tests/network/script.py FOLDER                                      alone
 
-Files in FOLDER steer it: `pace` holds seconds between steps, `end` the step after which it ends; `die-HOST` kills a worker in its
-next commit. `diary-HOST.jsonl` gets a line for every step (`Step` of trainings.py), `checkpoints` are shared by
-all hosts.
+Files in FOLDER steer it: `pace` holds seconds between steps, `end` the step after which it ends; `die-HOST` kills a
+worker in its next commit. `diary-HOST.jsonl` gets a line for every step (`Step` of trainings.py), `checkpoints` are
+shared by all hosts.
 """
 
 import json

@@ -40,8 +40,7 @@ def test_one_while_another_joins(four: Training, measured: Measured) -> None:
     _crash(four, "d")
     four.go_on("abc", timeout_s=60, size=3)
     four.launch("d")
-    log = four.folder / f"output-d-{four.launches}"
-    wait_for(lambda: _is_waiting_to_join(four, "d") or four.newest_of(["d"]) > four.newest_of("a"), 90, log.read_text)
+    wait_for(lambda: four.connections("d") > 1, 90, four.words)
     began = time.monotonic()
     four.hosts.power_off("b")
     four.go_on("ac", timeout_s=60)
@@ -51,14 +50,6 @@ def test_one_while_another_joins(four: Training, measured: Measured) -> None:
     assert pause <= GOES_ON_S
     four.restore()
     four.assert_losses()
-
-
-def _is_waiting_to_join(training: Training, name: str) -> bool:
-    """Whether a worker on a host is connected to the rendezvous host."""
-    output = training.folder / f"connections-{time.monotonic_ns()}"
-    looking = training.hosts[name].start(["ss", "-Htn", "state", "established"], output=output)
-    looking.wait(20)
-    return looking.text().count(f"{training.lighthouse} ") + looking.text().count(f"{training.lighthouse}\n") > 1
 
 
 @pytest.mark.parametrize("name", ["a", "b"])

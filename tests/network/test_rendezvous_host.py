@@ -44,7 +44,7 @@ def test_it_is_killed_and_started_again(three: Training, measured: Measured) -> 
     pause = three.pause(three.members, began)
     assert len(three.worlds_since("a", began)) == 1
     killed = time.monotonic()
-    three.hosts["b"].signal(three.last("b").pid, signal.SIGKILL)
+    three.kill("b")
     three.go_on("ac", timeout_s=30)
     recovery = three.pause("ac", killed)
     three.go_on(three.members, timeout_s=60, size=3)
@@ -63,7 +63,7 @@ def test_it_is_killed_for_ever(three: Training, measured: Measured) -> None:
     three.go_on(three.members, timeout_s=30, size=3)
     pause = three.pause(three.members, began)
     lost = time.monotonic()
-    three.hosts["c"].signal(three.last("c").pid, signal.SIGKILL)
+    three.kill("c")
     sentences = {three.assert_ends(name, timeout_s=END_S + 10) for name in three.members}
     ended = max(three.ended_after(name, lost) for name in three.members)
     goal = f"goes on; after a fault all end in {END_S:g} s"
@@ -77,7 +77,7 @@ def test_it_is_killed_for_ever(three: Training, measured: Measured) -> None:
 def test_it_is_killed_and_started_again_while_a_fault_waits(three: Training, measured: Measured) -> None:
     _kill(three)
     lost = time.monotonic()
-    three.hosts["b"].signal(three.last("b").pid, signal.SIGKILL)
+    three.kill("b")
     time.sleep(10)
     three.serve()
     came = time.monotonic()

@@ -62,6 +62,7 @@ class Training:
         folder: that all hosts share.
         members: hosts with a launcher and one rank each.
         rendezvous: the host of the rendezvous host.
+        stranger: a host that has no part in it.
         pace_s: that each step takes at least.
         settings: of the elastic run that differ from their defaults.
 
@@ -75,6 +76,7 @@ class Training:
     folder: Path
     members: Sequence[str]
     rendezvous: str
+    stranger: str
     pace_s: float = 0.05
     settings: Mapping[str, object] = field(default_factory=dict)
     launchers: dict[str, Process] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class Training:
     def secret_file(self) -> Path:
         return self.folder / "secret"
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Start everything, and wait until all members have made some steps together."""
         self.pace(self.pace_s)
         self.serve()
@@ -104,9 +106,7 @@ class Training:
         output = self.folder / f"rendezvous-{time.monotonic_ns()}"
         command = [sys.executable, "-m", "moe_lightning.elastic.rendezvous_host", "--bind", self.lighthouse]
         command += ["--secret-file", str(self.secret_file)]
-        service = self.hosts[self.rendezvous].start(
-            command, output=output, folder=self.folder, environment=environment()
-        )
+        service = self.start_on(self.rendezvous, command, output)
         wait_for(lambda: service.text() or service.poll() is not None, _START_S)
         assert service.poll() is None, service.text()
         self.service = service
@@ -114,18 +114,26 @@ class Training:
     def launch(self, name: str) -> Process:
         """Start the launcher of a host, for the first time or again."""
         self.launches += 1
+        command = self.launcher_command(name, secret_file=self.secret_file)
+        self.launchers[name] = self.start_on(name, command, self.folder / f"output-{name}-{self.launches}")
+        return self.launchers[name]
+
+    def launcher_command(self, name: str, *, secret_file: Path) -> list[str]:
+        """What is run on a host to take part."""
         command = [sys.executable, "-m", "moe_lightning.elastic.run", "--ranks", "1", "--nodes", str(len(self.members))]
-        command += ["--lighthouse", self.lighthouse, "--secret-file", str(self.secret_file), "--node", name]
+        command += ["--lighthouse", self.lighthouse, "--secret-file", str(secret_file), "--node", name]
         command += ["--log-dir", str(self.folder / f"logs-{name}-{self.launches}")]
         for setting, value in self.settings.items():
             command += ["--set", f"{setting}={value}"]
-        self.launchers[name] = self.hosts[name].start(
-            [*command, str(SCRIPT), str(self.folder)],
-            output=self.folder / f"output-{name}-{self.launches}",
-            folder=self.folder,
-            environment=environment(),
-        )
-        return self.launchers[name]
+        return [*command, str(SCRIPT), str(self.folder)]
+
+    def start_on(self, name: str, command: Sequence[str], output: Path) -> Process:
+        """Run something on a host."""
+        return self.hosts[name].start(command, output=output, folder=self.folder, environment=environment())
+
+    def kill(self, name: str) -> None:
+        """Kill the worker of a host."""
+        self.hosts[name].signal(self.last(name).pid, signal.SIGKILL)
 
     def pace(self, seconds: float) -> None:
         """Let every step take at least so long."""
@@ -219,8 +227,9 @@ class Training:
     def assert_losses(self) -> float:
         """Every step, by whomever and however often made, has the loss of the calm run; the worst deviation."""
         made = [step for name in self.members for step in self.steps(name)]
-        wanted = self.reference(self.newest())
-        missing = set(range(1, self.newest() + 1)) - {step.step for step in made}
+        newest = max(step.step for step in made)
+        wanted = self.reference(newest)
+        missing = set(range(1, newest + 1)) - {step.step for step in made}
         assert not missing, f"nobody made the steps {sorted(missing)}"
         worst = max(abs(step.loss - wanted[step.step]) for step in made)
         assert worst <= TOLERANCE, [s for s in made if abs(s.loss - wanted[s.step]) > TOLERANCE][:5]
@@ -258,6 +267,35 @@ class Training:
         ended_at = self.launchers[name].ended_at
         assert ended_at is not None
         return ended_at - since
+
+    # ------------------------------------------------------------------ what strangers see
+
+    def ports(self) -> list[str]:
+        """Every address that somebody listens at on any host, of UDP with `udp:` in front; loopback left out."""
+        found = set()
+        for name in {*self.members, self.rendezvous}:
+            for kind, prefix in (("-Hltn", ""), ("-Hlun", "udp:")):
+                for line in self._said(name, ["ss", kind]).splitlines():
+                    host, _, port = line.split()[3].rpartition(":")
+                    if not host.startswith("127."):
+                        found.add(f"{prefix}{self.hosts.address(name)}:{port}")
+        return sorted(found)
+
+    def connections(self, name: str) -> int:
+        """How many processes of a host are connected to the rendezvous host."""
+        return self._said(name, ["ss", "-Htn", "state", "established", "dst", self.lighthouse]).count("\n")
+
+    def descriptors(self) -> dict[str, int]:
+        """host -> the most descriptors that a process on it has open."""
+        command = ["bash", "-c", "for p in /proc/[0-9]*; do ls $p/fd 2>/dev/null | wc -l; done"]
+        names = {*self.members, self.rendezvous}
+        return {name: max(map(int, self._said(name, command).split())) for name in sorted(names)}
+
+    def _said(self, name: str, command: Sequence[str]) -> str:
+        """What a command prints on a host."""
+        process = self.start_on(name, command, self.folder / f"said-{time.monotonic_ns()}")
+        assert process.wait(30) == 0, process.text()
+        return process.text()
 
     def words(self) -> str:
         """What all launchers and workers have said last."""
