@@ -1,8 +1,9 @@
 """Starts any script in elastic workers:
 
     python -m moe_lightning.elastic.run --ranks 4 SCRIPT ARGUMENTS...
-    python -m moe_lightning.elastic.run --ranks 8 --nodes 4 --lighthouse HOST:PORT SCRIPT ARGUMENTS...   (on every node)
+    python -m moe_lightning.elastic.run --ranks 8 --nodes 4 --lighthouse HOST:PORT --secret-file FILE SCRIPT ...
 
+The second on every node.
 The script is run as `python SCRIPT ARGUMENTS...` would run it, once in each worker.
 """
 
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module=_MODULE,
             max_restarts=options.max_restarts,
             lighthouse=options.lighthouse,
+            secret_file=options.secret_file,
             num_nodes=options.nodes,
             node=options.node,
         ).run([options.script, *options.arguments])
@@ -120,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=2, help="workers of this machine")
     parser.add_argument("--nodes", type=int, default=1, help="machines that run this command")
     parser.add_argument("--lighthouse", metavar="HOST:PORT", help="of the rendezvous host, for several machines")
+    parser.add_argument("--secret-file", type=Path, metavar="FILE", help="a copy of the rendezvous host's")
     parser.add_argument("--node", help="this machine's name as a failure domain")
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="output of the other ranks")
     parser.add_argument("--max-restarts", type=int, default=20)

@@ -20,11 +20,13 @@ class ElasticSettings:
     """How long an elastic run waits for whom; seconds throughout.
 
     Attributes:
-        heartbeat_timeout_s: a member without a heartbeat for this long is dead to the others' next join. The heart
-            beats outside Python, so a busy interpreter does not stop it.
-        silence_timeout_s: a rank whose monitor thread has said nothing for this long is expelled from a standing
-            world (stopped, frozen, cut off). This one does run in Python: keep it above the longest call that holds
-            Python's lock.
+        heartbeat_timeout_s: a member whose connection to the rendezvous host has ended is not waited for longer than
+            this by the others' next join, unless it comes back.
+        silence_timeout_s: a rank of which nothing is heard for this long, while the others make no step either, is
+            expelled from a standing world (stopped, frozen, cut off). Its monitor runs in Python: keep this above the
+            longest call that holds Python's lock.
+        rendezvous_timeout_s: how long a process that needs the rendezvous host waits for it. Training needs it only
+            when ranks come or go.
         hang_timeout_s: a member whose main thread does not come to the next join within this time after its world
             broke ends its process, so that the others need not wait for it.
         build_timeout_s: for building groups. gloo waits this long, and cannot be freed, for a member that is lost just
@@ -44,6 +46,7 @@ class ElasticSettings:
 
     heartbeat_timeout_s: float = 0.5
     silence_timeout_s: float = 5.0
+    rendezvous_timeout_s: float = 45.0
     hang_timeout_s: float = 10.0
     build_timeout_s: float = 5.0
     join_timeout_s: float = 600.0
@@ -72,13 +75,18 @@ class ElasticSettings:
             raise ConfigurationError(f"notice_url={self.notice_url!r} must begin with http:// or https://")
 
 
+def new_token() -> str:
+    """A name for one process."""
+    return secrets.token_hex(6)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ElasticTask:
     """What the launcher tells one worker.
 
     Attributes:
-        lighthouse: "http://host:port", or None for membership by torch's rendezvous over the store.
-        store_host, store_port: the store that outlives the workers.
+        address: of the rendezvous host, "unix:PATH" or "host:port".
+        secret_file: of the run, which the host asks for.
         node: name of the failure domain.
         birth_ns: when the launcher began, plus the slot, for a first process: ranks of the first world have the order
             of their slots; None for a process started later.
@@ -89,15 +97,14 @@ class ElasticTask:
         settings: see there.
     """
 
-    lighthouse: str | None
-    store_host: str
-    store_port: int
+    address: str
+    secret_file: str
     node: str
     slot: int = 0
     expected: int = 1
     starts: int = 1
     birth_ns: int | None = None
-    token: str = field(default_factory=lambda: secrets.token_hex(6))
+    token: str = field(default_factory=new_token)
     settings: ElasticSettings = field(default_factory=ElasticSettings)
 
     def __post_init__(self) -> None:
