@@ -90,13 +90,12 @@ def main(folder: Path, is_ddp: bool) -> None:
     if is_elastic:
         saver = PartialExpertsCheckpoint(str(folder / "checkpoints"), every_n_steps=10, timeout_s=60.0)
         callbacks = [saver, FaultRecovery()]
-    by_torchrun = not is_elastic and ranks > 1
     trainer = pl.Trainer(
         strategy="ddp" if is_ddp else ExpertParallelStrategy(),
-        plugins=[] if by_torchrun else [LightningEnvironment()],
+        plugins=[LightningEnvironment()] if is_elastic or ranks == 1 else [],
         accelerator="cpu",
-        devices=1 if by_torchrun else ranks,
-        num_nodes=ranks if by_torchrun else 1,
+        devices=1,
+        num_nodes=ranks,
         max_steps=_FOREVER,
         max_epochs=_FOREVER,
         callbacks=[Diary(folder), *callbacks],

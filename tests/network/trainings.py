@@ -135,9 +135,30 @@ class Training:
         """Kill the worker of a host."""
         self.hosts[name].signal(self.last(name).pid, signal.SIGKILL)
 
+    def beside(self, *arguments: str) -> Path:
+        """Run the same training under plain torchrun on the same hosts, too, once for each kind; its folder, which is
+        steered as that of the run is.
+
+        Args:
+            arguments: for the script: "--ddp" for stock DDP instead of the same strategy.
+        """
+        folder = self.folder / "-".join(["torchrun", *arguments])
+        if not folder.exists():
+            folder.mkdir()
+            port = 29600 + len(arguments)
+            rendezvous = ["--master-addr", self.hosts.address(self.members[0]), "--master-port", str(port)]
+            for rank, name in enumerate(self.members):
+                command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(self.members))]
+                command += ["--nproc-per-node", "1", "--node-rank", str(rank), *rendezvous]
+                command += [str(SCRIPT), str(folder), *arguments]
+                self.start_on(name, command, folder / f"output-{name}")
+            diaries = [folder / f"diary-{name}.jsonl" for name in self.members]
+            wait_for(lambda: all(len(steps_in(diary)) > 5 for diary in diaries), _START_S, poll_s=0.2)
+        return folder
+
     def pace(self, seconds: float) -> None:
         """Let every step take at least so long."""
-        _replace(self.folder / "pace", str(seconds))
+        set_pace(self.folder, seconds)
 
     def restore(self) -> None:
         """A calm network, everything started that has ended, and all members in one world."""
@@ -159,7 +180,7 @@ class Training:
 
     def steps(self, name: str) -> list[Step]:
         """All that a host has made."""
-        return _lines(self.folder / f"diary-{name}.jsonl")
+        return steps_in(self.folder / f"diary-{name}.jsonl")
 
     def last(self, name: str) -> Step:
         """The newest that a host has made."""
@@ -258,9 +279,9 @@ class Training:
         else:
             self._reference.send(signal.SIGCONT)
         diary = self.folder / CALM / f"diary-{CALM}.jsonl"
-        wait_for(lambda: len(_lines(diary)) >= steps, _REFERENCE_S, self._reference.tail, poll_s=0.2)
+        wait_for(lambda: len(steps_in(diary)) >= steps, _REFERENCE_S, self._reference.tail, poll_s=0.2)
         self._reference.send(signal.SIGSTOP)
-        return {step.step: step.loss for step in _lines(diary)}
+        return {step.step: step.loss for step in steps_in(diary)}
 
     def ended_after(self, name: str, since: float) -> float:
         """Seconds from `since` to the end of a launcher."""
@@ -301,12 +322,17 @@ class Training:
         """What all launchers and workers have said last."""
         files = [p for p in self.folder.rglob("*") if p.name.startswith(("output-", "rank", "rendezvous-"))]
         ends = {name: self.launchers[name].poll() for name in self.launchers}
-        said = [f"--- {p.relative_to(self.folder)}: {p.read_text(errors='replace')[-600:]}" for p in sorted(files)]
+        said = [f"--- {p.relative_to(self.folder)}: {p.read_text(errors='replace')[-400:]}" for p in sorted(files)]
         made = {name: self.worlds(name) for name in self.members}
         return "\n".join([f"newest step {self.newest()}, exit codes {ends}, worlds {made}", *said])
 
 
-def _lines(diary: Path) -> list[Step]:
+def set_pace(folder: Path, seconds: float) -> None:
+    """Let every step of a training take at least so long."""
+    _replace(folder / "pace", str(seconds))
+
+
+def steps_in(diary: Path) -> list[Step]:
     """What a diary holds; the last line may be cut off by a kill."""
     lines = diary.read_text().splitlines(keepends=True) if diary.exists() else []
     return [Step(**json.loads(line)) for line in lines if line.endswith("\n")]
