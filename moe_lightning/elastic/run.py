@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
-from moe_lightning.elastic.failure import Interrupted, RunFinished, report_failure
-from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE, end_with_launcher, leave_process_groups
+from moe_lightning.elastic.failure import Interrupted, Preempted, RunFinished, report_failure
+from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE, end_with_launcher, leave, leave_process_groups
+from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.processes import RanksFailed
 from moe_lightning.elastic.settings import ELASTIC_VARIABLE, ElasticSettings
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if ELASTIC_VARIABLE in os.environ and LAUNCHER_PID_VARIABLE in os.environ:
-        return _work(arguments)
+        leave(_work(arguments))
     options = _parser().parse_args(arguments)
     if not Path(options.script).is_file():
         return _say(f"{options.script} is not there: give the path of a Python script")
@@ -79,6 +80,8 @@ def _work(arguments: Sequence[str]) -> int:
         return 128 + signal.SIGINT
     except RunFinished:
         return 0
+    except Preempted:
+        return EXIT_PREEMPTED
     except (ConfigurationError, CheckpointError) as error:
         report_failure("mistake", str(error), "")
         return EXIT_MISTAKE

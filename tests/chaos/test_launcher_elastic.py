@@ -208,3 +208,16 @@ def test_a_frozen_worker_is_killed_by_its_launcher(commands: Callable[..., Comma
     again = command.wait_for_world(2, after=3)
     assert again[1]["starts"] == 2
     command.end()
+
+
+@pytest.mark.slow
+def test_a_script_that_says_nothing_of_devices_trains_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("plain_script.py")
+    command = [sys.executable, "-m", "moe_lightning.elastic.run", "--ranks", "2", str(script), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"ranks-{rank}").read_text() for rank in range(2)] == ["2 2", "2 2"]
+    assert "started again" not in done.stderr
+    for log in (done.stderr, (tmp_path / "logs" / "rank1.err").read_text()):
+        assert "nanobind" not in log
+        assert "terminate called" not in log
