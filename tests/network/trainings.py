@@ -26,7 +26,7 @@ GOES_ON_S = SILENCE_S + 1.0
 END_S = 60.0
 """Within which a host that cannot go on has ended, by its own clock."""
 TOLERANCE = 1e-5
-_START_S = 90.0
+_START_S = 240.0
 _REFERENCE_S = 240.0
 _USUAL = 20
 
