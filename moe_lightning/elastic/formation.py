@@ -78,6 +78,7 @@ class StandingWorld:
         reason: why, as one sentence.
         rating: how much the reason says: 1 an error that a rank felt, 2 silence or a dead link, 3 a launcher's word.
         progress_at: when any member last made a step.
+        has_settled: some of its members had set up before it formed, or may have.
     """
 
     number: int
@@ -87,6 +88,7 @@ class StandingWorld:
     reason: str = ""
     rating: int = 0
     progress_at: float = 0.0
+    has_settled: bool = True
 
     def holds(self, member_id: str) -> bool:
         """Whether somebody is in it and not gone."""
@@ -242,12 +244,11 @@ def _largest(
     return max(without, alone, key=lambda part: _worth(part, facts))
 
 
-def _worth(part: frozenset[str], facts: Mapping[str, NodeFacts]) -> tuple[int, bool, int, int]:
+def _worth(part: frozenset[str], facts: Mapping[str, NodeFacts]) -> tuple[int, bool, int, list[int]]:
     everybody = sorted(fact.oldest for fact in facts.values())
-    ages = [everybody.index(facts[node].oldest) for node in part]
     return (
         len(part),
         any(facts[node].is_local for node in part),
         sum(facts[node].members for node in part),
-        -min(ages, default=0),
+        [-everybody.index(oldest) for oldest in sorted(facts[node].oldest for node in part)],
     )

@@ -97,7 +97,7 @@ class Registry:
                 self._send(connection, t="synced", n=number, exists=exists, finished=self._finished)
             case {"t": str(kind)} if member is not None:
                 self._receive_from_member(member, kind, message, now)
-            case {"t": "beat" | "join" | "leave" | "broken" | "withdraw" | "unreachable" | "reachable" | "finish"}:
+            case {"t": "join" | "leave" | "broken" | "withdraw" | "unreachable" | "reachable" | "finish"}:
                 return  # of a member that has been expelled meanwhile
             case _:
                 raise WireError(f"a message of an unknown kind: {str(message)[:_LONGEST_WORD]}")
@@ -170,7 +170,7 @@ class Registry:
         for older in [c for c, owner in self._connections.items() if owner == member_id and c != connection]:
             del self._connections[older]
             self.dropped.append(older)
-        self._learn_world(world, now)
+        self._learn_world(world, member_id, now)
         self._send(connection, t="state", finished=self._finished)
         if (why := self._is_out(member_id, world)) is not None:
             self._expelled[member_id] = why
@@ -188,7 +188,7 @@ class Registry:
         self._tell_launchers(t="arrived", token=token_of(member_id))
         self._bring_up_to_date(connection, member, world, now)
 
-    def _learn_world(self, said: Any, now: float) -> None:
+    def _learn_world(self, said: Any, teller: str, now: float) -> None:
         """A member may know of a newer world than a host that was started anew: its members come back, or are lost."""
         if said is None:
             return
@@ -203,13 +203,14 @@ class Registry:
             return
         self._last_number = number
         self.world = StandingWorld(number=number, ids=tuple(ids), progress_at=now)
+        self._waiting = 0
         for member_id in ids:
             if member_id not in self._members and member_id not in self._expelled:
                 self._members[member_id] = Member(
                     id=member_id, patience=_patience(patience), heard_at=now, lost_at=now, grace_s=RECONNECT_S
                 )
         for connection, owner in list(self._connections.items()):
-            if owner in self._members:  # one that has not heard that this world was formed
+            if owner in self._members and owner != teller:  # one that has not heard that this world was formed
                 self._bring_up_to_date(connection, self._members[owner], None, now)
 
     def _is_out(self, member_id: str, said: Any) -> str | None:
@@ -228,11 +229,13 @@ class Registry:
             return
         if said is None or said["number"] < world.number:
             member.joining_since = None
-            self._send(connection, **self._formed(world, member.has_set_up))
+            self._send(connection, **self._formed(world))
         elif said.get("broken") and said["number"] == world.number:
             self._break(str(said["broken"])[:_LONGEST_REASON], 1, now)
         if world.broken_at is not None:
             self._send(connection, **_broken(world))
+        else:
+            self._send(connection, t="waiting", count=self._waiting)
 
     def _forget(self, member: Member) -> None:
         """A member leaves as it should: its world goes on to its end without it."""
@@ -277,24 +280,27 @@ class Registry:
 
     def _form(self, ids: tuple[str, ...], now: float) -> None:
         self._last_number = next_number(self._last_number, self._wall_clock_s())
-        self.world = StandingWorld(number=self._last_number, ids=ids, progress_at=now)
+        has_settled = any(self._members[member_id].has_set_up for member_id in ids)
+        self.world = StandingWorld(number=self._last_number, ids=ids, progress_at=now, has_settled=has_settled)
         self._unreachable.clear()
         self._decide_at = None
         self._waiting = 0
-        settled = [member_id for member_id in ids if self._members[member_id].has_set_up]
-        message = self._formed(self.world, bool(settled))
         for member_id in ids:
             member = self._members[member_id]
             member.joining_since, member.has_set_up = None, True
-        self._send_to(ids, message)
+        self._send_to(ids, self._formed(self.world))
         self._tell_launchers(t="formed", tokens=[token_of(member_id) for member_id in ids])
 
-    def _formed(self, world: StandingWorld, has_settled: bool) -> Message:
+    def _formed(self, world: StandingWorld) -> Message:
         members = [self._members.get(member_id) for member_id in world.ids]
         probes = {m.node: list(m.probe) for m in members if m is not None and m.probe is not None}  # one for each
         return {
-            "t": "formed", "number": world.number, "ids": list(world.ids), "probes": probes, "settled": has_settled
-        }  # fmt: skip
+            "t": "formed",
+            "number": world.number,
+            "ids": list(world.ids),
+            "probes": probes,
+            "settled": world.has_settled,
+        }
 
     def _break(self, reason: str, rating: int, now: float) -> None:
         """The world breaks, or a better reason for its break is known."""

@@ -82,6 +82,14 @@ class WorldChangingStrategy(CheckpointingStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         self._parallel_devices = devices
 
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The place of this rank for a sampler of Lightning's, whatever the Trainer was told of devices and nodes."""
+        if self._elastic is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.world.size, "rank": self.global_rank}
+
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
