@@ -91,7 +91,8 @@ def attack_udp(endpoints: list[tuple[str, int]]) -> None:
 
 def main(seconds: float, targets: list[str]) -> int:
     """Attack; prints how many connections were made."""
-    tcp, udp = [], []
+    tcp: list[tuple[str, int]] = []
+    udp: list[tuple[str, int]] = []
     for target in targets:
         host, _, port = target.removeprefix("udp:").rpartition(":")
         (udp if target.startswith("udp:") else tcp).append((host, int(port)))

@@ -57,7 +57,7 @@ def _serve(channel: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     started: dict[int, subprocess.Popen[bytes]] = {}
     while True:
-        ready, _, _ = select.select([channel, reader], [], [])
+        ready, _, _ = select.select([channel.fileno(), reader], [], [])
         if reader in ready:
             os.read(reader, 4096)
             for pid, code in _reaped():
@@ -65,7 +65,7 @@ def _serve(channel: socket.socket) -> None:
                 if process is not None:
                     process.returncode = code  # it has been waited for
                     channel.send(json.dumps({"ended": pid, "code": code, "at": time.monotonic()}).encode())
-        if channel in ready:
+        if channel.fileno() in ready:
             packet = channel.recv(_PACKET)
             if not packet:
                 return
@@ -101,7 +101,7 @@ def _signal(pid: int, number: int) -> None:
 
 def _reaped() -> list[tuple[int, int]]:
     """(pid, exit code) of those that have ended, also of orphans."""
-    ended = []
+    ended: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -156,4 +156,4 @@ def _check(result: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4], int(sys.argv[4])))  # type: ignore[call-arg]
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,14 @@ class Diary(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
         elastic = getattr(trainer.strategy, "elastic", None)
         if elastic is not None:
-            commit = elastic.commit
-            elastic.commit = lambda *args, **options: (self._die(), commit(*args, **options))[1]
+            elastic.commit = self._dying(elastic.commit)
+
+    def _dying(self, commit: Callable[..., Any]) -> Callable[..., Any]:
+        def outer(*args: Any, **options: Any) -> Any:
+            self._die()
+            return commit(*args, **options)
+
+        return outer
 
     def _die(self) -> None:
         """End without a word, once, where a test has asked for it."""
