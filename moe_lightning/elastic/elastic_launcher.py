@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from moe_lightning.elastic import processes
 from moe_lightning.elastic.address import Address, interface_towards
+from moe_lightning.elastic.clock import OwnClock
 from moe_lightning.elastic.failure import Interrupted, RankFailure
 from moe_lightning.elastic.launcher_link import LauncherLink
 from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE
@@ -94,7 +95,7 @@ class ElasticLauncher:
         Raises:
             RanksFailed: a user's mistake, an exception in the last worker, or more deaths than `max_restarts`.
             Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
-            ConfigurationError: the lighthouse's address is wrong or does not answer.
+            ConfigurationError: the lighthouse's address is wrong, or it does not answer while nobody trains here.
         """
         processes.append_to_outputs()
         with processes.restored_signal_handlers(), self._meeting_point() as (task, link):
@@ -157,6 +158,8 @@ class _Workers:
     ) -> None:
         self._launcher, self._task, self._link, self._program = launcher, task, link, program
         self._interface = interface_towards(Address.parse(task.address)) if launcher.lighthouse is not None else None
+        self._clock = OwnClock()
+        self._alone_since = 0.0
         self._running: dict[int, _Worker] = {}
         self._due: dict[int, float] = {}  # slot -> when it is started again
         self._began_ns = time.time_ns()
@@ -179,13 +182,31 @@ class _Workers:
             self._follow_world()
             if self._finished:
                 self._let_finish()
-            for slot, due in list(self._due.items()):
-                if time.monotonic() >= due:
-                    del self._due[slot]
-                    self._start(slot)
+            self._start_due()
             time.sleep(_POLL_S)
         if not self._finished:
             raise Interrupted(signal.SIGTERM)  # all left on notice
+
+    def _start_due(self) -> None:
+        """Start again who is due, where there is a rendezvous host that would let them in.
+
+        Raises:
+            ConfigurationError: nobody runs here, and the host has not answered for too long.
+        """
+        now, link = self._clock.tick(), self._link
+        if self._running or link.is_connected:
+            self._alone_since = now
+        limit = self._launcher.settings.rendezvous_timeout_s
+        if now - self._alone_since > limit:
+            raise ConfigurationError(
+                f"no worker is left on this machine, and the rendezvous host at {self._task.address} has not answered "
+                f"for {limit:g} s ({link.trouble}): see that it runs and can be reached, then give the same command "
+                "again, which resumes"
+            )
+        for slot, due in list(self._due.items()):
+            if time.monotonic() >= due and link.is_connected:
+                del self._due[slot]
+                self._start(slot)
 
     def ask_to_leave(self, grace_s: float) -> None:
         """Hand a notice of preemption on, and wait until the workers have handed over and left."""

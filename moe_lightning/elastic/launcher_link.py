@@ -17,7 +17,6 @@ from moe_lightning.elastic.wire import Message
 from moe_lightning.errors import ConfigurationError
 
 _STEP_S = 0.1
-_BEAT_SHARE = 0.1
 _GOODBYE_S = 1.0
 _MOST_DEATHS = 1000
 
@@ -59,6 +58,16 @@ class LauncherLink:
         except ConfigurationError:
             self.close()
             raise
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the rendezvous host answers."""
+        return self._link.is_connected
+
+    @property
+    def trouble(self) -> str:
+        """Why it does not, as the end of a sentence."""
+        return self._link.trouble
 
     def tell_death(self, token: str, how: str) -> None:
         """A worker's process has ended.
@@ -114,7 +123,7 @@ class LauncherLink:
                 self._link.step(self._clock.tick(), _STEP_S)
                 now = self._clock.tick()
                 if now >= next_beat:
-                    next_beat = now + _BEAT_SHARE * self._settings.silence_timeout_s
+                    next_beat = now + self._settings.beat_s
                     self._link.send({"t": "beat", "progress": 0})
             except Exception:  # the workers are worth more than the word about them
                 logger.exception("the launcher's connection could not be served")

@@ -33,7 +33,6 @@ from moe_lightning.elastic.wire import Message
 from moe_lightning.errors import ConfigurationError
 
 EXIT_HANGING = 75  # EX_TEMPFAIL: start me again
-_BEAT_SHARE = 0.1  # of the silence timeout: between two beats
 _LONGEST_STEP_S = 0.1
 _LOOK_S = 0.1
 _GOODBYE_S = 1.0
@@ -271,7 +270,7 @@ class Monitor:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        step_s = min(_LONGEST_STEP_S, self._settings.silence_timeout_s * _BEAT_SHARE / 2)
+        step_s = min(_LONGEST_STEP_S, self._settings.beat_s / 2)
         while not self._closed.is_set():
             try:
                 was_connected = self._link.is_connected
@@ -289,7 +288,7 @@ class Monitor:
 
     def _tick(self, now: float) -> None:
         if now >= self._next_beat:
-            self._next_beat = now + _BEAT_SHARE * self._settings.silence_timeout_s
+            self._next_beat = now + self._settings.beat_s
             self._link.send({"t": "beat", "progress": self._progress})
         watch = self._guarded
         if self._links.reached(now):

@@ -27,11 +27,13 @@ from moe_lightning.elastic.formation import (
     waiting_newcomers,
 )
 from moe_lightning.elastic.membership import node_of, token_of
+from moe_lightning.elastic.settings import BEAT_S
 from moe_lightning.elastic.wire import Message, WireError
 
 _LONGEST_WORD = 200
 _LONGEST_REASON = 2000
 _MOST_EXPELLED = 10_000
+_DEAF_S = 2 * BEAT_S  # without a word of anybody at all
 _DECISION_SHARE = 0.05  # of the silence timeout: from the first report of a dead link to the decision
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Registry:
         self._last_number = 0
         self._finished = 0
         self._waiting = 0  # newcomers, as the members were told
+        self._heard_at = 0.0
         self._dead: set[Link] = set()
         self._unreachable: dict[str, frozenset[str]] = {}  # member -> nodes
         self._decide_at: float | None = None
@@ -78,6 +81,7 @@ class Registry:
         Raises:
             WireError: the message is none of ours.
         """
+        self._hear_again(now)
         member = self._members.get(self._connections.get(connection, ""))
         if member is not None:
             member.heard_at = now
@@ -140,10 +144,9 @@ class Registry:
 
     def tick(self, now: float) -> None:
         """Decide what is due; after all input that has come is taken in."""
-        others_wait = any(member.joining_since is not None for member in self._members.values())
-        for member_id, why in overdue(self._members.values(), self.world, now, others_wait=others_wait):
-            self._expel(self._members[member_id], f"{self._called(member_id)} {why}", 2, now)
-        self._decide_on_links(now)
+        if now - self._heard_at <= _DEAF_S:
+            self._expel_overdue(now)
+            self._decide_on_links(now)
         if self.world is not None and self.world.is_over:
             self.world = None
             self._dead.clear()
@@ -152,6 +155,20 @@ class Registry:
             if ids:
                 self._form(ids, now)
         self._tell_of_newcomers()
+
+    def _hear_again(self, now: float) -> None:
+        """A host that heard nobody at all was cut off itself: no time has passed for those it could not hear."""
+        gap, self._heard_at = now - self._heard_at, now
+        if gap <= _DEAF_S:
+            return
+        for member in self._members.values():
+            member.heard_at += gap
+            member.lost_at = None if member.lost_at is None else member.lost_at + gap
+
+    def _expel_overdue(self, now: float) -> None:
+        others_wait = any(member.joining_since is not None for member in self._members.values())
+        for member_id, why in overdue(self._members.values(), self.world, now, others_wait=others_wait):
+            self._expel(self._members[member_id], f"{self._called(member_id)} {why}", 2, now)
 
     # ------------------------------------------------------------------ members
 

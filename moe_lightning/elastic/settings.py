@@ -11,6 +11,9 @@ from typing import Any, Self
 
 from moe_lightning.errors import ConfigurationError
 
+BEAT_S = 0.5
+"""How often every client of the rendezvous host says that it is there, at least."""
+
 ELASTIC_VARIABLE = "MOE_LIGHTNING_ELASTIC"
 """Set by the launcher: the JSON of an `ElasticTask`."""
 
@@ -57,6 +60,11 @@ class ElasticSettings:
     notice_file: str | None = None
     notice_url: str | None = None
     notice_poll_s: float = 5.0
+
+    @property
+    def beat_s(self) -> float:
+        """How often a client of the rendezvous host says that it is there."""
+        return min(BEAT_S, 0.1 * self.silence_timeout_s)
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self) if f.name.endswith("_s")):

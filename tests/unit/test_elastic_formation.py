@@ -177,7 +177,9 @@ def test_a_host_that_was_started_anew_takes_up_the_standing_world_and_forms_no_o
 def test_after_a_restart_of_the_host_who_was_lost_meanwhile_is_not_waited_for_long() -> None:
     crowd = Crowd(settle_s=3.0)
     crowd.join(1, "a", number=7, ready=True, world=world_of("a", "b", broken="b died"))
-    crowd.tick(2.9)
+    for _ in range(29):
+        crowd.tick(0.1)
+        crowd.say(1, {"t": "beat", "progress": 0})
     assert crowd.last(1, "formed") is None
     crowd.tick(0.2)
     crowd.tick(0.2)
@@ -192,6 +194,22 @@ def test_who_was_formed_without_hearing_it_hears_it_on_the_next_connection() -> 
     crowd.registry.disconnect(1, crowd.now)
     crowd.join(3, "a", expected=2)
     assert crowd.last(3, "formed") == formed
+
+
+def test_a_host_that_heard_nobody_was_cut_off_itself() -> None:
+    crowd = Crowd()
+    for connection, name in enumerate("ab"):
+        crowd.join(connection, name, expected=2)
+    formed = crowd.last(0, "formed")
+    for _ in range(300):
+        crowd.tick(0.1)
+    for connection, name in ((2, "a"), (3, "b")):
+        crowd.registry.disconnect(connection - 2, crowd.now)
+        crowd.join(connection, name, joining=False, number=1, world={**world_of("a", "b"), "number": formed["number"]})
+        crowd.tick(2.0)
+    crowd.say(2, {"t": "beat", "progress": 1})
+    crowd.tick(0.9)
+    assert not any(crowd.last(connection, "broken") or crowd.last(connection, "expelled") for connection in range(4))
 
 
 def test_who_comes_back_from_an_older_world_is_another_member() -> None:
