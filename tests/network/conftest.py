@@ -18,22 +18,24 @@ _ROWS = pytest.StashKey[list[tuple[str, str, str]]]()
 
 
 class Shared:
-    """One training for all tests of a module, as starting it is what takes long. A test finds all members in one world
-    on a calm network; one that fails takes the training with it.
+    """One training at a time for the tests of a module, as starting it is what takes long. A test finds all members in
+    one world on a calm network; one that fails takes the training with it.
     """
 
-    def __init__(self, members: str, folders: Callable[[], Path]) -> None:
-        self._members, self._folders = members, folders
+    def __init__(self, folders: Callable[[], Path]) -> None:
+        self._folders = folders
         self._stack = contextlib.ExitStack()
         self._training: Training | None = None
 
-    def take(self) -> Training:
-        """The training, restored or started."""
-        if self._training is not None:
-            self._training.restore()
-            return self._training
-        hosts = self._stack.enter_context(Hosts(*self._members, RENDEZVOUS, STRANGER, CALM))
-        training = Training(hosts, self._folders(), list(self._members), RENDEZVOUS, STRANGER, PACE_S)
+    def take(self, members: str, rendezvous: str = RENDEZVOUS) -> Training:
+        """The training with these members, restored or started."""
+        training = self._training
+        if training is not None and (training.members, training.rendezvous) == (list(members), rendezvous):
+            training.restore()
+            return training
+        self.drop()
+        hosts = self._stack.enter_context(Hosts(*dict.fromkeys([*members, rendezvous, STRANGER, CALM])))
+        training = Training(hosts, self._folders(), list(members), rendezvous, STRANGER, PACE_S)
         training.begin()
         self._training = training
         return training
@@ -51,34 +53,30 @@ def _hosts_can_be_had() -> None:
 
 
 @pytest.fixture(scope="module")
-def _three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    yield from _shared("abc", tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def _four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    yield from _shared("abcd", tmp_path_factory)
+def _shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    shared = Shared(lambda: tmp_path_factory.mktemp("training"))
+    try:
+        yield shared
+    finally:
+        shared.drop()
 
 
 @pytest.fixture
-def three(request: pytest.FixtureRequest, _three: Shared) -> Iterator[Training]:
+def three(request: pytest.FixtureRequest, _shared: Shared) -> Iterator[Training]:
     """A training on the hosts a, b and c."""
-    yield from _lent(request, _three)
+    yield from _lent(request, _shared, "abc")
 
 
 @pytest.fixture
-def four(request: pytest.FixtureRequest, _four: Shared) -> Iterator[Training]:
+def four(request: pytest.FixtureRequest, _shared: Shared) -> Iterator[Training]:
     """A training on the hosts a, b, c and d."""
-    yield from _lent(request, _four)
+    yield from _lent(request, _shared, "abcd")
 
 
 @pytest.fixture
-def apart(tmp_path: Path) -> Iterator[Training]:
+def apart(request: pytest.FixtureRequest, _shared: Shared) -> Iterator[Training]:
     """A training on the hosts a, b and c, whose rendezvous host is on a."""
-    with Hosts(*"abc", STRANGER, CALM) as hosts:
-        training = Training(hosts, tmp_path, list("abc"), "a", STRANGER, PACE_S)
-        training.begin()
-        yield training
+    yield from _lent(request, _shared, "abc", "a")
 
 
 @pytest.fixture
@@ -88,17 +86,11 @@ def measured(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return lambda goal, value: rows.append((request.node.name.removeprefix("test_"), goal, value))
 
 
-def _shared(members: str, factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    shared = Shared(members, lambda: factory.mktemp("training"))
+def _lent(
+    request: pytest.FixtureRequest, shared: Shared, members: str, rendezvous: str = RENDEZVOUS
+) -> Iterator[Training]:
     try:
-        yield shared
-    finally:
-        shared.drop()
-
-
-def _lent(request: pytest.FixtureRequest, shared: Shared) -> Iterator[Training]:
-    try:
-        training = shared.take()
+        training = shared.take(members, rendezvous)
     except BaseException:
         shared.drop()
         raise

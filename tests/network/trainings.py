@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from moe_lightning.checkpoint.store import checkpoints
 from tests.network.hosts import Hosts, Process, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -94,12 +95,15 @@ class Training:
         return self.folder / "secret"
 
     def begin(self) -> None:
-        """Start everything, and wait until all members have made some steps together."""
+        """Start everything, and wait until all members have made some steps together and saved a checkpoint: more may
+        be lost at once than replicas cover.
+        """
         self.pace(self.pace_s)
         self.serve()
         for name in self.members:
             self.launch(name)
         self.reach(5, self.members, timeout_s=_START_S, size=len(self.members))
+        wait_for(lambda: checkpoints(self.folder / "checkpoints"), _START_S, self.words, poll_s=0.2)
 
     def serve(self) -> None:
         """Start the rendezvous host, for the first time or again, and wait until it says that it listens."""
