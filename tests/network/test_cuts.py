@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.network.trainings import END_S, GOES_ON_S, Training
+from tests.network.trainings import BACK_S, END_S, GOES_ON_S, Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,7 +24,7 @@ def test_a_host_is_cut_off_for_a_while(three: Training, measured: Measured, whic
     three.hosts.heal()
     three.go_on(rest, timeout_s=30)
     pause = three.pause(rest, began)
-    back = three.go_on(three.members, timeout_s=60, size=3)
+    back = three.go_on(three.members, timeout_s=BACK_S, size=3)
     measured(f"others go on in {GOES_ON_S:g} s, all come back", f"{pause:.1f} s, back {back:.1f} s after healing")
     assert pause <= GOES_ON_S
     three.assert_losses()
@@ -74,7 +74,7 @@ def test_two_halves_healed_after_30_s(four: Training, measured: Measured, side: 
     time.sleep(began + 30 - time.monotonic())
     assert four.newest_of(rest) == stood, "never two worlds"
     four.hosts.heal()
-    back = four.go_on(four.members, timeout_s=60, size=4)
+    back = four.go_on(four.members, timeout_s=BACK_S, size=4)
     measured(
         f"the rendezvous host's side goes on in {GOES_ON_S:g} s", f"{pause:.1f} s, back {back:.1f} s after healing"
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.network.trainings import END_S, GOES_ON_S, Training
+from tests.network.trainings import BACK_S, END_S, GOES_ON_S, Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,7 +31,7 @@ def test_a_link_dies_and_is_healed(three: Training, measured: Measured, one_way:
     outside, inside = _expelled(three, ("a", "b"))
     pause = three.pause(inside, began)
     three.hosts.heal()
-    back = three.go_on(three.members, timeout_s=60, size=3)
+    back = three.go_on(three.members, timeout_s=BACK_S, size=3)
     value = f"{pause:.1f} s, {outside} back {back:.1f} s after healing"
     measured(f"two of three go on in {GOES_ON_S:g} s", value)
     assert pause <= GOES_ON_S
@@ -63,7 +63,7 @@ def test_a_host_hears_only_one_of_three_others(four: Training, measured: Measure
     four.go_on("bcd", timeout_s=60, size=3)
     pause = four.pause("bcd", began)
     four.hosts.heal()
-    four.go_on(four.members, timeout_s=60, size=4)
+    four.go_on(four.members, timeout_s=BACK_S, size=4)
     measured(f"the three that hear each other go on in {GOES_ON_S:g} s", f"{pause:.1f} s")
     assert pause <= GOES_ON_S
     four.assert_losses()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.network.hosts import wait_for
-from tests.network.trainings import GOES_ON_S, Training
+from tests.network.trainings import BACK_S, GOES_ON_S, Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -40,12 +40,12 @@ def test_one_while_another_joins(four: Training, measured: Measured) -> None:
     _crash(four, "d")
     four.go_on("abc", timeout_s=60, size=3)
     four.launch("d")
-    wait_for(lambda: four.connections("d") > 1, 90, four.words)
+    wait_for(lambda: four.connections("d") > 1, BACK_S, four.words)
     began = time.monotonic()
     four.hosts.power_off("b")
     four.go_on("ac", timeout_s=60)
     pause = four.pause("ac", began)
-    four.go_on("acd", timeout_s=60, size=3)
+    four.go_on("acd", timeout_s=BACK_S, size=3)
     measured(f"the others go on in {GOES_ON_S:g} s, the new one joins", f"{pause:.1f} s")
     assert pause <= GOES_ON_S
     four.restore()
@@ -60,7 +60,7 @@ def test_one_in_a_commit_of_a_step(three: Training, measured: Measured, name: st
     three.go_on(rest, timeout_s=60)
     pause = three.pause(rest, began)
     assert not (three.folder / f"die-{name}").exists(), "it died there"
-    three.go_on(three.members, timeout_s=60, size=3)
+    three.go_on(three.members, timeout_s=BACK_S, size=3)
     measured(f"the others go on in {GOES_ON_S:g} s", f"{pause:.1f} s")
     assert pause <= GOES_ON_S
     three.assert_losses()
@@ -69,7 +69,7 @@ def test_one_in_a_commit_of_a_step(three: Training, measured: Measured, name: st
 def test_connections_between_two_ranks_are_reset(three: Training, measured: Measured) -> None:
     began = time.monotonic()
     three.hosts.reset("a", "b")
-    three.go_on(three.members, timeout_s=60, size=3, steps=30)
+    three.go_on(three.members, timeout_s=BACK_S, size=3, steps=30)
     pause = three.pause(three.members, began)
     measured(f"all go on in {GOES_ON_S:g} s", f"{pause:.1f} s")
     assert pause <= GOES_ON_S

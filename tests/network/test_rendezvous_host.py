@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.network.hosts import wait_for
-from tests.network.trainings import END_S, GOES_ON_S, Training
+from tests.network.trainings import BACK_S, END_S, GOES_ON_S, Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,7 +27,7 @@ def test_it_is_silent_for_30_s(three: Training, measured: Measured) -> None:
     three.hosts.cut(three.rendezvous)
     time.sleep(30)
     three.hosts.heal()
-    three.go_on(three.members, timeout_s=60, size=3, steps=50)
+    three.go_on(three.members, timeout_s=BACK_S, size=3, steps=50)
     pause = three.pause(three.members, began)
     measured("no step is late by more than 1 s, same world", f"{pause:.1f} s")
     assert len(three.worlds_since("a", began)) == 1
@@ -38,16 +38,16 @@ def test_it_is_silent_for_30_s(three: Training, measured: Measured) -> None:
 def test_it_is_killed_and_started_again(three: Training, measured: Measured) -> None:
     began = time.monotonic()
     _kill(three)
-    three.go_on(three.members, timeout_s=60, size=3, steps=30)
+    three.go_on(three.members, timeout_s=BACK_S, size=3, steps=30)
     three.serve()
-    three.go_on(three.members, timeout_s=60, size=3, steps=100)
+    three.go_on(three.members, timeout_s=BACK_S, size=3, steps=100)
     pause = three.pause(three.members, began)
     assert len(three.worlds_since("a", began)) == 1
     killed = time.monotonic()
     three.kill("b")
     three.go_on("ac", timeout_s=30)
     recovery = three.pause("ac", killed)
-    three.go_on(three.members, timeout_s=60, size=3)
+    three.go_on(three.members, timeout_s=BACK_S, size=3)
     goal = f"no step late by more than 1 s; a later kill: goes on in {GOES_ON_S:g} s"
     measured(goal, f"{pause:.1f} s; {recovery:.1f} s")
     assert pause <= 1
@@ -83,7 +83,7 @@ def test_it_is_killed_and_started_again_while_a_fault_waits(three: Training, mea
     came = time.monotonic()
     three.go_on("ac", timeout_s=60)
     went_on = min(s.time for s in three.steps("a") if s.time > came) - came
-    three.go_on(three.members, timeout_s=60, size=3)
+    three.go_on(three.members, timeout_s=BACK_S, size=3)
     measured(f"goes on {GOES_ON_S:g} s after it is back", f"{went_on:.1f} s")
     assert went_on <= GOES_ON_S
     assert lost < came

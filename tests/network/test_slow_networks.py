@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.network.hosts import Hosts
-from tests.network.trainings import Training, set_pace, steps_in
+from tests.network.trainings import BACK_S, Training, set_pace, steps_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -49,7 +49,7 @@ def test_slow_is_not_dead(three: Training, measured: Measured, network: str) -> 
     _NETWORKS[network](three.hosts)
     ours, plain = _steps_beside(three, (), _MEASURED_S)
     pause = three.pause(three.members, began)
-    three.go_on(three.members, timeout_s=60, size=3)
+    three.go_on(three.members, timeout_s=BACK_S, size=3)
     value = f"{ours / _MEASURED_S:.2f} steps/s, torchrun {plain / _MEASURED_S:.2f}, longest pause {pause:.1f} s"
     measured("same world, half of torchrun's steps", value)
     assert len(three.worlds_since("a", began)) == 1
@@ -74,7 +74,7 @@ def test_a_rank_is_killed_and_joins_under_loss(three: Training, measured: Measur
     three.kill("b")
     three.go_on("ac", timeout_s=60)
     pause = three.pause("ac", began)
-    back = three.go_on(three.members, timeout_s=90, size=3)
+    back = three.go_on(three.members, timeout_s=BACK_S, size=3)
     measured("10 % loss: goes on in 6 s, it joins again", f"{pause:.1f} s, {back:.1f} s")
     assert pause <= 6
     three.hosts.calm()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.network.trainings import GOES_ON_S, Training
+from tests.network.trainings import BACK_S, GOES_ON_S, Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -41,7 +41,7 @@ def test_a_long_stop_is_an_expulsion_until_it_wakes(
     time.sleep(began + seconds - time.monotonic())
     three.pace(three.pace_s)
     three.hosts.thaw(lost)
-    back = three.go_on(three.members, timeout_s=90, size=3)
+    back = three.go_on(three.members, timeout_s=BACK_S, size=3)
     goal = f"others go on in {GOES_ON_S:g} s, it comes back"
     measured(goal, f"{pause:.1f} s, back {back:.1f} s after waking")
     assert pause <= GOES_ON_S

@@ -23,7 +23,7 @@ from moe_lightning.elastic.wire import Channel, Refused, WireError
 from moe_lightning.errors import ConfigurationError
 from tests.network.attack import IDLE, frame, lures
 from tests.network.hosts import wait_for
-from tests.network.trainings import GOES_ON_S, Training
+from tests.network.trainings import BACK_S, GOES_ON_S, Training
 
 Measured = Callable[[str, str], None]
 
@@ -211,7 +211,7 @@ def test_every_port_of_a_running_job_is_attacked(three: Training, measured: Meas
     during = three.descriptors()
     three.hosts.cut(three.stranger)
     assert attacking.wait(60) == 0, attacking.text()
-    three.go_on(three.members, timeout_s=60, size=3)
+    three.go_on(three.members, timeout_s=BACK_S, size=3)
     pause = three.pause(three.members, began)
     assert len(three.worlds_since("a", began)) == 1
     wait_for(lambda: three.descriptors()[three.rendezvous] <= before[three.rendezvous], 30)
@@ -224,7 +224,7 @@ def test_every_port_of_a_running_job_is_attacked(three: Training, measured: Meas
     measured(f"no step late by more than 1 s; a later kill: {GOES_ON_S:g} s", value)
     assert pause <= 1
     assert recovery <= GOES_ON_S
-    three.go_on(three.members, timeout_s=60, size=3)
+    three.go_on(three.members, timeout_s=BACK_S, size=3)
     three.assert_losses()
 
 

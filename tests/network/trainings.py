@@ -26,6 +26,8 @@ GOES_ON_S = SILENCE_S + 1.0
 """Within which those that can go on have made the next step after a fault."""
 END_S = 60.0
 """Within which a host that cannot go on has ended, by its own clock."""
+BACK_S = 180.0
+"""Within which a process that was started again is in the world; that is no goal: a busy machine imports slowly."""
 TOLERANCE = 1e-5
 _START_S = 240.0
 _REFERENCE_S = 240.0
