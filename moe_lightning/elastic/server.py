@@ -74,7 +74,8 @@ class ControlServer:
     def close(self) -> None:
         """End the thread and all connections."""
         self._closed.set()
-        self._wake.send(b"\0")
+        with suppress(OSError):  # it may have seen the flag already
+            self._wake.send(b"\0")
         self._thread.join()
 
     # ------------------------------------------------------------------ the thread
@@ -210,10 +211,9 @@ class ControlServer:
             return
         outgoing = connection.channel.outgoing
         try:
-            if outgoing:
-                del outgoing[: connection.socket.send(outgoing)]
-        except BlockingIOError:
-            pass  # the rest goes when the selector says so
+            with suppress(BlockingIOError):  # the rest goes when the selector says so
+                if outgoing:
+                    del outgoing[: connection.socket.send(outgoing)]
         except OSError:
             self._close(number)
             return
