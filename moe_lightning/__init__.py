@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moe_lightning.models.swin import SwinConfig, SwinModule
     from moe_lightning.models.upcycling import UpcyclingConfig
     from moe_lightning.modules.forced_routing import ForcedRouting
-    from moe_lightning.modules.losses import auxiliary_loss
+    from moe_lightning.modules.losses import auxiliary_loss, global_mean, global_sum
     from moe_lightning.modules.moe_layer import MoELayer
     from moe_lightning.modules.router import RouterConfig
     from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -63,6 +63,8 @@ _HOMES = {
     "UpcyclingConfig": "models.upcycling",
     "auxiliary_loss": "modules.losses",
     "export_to_huggingface": "callbacks.huggingface_export",
+    "global_mean": "modules.losses",
+    "global_sum": "modules.losses",
 }
 
 __all__ = [
@@ -92,6 +94,8 @@ __all__ = [
     "UpcyclingConfig",
     "auxiliary_loss",
     "export_to_huggingface",
+    "global_mean",
+    "global_sum",
 ]
 
 

@@ -11,6 +11,7 @@ from moe_lightning.errors import ConfigurationError
 _WIDTH_PX, _HEIGHT_PX = 860, 420
 _LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 80, 20, 40, 80
 _LABELLED_BAR_PX = 36
+_LINE_PX = 2
 _COLORS = ("#3b6fb6", "#d08c2f", "#2e9e6b", "#c0504d", "#9b59b6", "#8a8f98", "#17a2b8", "#7a5c3e", "#e377c2")
 
 
@@ -46,10 +47,9 @@ def line_chart(
         color = _COLORS[index % len(_COLORS)]
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
         # What lies under another line shows through its gaps.
-        dashes = (
-            f' stroke-dasharray="9 {5 * index}"' if index and _hides_another(line, list(lines.values())[:index]) else ""
-        )
-        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>')
+        hides = index and _hides_another(line, list(lines.values())[:index], within=_LINE_PX * top / height)
+        dashes = f' stroke-dasharray="9 {5 * index}"' if hides else ""
+        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{color}" stroke-width="{_LINE_PX}"{dashes}/>')
         parts += _legend(index, name, color)
     return _svg(parts)
 
@@ -102,15 +102,23 @@ def nice_ticks(low: float, high: float, *, above: bool = False) -> list[float]:
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
-def _hides_another(line: Sequence[tuple[float, float]], others: Sequence[Sequence[tuple[float, float]]]) -> bool:
-    """Whether most points of a line lie on one drawn before it."""
-    return any(2 * len(set(line) & set(other)) > len(set(line)) for other in others)
+def _hides_another(
+    line: Sequence[tuple[float, float]], others: Sequence[Sequence[tuple[float, float]]], *, within: float
+) -> bool:
+    """Whether most points of a line lie on one drawn before it, or so near that the two cannot be told apart."""
+    for other in others:
+        there = dict(other)
+        near = [abs(y - there[x]) <= within for x, y in line if x in there]
+        if 2 * sum(near) > len(line):
+            return True
+    return False
 
 
 def _frame(title: str, x_label: str, y_label: str, marks: Sequence[float]) -> list[str]:
     bottom = _HEIGHT_PX - _BOTTOM_PX
-    parts = [_text(_LEFT_PX, 18, title), _text(4, _TOP_PX - 14, y_label)]
-    parts.append(_text(_WIDTH_PX / 2, bottom + 34, x_label))
+    middle = (_TOP_PX + bottom) / 2
+    parts = [_text(_LEFT_PX, 18, title), _text(18, middle, y_label, anchor="middle", upwards=True)]
+    parts.append(_text((_LEFT_PX + _WIDTH_PX - _RIGHT_PX) / 2, bottom + 34, x_label, anchor="middle"))
     for mark in marks:
         y = bottom - (bottom - _TOP_PX) * mark / marks[-1]
         parts.append(f'<line x1="{_LEFT_PX}" y1="{y:.1f}" x2="{_WIDTH_PX - _RIGHT_PX}" y2="{y:.1f}" stroke="#dddddd"/>')
@@ -123,8 +131,9 @@ def _legend(index: int, name: str, color: str) -> list[str]:
     return [f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{color}"/>', _text(x + 14, y, name)]
 
 
-def _text(x: float, y: float, words: str, *, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}">{escape(words)}</text>'
+def _text(x: float, y: float, words: str, *, anchor: str = "start", upwards: bool = False) -> str:
+    turned = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if upwards else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}"{turned}>{escape(words)}</text>'
 
 
 def _svg(parts: Sequence[str]) -> str:

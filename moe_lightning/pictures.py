@@ -17,6 +17,8 @@ _CELL_PX = 10
 _MARGIN_PX = 70
 _MAX_COLUMNS = 120
 _MIN_MAP_PX = 600
+_SCALE_PX = 200
+_SHADES = 20
 _LANE_PX = 26
 _WIDTH_PX = 1000
 _LABELLED_PX = 52
@@ -32,7 +34,7 @@ _COLORS = {
 
 
 def heat_map(shares_SE: NDArray[np.float64], steps: Sequence[int], title: str) -> str:
-    """Share of every expert over time: steps to the right, experts downwards, white is none and blue is the largest.
+    """Share of every expert over time: steps to the right, experts downwards, with a scale from white to blue.
 
     Args:
         shares_SE: [samples, experts]; of more samples than fit, neighbours are averaged.
@@ -51,18 +53,34 @@ def heat_map(shares_SE: NDArray[np.float64], steps: Sequence[int], title: str) -
     cells = []
     for x, column in enumerate(columns):
         for y, share in enumerate(column.tolist()):
-            strength = share / largest
-            color = f"rgb({round(255 - 225 * strength)},{round(255 - 165 * strength)},{round(255 - 80 * strength)})"
-            cells.append(_box(_MARGIN_PX + x * width_px, 30 + y * _CELL_PX, width_px, _CELL_PX, color))
-    bottom = 30 + _CELL_PX * shares_SE.shape[1]
+            cells.append(
+                _box(_MARGIN_PX + x * width_px, 30 + y * _CELL_PX, width_px, _CELL_PX, _shade(share / largest))
+            )
+    bottom, right = 30 + _CELL_PX * shares_SE.shape[1], _MARGIN_PX + width_px * len(columns)
     labels = [
-        _text(_MARGIN_PX, 18, f"{title}; darkest {100 * largest:.0f} % of all assignments"),
+        _text(_MARGIN_PX, 18, title),
         _text(4, 42, "expert 0"),
         _text(4, bottom, f"expert {shares_SE.shape[1] - 1}"),
         _text(_MARGIN_PX, bottom + 16, f"step {steps[0]}"),
-        _text(_MARGIN_PX + width_px * len(columns) - 60, bottom + 16, f"step {steps[-1]}"),
+        _text(right, bottom + 16, f"step {steps[-1]}", anchor="end"),
     ]
-    return _svg(_MARGIN_PX + width_px * len(columns) + 10, bottom + 26, cells + labels)
+    return _svg(right + 10, bottom + 56, cells + labels + _scale(_MARGIN_PX, bottom + 30, largest))
+
+
+def _shade(strength: float) -> str:
+    """White for 0, blue for 1."""
+    return f"rgb({round(255 - 225 * strength)},{round(255 - 165 * strength)},{round(255 - 80 * strength)})"
+
+
+def _scale(x: float, y: float, largest: float) -> list[str]:
+    """What the shades stand for: a strip from none to the largest share."""
+    width = _SCALE_PX / _SHADES
+    strip = [_box(x + width * i, y, width, 12, _shade(i / (_SHADES - 1))) for i in range(_SHADES)]
+    marks = [
+        _text(x + _SCALE_PX * part, y + 24, f"{100 * part * largest:.3g} %", anchor=anchor)
+        for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end"))
+    ]
+    return [*strip, *marks, _text(x + _SCALE_PX + 10, y + 11, "of the layer's assignments")]
 
 
 def time_line(line: Timeline, title: str) -> str:

@@ -77,6 +77,21 @@ def affordable_replicas(num_experts: int, *, slots: int, num_nodes: int, min_rep
     return min(min_replicas, slots // num_experts, num_nodes)
 
 
+def nodes_for_each(num_experts: int, *, node_slots: IntArray, min_replicas: int) -> int:
+    """The most distinct nodes, up to min_replicas, on which every expert can have a replica at once; 0 where not even
+    one fits.
+
+    Exact for nodes of any sizes: a node holds at most min(slots, E) different experts, and f of E such rows fit if
+    their sum does (Gale and Ryser).
+
+    Args:
+        num_experts: E.
+        node_slots: int64 [nodes].
+        min_replicas: what is asked for.
+    """
+    return min(min_replicas, int(np.minimum(node_slots, num_experts).sum()) // num_experts)
+
+
 def _proportional(load: IntArray, slots: int, floor: int) -> IntArray:
     """Eq. 1, ascending by load: a share of the remaining slots as of the remaining tokens, but at least floor."""
     replicas = np.zeros(len(load), dtype=np.int64)

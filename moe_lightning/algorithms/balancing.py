@@ -23,7 +23,14 @@ from moe_lightning.algorithms.placement import IntArray, Placement, uniform_plac
 from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.algorithms.replica_placement import PLACEMENT_RULES, deal_to_ranks
 from moe_lightning.algorithms.shadow_search import search_shadows
-from moe_lightning.algorithms.shadows import ShadowPlan, fastermoe_shadows, no_shadows, shadow_quota, top_shadows
+from moe_lightning.algorithms.shadows import (
+    ShadowPlan,
+    fastermoe_best_shadows,
+    fastermoe_shadows,
+    no_shadows,
+    shadow_quota,
+    top_shadows,
+)
 from moe_lightning.errors import ConfigurationError
 
 PLACEMENT_NAMES = ("packed", *PLACEMENT_RULES, "plain")
@@ -141,6 +148,7 @@ SHADOW_POLICIES: dict[str, Callable[[IntArray, Placement, BlockCosts], ShadowPla
     "none": lambda tokens, placement, costs: no_shadows(tokens, placement),
     "search": lambda tokens, placement, costs: search_shadows(tokens, placement, costs),
     "fastermoe": fastermoe_shadows,
+    "fastermoe+": fastermoe_best_shadows,
     "top2": lambda tokens, placement, costs: top_shadows(tokens, placement, 2),
     "top3": lambda tokens, placement, costs: top_shadows(tokens, placement, 3),
 }
@@ -195,6 +203,7 @@ STRATEGIES: dict[str, Strategy] = {
     "top2": Strategy(placement=_PLAIN, shadows="top2"),
     "top3": Strategy(placement=_PLAIN, shadows="top3"),
     "fastermoe": Strategy(placement=_PLAIN, shadows="fastermoe"),
+    "fastermoe+": Strategy(placement=_PLAIN, shadows="fastermoe+"),
     "prophet": Strategy(placement=_PLAIN, shadows="search"),
     "compact": Strategy(placement=PlacementPolicy(rule="compact", allocation="eq1"), balanced=False),
     "spread": Strategy(placement=PlacementPolicy(rule="spread", allocation="eq1"), balanced=False),

@@ -21,9 +21,10 @@ class DynamicK:
     Args:
         k0: experts per layer at the start.
         num_experts: E; K never exceeds it.
-        predicted_plt: PLT that one more fault at a given K may cost (`worst_case_plt` bound to the run's interval
-            gives the guarantee that the total never exceeds the threshold; `expected_plt` is less cautious and can
-            overshoot under skewed routing).
+        predicted_plt: PLT that one more fault at a given K may cost. `worst_case_plt` bound to the run's interval
+            gives the guarantee that the total never exceeds the threshold under sequential selection; under the
+            load-aware orders `before_checkpoint` gives it. `expected_plt` is less cautious and can overshoot under
+            skewed routing.
         threshold: the budget of PLT for the whole training; MoC-System uses 0.0375, PEC 0.05.
 
     Raises:
@@ -54,12 +55,26 @@ class DynamicK:
         self.total += plt
         return self._raise_k()
 
+    def before_checkpoint(self, cost: Callable[[int], float]) -> int:
+        """The K to use for the next checkpoint, so that a restore of it keeps the budget: the guarantee where the
+        selection has no bound beforehand.
+
+        Args:
+            cost: K -> PLT that a restore of that checkpoint would cost; 0 where all experts are saved.
+        """
+        while self.k < self.num_experts and self.total + cost(self.k) > self.threshold:
+            self._double()
+        return self.k
+
     def _raise_k(self) -> int:
         while self.k < self.num_experts and self._exhausted():
-            self.k = min(2 * self.k, self.num_experts)
-            self.level += 1
-            self.spent_at_level = 0.0
+            self._double()
         return self.k
+
+    def _double(self) -> None:
+        self.k = min(2 * self.k, self.num_experts)
+        self.level += 1
+        self.spent_at_level = 0.0
 
     def _exhausted(self) -> bool:
         limit = self.threshold * 2.0 ** -(self.level + 1)
@@ -70,8 +85,10 @@ class DynamicK:
         return {"k": self.k, "level": self.level, "spent_at_level": self.spent_at_level, "total": self.total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state; K is clamped if the model now has fewer experts."""
-        self.k = min(int(state["k"]), self.num_experts)
+        """Go on from a saved state, with the larger K of the two; K is clamped if the model now has fewer experts, and
+        rises where a fault costs more than it did, such as after a longer interval."""
+        self.k = min(max(self.k, int(state["k"])), self.num_experts)
         self.level = int(state["level"])
         self.spent_at_level = float(state["spent_at_level"])
         self.total = float(state["total"])
+        self._raise_k()

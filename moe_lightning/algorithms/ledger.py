@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.algorithms.selection import BoolArray
+from moe_lightning.algorithms.selection import BoolArray, longest_turn
 from moe_lightning.errors import ConfigurationError
 
 
@@ -81,10 +81,15 @@ class Ledger:
         selection)."""
         return self.processed - self.in_memory
 
+    def take_snapshot(self, snapshot: BoolArray) -> None:
+        """These experts, bool [L, E], were copied into memory; nobody is going to say what becomes of them on
+        storage."""
+        self.in_memory = np.where(snapshot, self.processed, self.in_memory)
+
     def begin_checkpoint(self, step: int, *, snapshot: BoolArray, persist: BoolArray) -> None:
         """A snapshot of the state after `step` was taken, of which the `persist` experts go to storage; bool [L, E]
-        each."""
-        self.in_memory = np.where(snapshot, self.processed, self.in_memory)
+        each. It is remembered until `complete_checkpoint` is told of it or of a later one."""
+        self.take_snapshot(snapshot)
         self._pending[step] = _Point(self.processed.copy(), self.in_memory.copy(), persist.copy())
 
     def complete_checkpoint(self, step: int, *, persisted: BoolArray | None = None) -> None:
@@ -225,7 +230,17 @@ def expected_plt_two_level(
     return interval * stale / (num_experts * total_steps)
 
 
-def worst_case_plt(*, num_experts: int, k: int, interval: int, total_steps: int) -> float:
-    """Bound on the PLT of one fault under any routing: all tokens went to the expert that is ceil(E / K) - 1 intervals
-    old."""
-    return interval * (-(-num_experts // min(k, num_experts)) - 1) / total_steps
+def worst_case_plt(
+    *, num_experts: int, k: int, interval: int, total_steps: int, k_snapshot: int | None = None
+) -> float:
+    """Bound on the PLT of a restore from storage under any routing and sequential selection: all tokens went to the
+    expert whose turn was longest ago.
+
+    The load-aware orders have no such bound: an expert that gets few tokens may never have a turn, and then many.
+
+    Args:
+        k: experts per layer written to storage.
+        k_snapshot: experts per layer copied to memory, of which those are; None: as many.
+    """
+    oldest = longest_turn(num_experts=num_experts, k_snapshot=k if k_snapshot is None else k_snapshot, k_persist=k)
+    return interval * oldest / total_steps

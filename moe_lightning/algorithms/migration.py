@@ -8,8 +8,9 @@ Shapes: L layers, E experts, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, get_args
 
 import numpy as np
@@ -21,6 +22,10 @@ from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.errors import ConfigurationError
 
 MappingMethod = Literal["optimal", "greedy", "none"]
+
+_MAX_COMPARED_NODES = 8
+"""Comparing the ranks of all pairs of nodes takes an assignment for each pair."""
+
 BoolArray = NDArray[np.bool_]
 
 
@@ -76,7 +81,9 @@ def align_placements(
     """Rename the planned nodes, and the ranks within each, so that few states have to move.
 
     The cost of letting node p become planned node q is the number of (layer, expert) states that q needs and p lacks; a
-    second replica on a node costs nothing. Nodes only become planned nodes with as many ranks.
+    second replica on a node costs nothing. Of mappings that move as little between nodes, the optimal method takes one
+    that moves least between ranks, on up to `_MAX_COMPARED_NODES` nodes. Nodes only become planned nodes with as many
+    ranks.
 
     Args:
         held: bool [L, E, N], what the ranks of the new world hold now; all false for a rank that has just joined.
@@ -103,13 +110,28 @@ def align_placements(
     needed_by_node = np.stack([needed[..., list(group)].any(axis=2) for group in ranks], axis=2)
     cost = missing_states(held_by_node, needed_by_node)
     size = np.array([len(group) for group in ranks])
-    cost[size[:, None] != size[None, :]] = needed.size + 1
+    if method == "optimal" and size.max() > 1 and 1 < len(ranks) <= _MAX_COMPARED_NODES:
+        # Between nodes first: a rank's need counts less than any state that changes its node.
+        cost = cost * (needed.size + 1) + _missing_within(held, needed, ranks)
+    cost[size[:, None] != size[None, :]] = (needed.size + 1) ** 2
     planned_rank = np.empty(cluster.num_ranks, dtype=np.int64)
     for node, planned_node in enumerate(assign(cost)):
         mine, theirs = list(ranks[node]), np.array(ranks[planned_node])
         assert len(mine) == len(theirs)
         planned_rank[mine] = theirs[assign(missing_states(held[..., mine], needed[..., theirs]))]
     return [Placement(replicas=placement.replicas[:, planned_rank]) for placement in planned]
+
+
+def _missing_within(held: BoolArray, needed: BoolArray, ranks: Sequence[tuple[int, ...]]) -> IntArray:
+    """int64 [nodes, nodes]: states that the ranks of node p lack when they become those of planned node q, at best; 0
+    for nodes of different sizes."""
+    missing = missing_states(held, needed)
+    cost = np.zeros((len(ranks), len(ranks)), dtype=np.int64)
+    for (p, mine), (q, theirs) in product(enumerate(ranks), enumerate(ranks)):
+        if len(mine) == len(theirs):
+            between = missing[np.ix_(mine, theirs)]
+            cost[p, q] = between[np.arange(len(mine)), optimal_assignment(between)].sum()
+    return cost
 
 
 def missing_states(held: BoolArray, needed: BoolArray) -> IntArray:
@@ -119,26 +141,32 @@ def missing_states(held: BoolArray, needed: BoolArray) -> IntArray:
     return (lacks.T @ wants).astype(np.int64)  # exact: counts are far below 2^53, and float products use the fast path
 
 
-def plan_migration(held: BoolArray, planned: Sequence[Placement]) -> Migration:
-    """Choose a source for every state that a rank needs and lacks, so that sends are even.
+def plan_migration(held: BoolArray, planned: Sequence[Placement], nodes: Sequence[Hashable] | None = None) -> Migration:
+    """Choose a source for every state that a rank needs and lacks, so that few cross nodes and sends are even.
 
-    Experts with fewest owners choose first; the source is the owner with fewest sends so far, ties to the lowest rank.
-    Every rank computes the same schedule from the same `held`.
+    Experts with fewest owners choose first; the source is an owner on the target's node where there is one, of those
+    the one with fewest sends so far, ties to the lowest rank. Every rank computes the same schedule from the same
+    `held`.
 
     Args:
         held: bool [L, E, N], what live ranks hold.
         planned: one placement per layer, already aligned.
+        nodes: of each rank; None: every rank is as far from every other.
     """
     needed = held_states(planned)
     owners = held.sum(axis=2)
     wanted = np.argwhere(needed & ~held)
     wanted = wanted[np.argsort(owners[wanted[:, 0], wanted[:, 1]], kind="stable")]
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes or range(held.shape[2])))}
+    node_of = np.array([numbers[node] for node in nodes or range(held.shape[2])])
     sends = np.zeros(held.shape[2], dtype=np.int64)
     transfers: list[Transfer] = []
     for layer, expert, target in wanted.tolist():
-        if not owners[layer, expert]:
-            continue
         sources = np.flatnonzero(held[layer, expert])
+        if not sources.size:
+            continue
+        near = sources[node_of[sources] == node_of[target]]
+        sources = near if near.size else sources
         source = int(sources[np.argmin(sends[sources])])
         sends[source] += 1
         transfers.append(Transfer(layer=layer, expert=expert, source=source, target=target))

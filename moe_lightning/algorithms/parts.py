@@ -9,13 +9,6 @@ def boundary(total: int, parts: int, index: int) -> int:
     return index * size + min(index, larger)
 
 
-def part_at(total: int, parts: int, position: int) -> int:
-    """The part of `cut(total, parts)` that holds `position`, 0 <= position < total, where no part is empty."""
-    size, larger = divmod(total, parts)
-    in_larger_parts = larger * (size + 1)
-    return position // (size + 1) if position < in_larger_parts else larger + (position - in_larger_parts) // size
-
-
 def cut(total: int, parts: int) -> tuple[int, ...]:
     """The boundaries [parts + 1] of all parts."""
     return tuple(boundary(total, parts, index) for index in range(parts + 1))

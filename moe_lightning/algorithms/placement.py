@@ -36,7 +36,7 @@ class Placement:
             raise ConfigurationError(f"a placement is a table [experts, ranks], not an array of shape {table.shape}")
         if not np.issubdtype(table.dtype, np.integer):
             raise ConfigurationError(f"a placement counts replicas in integers, not in {table.dtype}")
-        if (table < 0).any():
+        if table.min() < 0:
             raise ConfigurationError(f"a placement cannot hold {table.min()} replicas: use 0 or more")
         missing = np.flatnonzero(table.sum(axis=1) == 0)
         if missing.size:
@@ -44,7 +44,7 @@ class Placement:
                 f"no rank holds expert {missing[0]} ({missing.size} of {len(table)} experts have no replica): "
                 "give every expert at least one"
             )
-        table = table.astype(np.int64)
+        table = table.astype(np.int64, copy=False)
         table.setflags(write=False)
         object.__setattr__(self, "replicas", table)
 

@@ -19,8 +19,10 @@ Shapes: L MoE layers, E experts, N ranks of the new world, W writers (ranks of t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,18 +59,16 @@ def plan_recovery(
     """
     assert [inventory.rank for inventory in inventories] == list(range(len(inventories)))
     search = _Search(inventories, storage, (num_layers, num_experts))
-    candidates = list(search.candidates())
-    if not candidates:
-        return search.nothing()
-    candidates.sort(key=lambda c: (c.key, c.level != "storage"))
-    newest, whole = candidates[-1], next((c for c in reversed(candidates) if not c.num_stale), None)
-    too_old = whole is None or (storage is not None and whole.key < (storage.session, storage.step))
-    return search.plan(newest if whole is None or too_old else whole)
+    newest: _Candidate | None = None
+    for candidate in search.candidates():
+        newest = newest or candidate
+        if not candidate.num_stale:
+            return search.plan(candidate)
+    return search.plan(newest) if newest is not None else search.nothing()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """One source of a unit; the least one by `preference` is taken."""
+class _Source(NamedTuple):
+    """One source of a unit; the least one by `_preference` is taken."""
 
     version: int
     origin: Origin
@@ -76,9 +76,9 @@ class _Source:
     writer: int = -1
     node: str = ""
 
-    @property
-    def preference(self) -> tuple[int, int, int, int, str]:
-        return -self.version, self.origin, -self.step, self.writer, self.node
+
+def _preference(source: _Source) -> tuple[int, int, int, int, str]:
+    return -source.version, source.origin, -source.step, source.writer, source.node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,17 +130,21 @@ class _Search:
     # ------------------------------------------------------------------ points
 
     def candidates(self) -> Iterator[_Candidate]:
-        """Every point at which all units have a source."""
+        """Every point at which all units have a source, the newest first; none that is older than storage, where all
+        have one."""
         worlds = {(s.session, s.step): s.world_size for i in self._ranks for s in i.snapshots}
         newest_session = max((session for session, _ in worlds), default=None)
         if self._live:
             yield from self._live_point(newest_session, worlds)
-        for (session, step), world_size in sorted(worlds.items()):
-            rests = self._rests(session, step, world_size)
+        stored = (self._storage.session, self._storage.step) if self._storage is not None else None
+        for key, world_size in sorted(worlds.items(), reverse=True):
+            if stored is not None and key < stored:
+                break
+            rests = self._rests(*key, world_size)
             if rests is not None:
-                yield from self._point("memory", session, step, rests)
-        if self._storage is not None:
-            yield from self._point("storage", self._storage.session, self._storage.step, {})
+                yield from self._point("memory", *key, rests)
+        if stored is not None:
+            yield from self._point("storage", *stored, {})
 
     def _live_point(self, session: str | None, worlds: Mapping[tuple[str, int], int]) -> Iterator[_Candidate]:
         rests: dict[int, _Source] | None = {}
@@ -149,16 +153,24 @@ class _Search:
             rests = self._rests(session or "", self._live_version, world_size) if world_size else None
         if rests is None:
             return
-        live = {pair for rank in self._live for pair in self._ranks[rank].experts}
+        live = np.zeros(self._shape, dtype=np.bool_)
+        for pairs in self._live_pairs.values():
+            live[pairs[:, 0], pairs[:, 1]] = True
         source = _Source(version=self._live_version, origin=Origin.LIVE)
-        fallback = self._expert_sources(session, self._live_version, but=live)
+        fallback = self._expert_sources(session, self._live_version, np.argwhere(~live))
         if fallback is not None:
-            experts = dict.fromkeys(live, source) | fallback
+            pairs: list[Expert] = [(layer, expert) for layer, expert in np.argwhere(live).tolist()]
+            experts = dict.fromkeys(pairs, source) | fallback
             key = (_LIVE_SESSION, self._live_version)
             yield _Candidate(level="live", key=key, session=session, rests=rests, experts=experts)
 
+    @cached_property
+    def _live_pairs(self) -> dict[int, IntArray]:
+        """live rank -> int64 [pairs, 2], (layer, expert) of the experts that it holds."""
+        return {r: np.array(self._ranks[r].experts, dtype=np.int64).reshape(-1, 2) for r in self._live}
+
     def _point(self, level: str, session: str, step: int, rests: Mapping[int, _Source]) -> Iterator[_Candidate]:
-        experts = self._expert_sources(session, step)
+        experts = self._expert_sources(session, step, np.argwhere(np.ones(self._shape, dtype=np.bool_)))
         if experts is not None:
             yield _Candidate(level=level, key=(session, step), session=session, rests=rests, experts=experts)
 
@@ -210,23 +222,18 @@ class _Search:
             assembler=readers[0][1],
         )
 
-    def _expert_sources(
-        self, session: str | None, version: int, but: Collection[Expert] = ()
-    ) -> dict[Expert, _Source] | None:
-        """The newest version, not younger than the point, of every expert; None where one has none."""
-        known = self._experts_of(session) if session is not None else {}
+    def _expert_sources(self, session: str | None, version: int, wanted: IntArray) -> dict[Expert, _Source] | None:
+        """The newest version, not younger than the point, of the (layer, expert) rows; None where one has none."""
+        known = self._experts_of(session) if session is not None and len(wanted) else {}
+        stored = self._storage.versions if self._storage is not None and self._storage.step <= version else None
         chosen = {}
-        for layer in range(self._shape[0]):
-            for expert in range(self._shape[1]):
-                if (layer, expert) in but:
-                    continue
-                options = [source for source, newest in known.get((layer, expert), []) if newest <= version]
-                if self._storage is not None and self._storage.step <= version:
-                    held = self._storage.versions[layer][expert]
-                    options.append(_Source(version=held, origin=Origin.STORAGE))
-                if not options:
-                    return None
-                chosen[layer, expert] = min(options, key=lambda source: source.preference)
+        for layer, expert in wanted.tolist():
+            options = [source for source, newest in known.get((layer, expert), []) if newest <= version]
+            if stored is not None:
+                options.append(_Source(version=stored[layer][expert], origin=Origin.STORAGE))
+            if not options:
+                return None
+            chosen[layer, expert] = min(options, key=_preference) if len(options) > 1 else options[0]
         return chosen
 
     def _experts_of(self, session: str) -> dict[Expert, list[tuple[_Source, int]]]:
@@ -282,8 +289,8 @@ class _Search:
         for pair, source in chosen.experts.items():
             origins[pair], versions[pair] = source.origin, source.version
         for rank in self._live if live else ():
-            for pair in self._ranks[rank].experts:
-                held[(*pair, rank)] = True
+            pairs = self._live_pairs[rank]
+            held[pairs[:, 0], pairs[:, 1], rank] = True
         return RecoveryPlan(
             level=chosen.level,
             version=chosen.version,

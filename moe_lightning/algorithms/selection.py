@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,6 +209,32 @@ def persist_selection(snapshot: Selection, *, k: int, persisted_version: IntArra
         experts=tuple(oldest(layer, window) for layer, window in enumerate(snapshot.experts)),
         num_experts=snapshot.num_experts,
     )
+
+
+@lru_cache(maxsize=1024)
+def longest_turn(*, num_experts: int, k_snapshot: int, k_persist: int) -> int:
+    """How many checkpoints old the oldest expert of a layer on storage ever is under sequential selection, after a
+    checkpoint of all experts.
+
+    ceil(E / K_persist) - 1 where K_persist divides K_snapshot and that divides E, up to twice as much elsewhere: an
+    expert that just missed its turn in a window waits until the window is back. Found by running the schedule until it
+    repeats; ALGORITHMS 3.6 gives the condition, the papers give none.
+
+    Raises:
+        ConfigurationError: a K below 1.
+    """
+    k_snapshot = _check_k(k_snapshot, num_experts)
+    k_persist = min(_check_k(k_persist, num_experts), k_snapshot)
+    ages, start, oldest = np.zeros(num_experts, dtype=np.int64), 0, 0
+    seen = set()
+    while (state := (start, ages.tobytes())) not in seen:
+        seen.add(state)
+        window = (start + np.arange(k_snapshot)) % num_experts
+        ages += 1
+        ages[window[np.argsort(-ages[window], kind="stable")[:k_persist]]] = 0
+        oldest = max(oldest, int(ages.max()))
+        start = (start + k_snapshot) % num_experts
+    return oldest
 
 
 def _check_k(k: int, num_experts: int) -> int:

@@ -18,6 +18,7 @@ from moe_lightning.algorithms.performance_model import (
     BlockCosts,
     BlockTimes,
     BoolArray,
+    FloatArray,
     copy_volumes,
     predict_block,
     row_volumes,
@@ -125,17 +126,31 @@ def top_shadows(tokens: IntArray, placement: Placement, count: int) -> ShadowPla
 
 
 def fastermoe_shadows(tokens: IntArray, placement: Placement, costs: BlockCosts) -> ShadowPlan:
-    """FasterMoE's rule: the hottest k experts everywhere, for the k with the least estimate.
+    """FasterMoE's rule as published (Alg. 1): the hottest experts everywhere, one more while the estimate falls."""
+    estimate_s = _fastermoe_estimates(tokens, placement, costs)
+    rises = np.flatnonzero(np.diff(estimate_s) >= 0)
+    return top_shadows(tokens, placement, int(rises[0]) if rises.size else len(estimate_s) - 1)
+
+
+def fastermoe_best_shadows(tokens: IntArray, placement: Placement, costs: BlockCosts) -> ShadowPlan:
+    """FasterMoE's estimate without its early end: the hottest k experts everywhere, for the best of all k.
+
+    With one expert per rank the rows that are left fall with every k, and a rise is final; with several experts or
+    replicas on a rank the next expert may relieve another rank than the busiest one, and the rule above stops there.
+    """
+    return top_shadows(tokens, placement, int(np.argmin(_fastermoe_estimates(tokens, placement, costs))))
+
+
+def _fastermoe_estimates(tokens: IntArray, placement: Placement, costs: BlockCosts) -> FloatArray:
+    """float64 [E + 1]: seconds with k = 0, 1, ... shadowed experts.
 
     The estimate is (3 compute + 4 transfer) * rows + k * copy, where rows are what the busiest rank computes of experts
-    without shadows: shadowed rows and gradients are not counted. With one expert per rank the rows
-    always fall with k and the original stops at the first estimate that rises; with several they need not, so all k are
-    tried. Measured constants take the place of its defaults.
+    without shadows: shadowed rows and gradients are not counted. Measured constants take the place of its defaults.
     """
     order = np.argsort(-tokens.sum(axis=1), kind="stable")
     base = balanced_quota(tokens.sum(axis=1), placement.replicas)[order]
     left = base.sum(axis=0) - np.concatenate([np.zeros((1, base.shape[1]), dtype=np.int64), np.cumsum(base, axis=0)])
     bytes_per_s, rows_per_s = float(np.min(costs.bytes_per_s)), float(np.min(costs.rows_per_s))
     per_row_s = (1 + costs.backward_ratio) / rows_per_s + 4 * costs.row_bytes / bytes_per_s
-    estimate_s = per_row_s * left.max(axis=1) + np.arange(len(left)) * costs.weight_bytes / bytes_per_s
-    return top_shadows(tokens, placement, int(np.argmin(estimate_s)))
+    copies_s = np.arange(len(left)) * costs.weight_bytes / bytes_per_s
+    return np.asarray(per_row_s * left.max(axis=1) + copies_s, dtype=np.float64)

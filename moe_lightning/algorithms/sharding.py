@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -119,16 +119,24 @@ def equal_expert_writers(selection: Selection, *, dp_size: int, ep_size: int) ->
 
 
 def balanced_expert_writers(
-    selection: Selection, holders: Sequence[Sequence[Sequence[int]]], num_ranks: int
+    selection: Selection,
+    holders: Sequence[Sequence[Sequence[int]]],
+    num_ranks: int,
+    before: Mapping[tuple[int, int], int] | None = None,
 ) -> dict[tuple[int, int], int]:
     """EE for any placement: each selected expert is written by that of its holders that writes fewest so far (ties:
     lowest rank).
 
-    Experts with the fewest holders choose first. `holders[layer][expert]` are the ranks with a replica.
+    Experts with the fewest holders choose first. `holders[layer][expert]` are the ranks with a replica. Who wrote an
+    expert `before` goes on, where it still holds it.
     """
-    writers: dict[tuple[int, int], int] = {}
-    written = [0] * num_ranks
     pairs = [(layer, expert) for layer, chosen in enumerate(selection.experts) for expert in sorted(chosen)]
+    known = before or {}
+    writers = {pair: known[pair] for pair in pairs if known.get(pair) in holders[pair[0]][pair[1]]}
+    written = [0] * num_ranks
+    for rank in writers.values():
+        written[rank] += 1
+    pairs = [pair for pair in pairs if pair not in writers]
     for layer, expert in sorted(pairs, key=lambda pair: len(holders[pair[0]][pair[1]])):
         rank = min(holders[layer][expert], key=lambda r: (written[r], r))
         written[rank] += 1
@@ -158,7 +166,7 @@ def shard_checkpoint(
     fair_share = -(-sum(m.nbytes for m in modules) // num_ranks)
     parts = [part for module in modules for part in _split(module, fair_share)]
     ranks = longest_processing_time([p.nbytes for p in parts], num_ranks, load if adaptive else None)
-    pieces = _one_range_a_rank(parts, ranks)
+    pieces = _one_range_a_rank(modules, parts, ranks)
     for piece in pieces:
         load[piece.rank] += piece.nbytes
     return ShardPlan(expert_writer=dict(expert_writer), pieces=tuple(pieces), rank_bytes=tuple(load))
@@ -168,31 +176,30 @@ def _split(module: Module, fair_share: int) -> list[Piece]:
     """The module in as few pieces of rows, none above the fair share where rows allow."""
     count = min(module.rows, max(1, -(-module.nbytes // max(1, fair_share))))
     bounds = cut(module.rows, count)
-    pieces = []
-    for first, last in pairwise(bounds):
-        nbytes = module.nbytes * last // module.rows - module.nbytes * first // module.rows
-        pieces.append(Piece(module=module.name, rank=-1, first_row=first, last_row=last, nbytes=nbytes))
-    return pieces
+    return [_piece(module, -1, first, last) for first, last in pairwise(bounds)]
 
 
-def _one_range_a_rank(parts: Sequence[Piece], ranks: Sequence[int]) -> list[Piece]:
-    """The parts of each module with its ranks in ascending order, so that those of one rank are one range of rows.
+def _one_range_a_rank(modules: Sequence[Module], parts: Sequence[Piece], ranks: Sequence[int]) -> list[Piece]:
+    """Every module cut anew, in ascending ranks, each with as many rows as its parts had.
 
     A rank that got several parts of a module would otherwise have several ranges of one tensor.
     """
-    ranks_of: dict[str, list[int]] = {}
+    rows: dict[str, dict[int, int]] = {module.name: {} for module in modules}
     for part, rank in zip(parts, ranks, strict=True):
-        ranks_of.setdefault(part.module, []).append(rank)
-    order = {module: iter(sorted(found)) for module, found in ranks_of.items()}
+        of_module = rows[part.module]
+        of_module[rank] = of_module.get(rank, 0) + part.last_row - part.first_row
     pieces: list[Piece] = []
-    for part in parts:
-        rank, before = next(order[part.module]), pieces[-1] if pieces else None
-        if before is not None and (before.module, before.rank) == (part.module, rank):
-            nbytes = before.nbytes + part.nbytes
-            pieces[-1] = replace(before, last_row=part.last_row, nbytes=nbytes)
-        else:
-            pieces.append(replace(part, rank=rank))
+    for module in modules:
+        first = 0
+        for rank, count in sorted(rows[module.name].items()):
+            pieces.append(_piece(module, rank, first, first + count))
+            first += count
     return pieces
+
+
+def _piece(module: Module, rank: int, first: int, last: int) -> Piece:
+    nbytes = module.nbytes * last // module.rows - module.nbytes * first // module.rows
+    return Piece(module=module.name, rank=rank, first_row=first, last_row=last, nbytes=nbytes)
 
 
 def experts_imbalanced(*, k: int, num_layers: int, dp_size: int, ep_size: int) -> bool:

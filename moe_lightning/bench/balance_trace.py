@@ -15,6 +15,7 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.routing_trace import read_routing_trace
 
 _WIDTH = 2048
 _FLOPS = 11.5e12
@@ -58,18 +59,7 @@ def load_trace(path: Path) -> RoutingTrace:
     Raises:
         ConfigurationError: no such file, or arrays that are missing or of another shape.
     """
-    if not path.is_file():
-        raise ConfigurationError(f"{path} is not a file: give the path of a routing trace (.npz)")
-    with np.load(path, allow_pickle=False) as archive:
-        missing = {"counts", "iteration"} - set(archive.files)
-        if missing:
-            raise ConfigurationError(f"{path} has no array {sorted(missing)[0]!r}: record it as counts and iteration")
-        counts, iteration = archive["counts"].astype(np.int64), archive["iteration"].astype(np.int64)
-    if counts.ndim != 4 or len(counts) != len(iteration) or not counts.size:
-        raise ConfigurationError(
-            f"{path} has counts {counts.shape} and iteration {iteration.shape}: "
-            "they must be [samples, layers, ranks, experts] and [samples]"
-        )
+    counts, iteration = read_routing_trace(path)
     return RoutingTrace(counts=counts, iteration=iteration)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 
 from moe_lightning.algorithms.checkpoint_size import (
@@ -98,10 +97,9 @@ def sharding(_: Sources) -> PaperTable:
             why = "printed to two digits, units of the embedding not printed"
         rows.append(Row(what=f"{what}, least", printed=low, ours=min(gains[label]), unit="%", why=why))
         rows.append(Row(what=f"{what}, most", printed=high, ours=max(gains[label]), unit="%", why=why))
-    clipped = tuple(replace(row, why="") if row.agrees else row for row in rows)
     return PaperTable(
         title="MoC Fig. 10b-d: the busiest rank's checkpoint",
-        rows=clipped,
+        rows=tuple(rows),
         assumptions=("the optimizer is sharded by ZeRO in both; the embedding may be cut into two units",),
         chart=bar_chart(bars, "MoC Fig. 10b-d: busiest rank", "GB"),
     )
@@ -240,7 +238,7 @@ def scaling(_: Sources) -> PaperTable:
                         ours=times["base-async"] / times["MoC-async"], unit="x"))  # fmt: skip
     return PaperTable(
         title="MoC Fig. 13: scaling and generalising",
-        rows=tuple(replace(row, why="") if row.agrees else row for row in rows),
+        rows=tuple(rows),
         assumptions=(
             "312 / 989 TFLOP/s at 20 %, snapshots at 1 / 2 GB/s as printed; 16 sequences a GPU, top-2, gated experts",
             "one expert of each of 24 layers on every GPU; 2048 stands for more than 1024 GPUs",
@@ -283,7 +281,7 @@ def lost_tokens(_: Sources) -> PaperTable:
     ]  # fmt: skip
     return PaperTable(
         title="MoC Fig. 15: lost tokens",
-        rows=tuple(replace(row, why="") if row.agrees else row for row in rows),
+        rows=tuple(rows),
         assumptions=(
             "uniform routing; a fault takes half of the experts' nodes; 15 faults, interval 10 of 20000 iterations",
         ),

@@ -21,6 +21,7 @@ class Row:
         ours: computed.
         unit: of both.
         why: where ours differs by more than five percent: the reason, in one line.
+        explains: the ratios that the reason accounts for; beyond them the value counts as not reproduced.
     """
 
     what: str
@@ -28,6 +29,7 @@ class Row:
     ours: float
     unit: str = ""
     why: str = ""
+    explains: tuple[float, float] = (0.8, 1.25)
 
     @property
     def ratio(self) -> float | None:
@@ -37,6 +39,19 @@ class Row:
     def agrees(self) -> bool:
         """Within five percent of what is printed; nothing printed is nothing to contradict."""
         return self.ratio is None or abs(self.ratio - 1) <= _CLOSE
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether ours differs, and the reason accounts for it."""
+        low, high = self.explains
+        return not self.agrees and bool(self.why) and self.ratio is not None and low <= self.ratio <= high
+
+    @property
+    def remark(self) -> str:
+        """What is said beside the ratio."""
+        if self.agrees:
+            return ""
+        return self.why if self.is_explained else f"NOT REPRODUCED {f'({self.why})' if self.why else ''}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +76,18 @@ class PaperTable:
         for row in self.rows:
             printed = f"{row.printed:>11.4g}" if row.printed is not None else f"{'-':>11}"
             ratio = f"{row.ratio:>8.3f}" if row.ratio is not None else f"{'':>8}"
-            lines.append(f"{row.what:<{width}}{printed}{row.ours:>11.4g}{ratio}  {row.unit:<9}{row.why}".rstrip())
-        return "\n".join([*lines, *(f"assumed: {line}" for line in self.assumptions)])
+            lines.append(f"{row.what:<{width}}{printed}{row.ours:>11.4g}{ratio}  {row.unit:<9}{row.remark}".rstrip())
+        return "\n".join([*lines, *(f"assumed: {line}" for line in self.assumptions), *self._verdict()])
+
+    def _verdict(self) -> list[str]:
+        printed = [row for row in self.rows if row.printed is not None]
+        explained = sum(row.is_explained for row in printed)
+        missed = sum(not row.agrees and not row.is_explained for row in printed)
+        agree = len(printed) - explained - missed
+        return [
+            f"of {len(printed)} printed values {agree} agree within 5 %, {explained} differ for the reason given, "
+            f"{missed} are not reproduced"
+        ] * bool(printed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +101,7 @@ class Sources:
         """The recorded routing.
 
         Raises:
-            ConfigurationError: none was given.
+            MissingTrace: none was given.
         """
         return _given(self.routing, "--routing")
 
@@ -84,14 +109,20 @@ class Sources:
         """The trace of spot instances.
 
         Raises:
-            ConfigurationError: none was given.
+            MissingTrace: none was given.
         """
         return _given(self.spot, "--spot")
 
 
+class MissingTrace(ConfigurationError):
+    """A reproduction needs a recorded trace that was not given."""
+
+
 def _given(path: Path | None, option: str) -> Path:
-    if path is None or not path.is_file():
-        raise ConfigurationError(f"this figure needs a recorded trace, not {path}: give it with {option} PATH")
+    if path is None:
+        raise MissingTrace(f"this figure needs a recorded trace: give it with {option} PATH")
+    if not path.is_file():
+        raise ConfigurationError(f"{option} {path} is not a file: give the path of a recorded trace")
     return path
 
 

@@ -29,6 +29,7 @@ _TIMES = {"training waits": "stall_ms", "copy to memory": "snapshot_ms", "write 
 _SIZES = {"copied to memory": "snapshot_bytes", "written to storage": "persist_bytes"}
 _PHASES = ("leaving", "rendezvous", "groups", "plan", "movement", "settling")
 _MAX_RECOVERIES = 30
+_BY_STEPS_MADE = ("checkpoint/", "recovery/")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,11 @@ def draw(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_metrics(files: list[Path]) -> Metrics:
-    """What a run logged, of all its starts: where steps were repeated, the later start counts.
+    """What a run logged, of all its starts, by the number of steps that had been made: where steps were repeated, the
+    later start counts.
+
+    Lightning logs a step's metrics under the number of steps before it; what callbacks write of a checkpoint or a
+    recovery, and the loads of experts, carry the number of steps made.
 
     Raises:
         ConfigurationError: a file that is no table of numbers with a column `step`.
@@ -85,7 +90,8 @@ def read_metrics(files: list[Path]) -> Metrics:
                     values = {name: float(text) for name, text in row.items() if text and name != "step"}
                     for name, value in values.items():
                         if math.isfinite(value):
-                            found.setdefault(name, {})[int(row["step"])] = value
+                            made = int(row["step"]) + (not name.startswith(_BY_STEPS_MADE))
+                            found.setdefault(name, {})[made] = value
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"{path} is not a table of metrics by step: give a run directory") from error
     return {name: dict(sorted(values.items())) for name, values in found.items()}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from moe_lightning.values import PositiveInt, validated
 
+
+@validated
 class LatestCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint that keeps the newest `step-NNNNNNN.ckpt` files and also writes one when training
     ends.
@@ -19,7 +23,9 @@ class LatestCheckpoint(ModelCheckpoint):
         save_top_k: 1 keeps the newest checkpoint only, -1 all of them.
     """
 
-    def __init__(self, dirpath: str | Path, *, every_n_train_steps: int = 1000, save_top_k: int = 1) -> None:
+    def __init__(
+        self, dirpath: str | Path, *, every_n_train_steps: PositiveInt = 1000, save_top_k: Literal[1, -1] = 1
+    ) -> None:
         super().__init__(
             dirpath=dirpath,
             filename="step-{step:07d}",

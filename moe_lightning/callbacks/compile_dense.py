@@ -21,8 +21,10 @@ from typing_extensions import override
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.values import validated
 
 
+@validated
 class CompileDense(Callback):
     """Compiles the dense parts of the module when the Trainer starts; the first steps take longer.
 

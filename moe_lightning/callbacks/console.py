@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -17,16 +18,24 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from typing_extensions import override
 
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.text import TextData
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.values import validated
+
+_WIDE = 100
+"""Columns of a terminal from which on a bar is drawn beside the numbers."""
+
+_BESIDE_STATUS = 22
+"""Columns that both times take, and what stands between the columns of a line."""
 
 
+@validated
 class Console(ProgressBar):
     """Shows a headline, then progress every `log_every_n_steps` of the Trainer; rank 0 only.
 
@@ -40,8 +49,6 @@ class Console(ProgressBar):
 
     def __init__(self, style: Literal["auto", "bar", "plain", "none"] = "auto") -> None:
         super().__init__()
-        if style not in ("auto", "bar", "plain", "none"):
-            raise ConfigurationError(f"style={style!r} is not known: use 'auto', 'bar', 'plain' or 'none'")
         self._style = style
         self._enabled = style != "none"
         self._bar: Progress | None = None
@@ -64,7 +71,7 @@ class Console(ProgressBar):
         self._close()  # the bar of a world that broke
         print(describe(trainer, pl_module), flush=True)
         if self._style == "bar" or (self._style == "auto" and sys.stdout.isatty()):
-            self._bar = _progress_bar()
+            self._bar = _progress_bar(RichConsole())
             self._task = self._bar.add_task("", total=_total_steps(trainer), completed=trainer.global_step, status="")
             self._bar.start()
 
@@ -78,9 +85,11 @@ class Console(ProgressBar):
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=trainer.global_step)
             if logs:
-                self._bar.update(self._task, status=_status(trainer))
+                total = len(str(_total_steps(trainer) or trainer.global_step))
+                room = self._bar.console.width - (2 * total + _BESIDE_STATUS)
+                self._bar.update(self._task, status=_fitting(_status(trainer), room))
         elif logs:
-            print(f"{_position(trainer)}  {_status(trainer)}", flush=True)
+            print(f"{_position(trainer)}  {'  '.join(_status(trainer))}", flush=True)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -109,18 +118,35 @@ class Console(ProgressBar):
             self._bar = None
 
 
-def _progress_bar() -> Progress:
+def _progress_bar(console: RichConsole) -> Progress:
+    """A bar where there is room for one; the count of steps and the times are never squeezed."""
+
+    def fixed() -> Column:
+        return Column(no_wrap=True)
+
+    drawn = [BarColumn(bar_width=None)] if console.width >= _WIDE else []
     return Progress(
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("<"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-        console=RichConsole(),
+        *drawn,
+        MofNCompleteColumn(table_column=fixed()),
+        TimeElapsedColumn(table_column=fixed()),
+        TextColumn("<", table_column=fixed()),
+        TimeRemainingColumn(table_column=fixed()),
+        TextColumn("{task.fields[status]}", table_column=fixed()),
+        console=console,
         refresh_per_second=4,
-        expand=True,
+        expand=bool(drawn),
     )
+
+
+def _fitting(parts: Sequence[str], room: int) -> str:
+    """As many of the parts as fit into the room, the first ones first."""
+    shown = ""
+    for part in parts:
+        longer = f"{shown}  {part}" if shown else part
+        if len(longer) > room:
+            break
+        shown = longer
+    return shown
 
 
 def describe(trainer: pl.Trainer, module: pl.LightningModule) -> str:
@@ -160,7 +186,7 @@ def _position(trainer: pl.Trainer) -> str:
     return f"step {trainer.global_step:>{len(str(total))}}/{total}" if total else f"step {trainer.global_step}"
 
 
-def _status(trainer: pl.Trainer) -> str:
+def _status(trainer: pl.Trainer) -> list[str]:
     """The numbers of the last logging step in columns of fixed width."""
     metrics = trainer.callback_metrics
     parts = []
@@ -174,4 +200,4 @@ def _status(trainer: pl.Trainer) -> str:
         if "moe/rank_imbalance_ratio" in metrics:
             imbalance += f" > {float(metrics['moe/rank_imbalance_ratio']):.2f}"
         parts.append(imbalance)
-    return "  ".join(parts)
+    return parts

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from moe_lightning.algorithms.dynamic_k import DynamicK as DynamicKRule
-from moe_lightning.algorithms.ledger import worst_case_plt
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 
+@validated
 class DynamicK(Callback):
     """Raises K_persist of PartialExpertsCheckpoint so that the proportion of lost tokens stays below a threshold.
 
@@ -34,14 +35,17 @@ class DynamicK(Callback):
         self._rule: DynamicKRule | None = None
         self._saved: dict[str, Any] = {}
 
-    def start(self, *, k0: int, num_experts: int, interval_steps: int, total_steps: int) -> int:
-        """Begin with K experts a layer, or where the run was left; returns the K to use."""
-        predicted = partial(worst_case_plt, num_experts=num_experts, interval=interval_steps, total_steps=total_steps)
-        self._rule = DynamicKRule(
-            k0=k0, num_experts=num_experts, predicted_plt=lambda k: predicted(k=k), threshold=self.threshold
-        )
-        if self._saved:
-            self._rule.load_state_dict(self._saved)
+    def start(self, *, k0: int, num_experts: int, predicted_plt: Callable[[int], float]) -> int:
+        """Begin with K experts a layer, or go on from where this run is: what was spent stays spent however often its
+        world or its interval changes. Returns the K to use.
+
+        Args:
+            predicted_plt: K -> PLT that one more fault may cost at most.
+        """
+        known = self._rule.state_dict() if self._rule is not None else self._saved
+        self._rule = DynamicKRule(k0=k0, num_experts=num_experts, predicted_plt=predicted_plt, threshold=self.threshold)
+        if known:
+            self._rule.load_state_dict(known)
         return self._rule.k
 
     def after_fault(self, plt: float) -> int:
@@ -49,10 +53,15 @@ class DynamicK(Callback):
         assert self._rule is not None
         return self._rule.after_fault(plt)
 
+    def before_checkpoint(self, cost: Callable[[int], float]) -> int:
+        """The K to use for the next checkpoint, from what a restore of it would cost at each K."""
+        assert self._rule is not None
+        return self._rule.before_checkpoint(cost)
+
     @override
     def state_dict(self) -> dict[str, Any]:
         return self._rule.state_dict() if self._rule is not None else dict(self._saved)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = dict(state_dict)
+        self._saved, self._rule = dict(state_dict), None

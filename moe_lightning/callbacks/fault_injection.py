@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -40,12 +40,14 @@ from moe_lightning.elastic import fault_effects
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import cap_nodes, read_trace
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.values import Range, validated
 
 _Texts = str | Sequence[str] | None
 
 _FOREVER_S = 1e8  # a node that never comes: the launcher ends who waits for it
 
 
+@validated
 class FaultInjection(Callback):
     """Kills, stops, slows ranks and takes nodes, snapshots and disks away, where and when it is told to.
 
@@ -77,8 +79,8 @@ class FaultInjection(Callback):
         corrupt_arena: _Texts = None,
         fill_disk: _Texts = None,
         trace: str | None = None,
-        trace_speed: float = 60.0,
-        trace_start_s: float = 0.0,
+        trace_speed: Annotated[float, Range(above=0, most=1e9)] = 60.0,
+        trace_start_s: Annotated[float, Range(least=0, most=1e9)] = 0.0,
     ) -> None:
         given: dict[Kind, _Texts] = {
             "kill": kill,
@@ -89,8 +91,6 @@ class FaultInjection(Callback):
             "fill_disk": fill_disk,
         }
         self.faults = distinct(fault for kind, texts in given.items() for fault in parse_faults(kind, texts))
-        if trace_start_s < 0:
-            raise ConfigurationError(f"trace_start_s={trace_start_s} must not be negative")
         self._trace, self._speed = trace, trace_speed
         if trace is not None:
             read_trace(Path(trace))  # a mistake in it is told before anything starts

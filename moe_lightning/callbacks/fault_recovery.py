@@ -28,10 +28,12 @@ from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.leaving import WorldChanged
 from moe_lightning.strategies.recovery_report import RecoveryReport
+from moe_lightning.values import validated
 
 _Protection = Literal["auto", "arc", "aec", "none"]
 
 
+@validated
 class FaultRecovery(Callback):
     """Recovers from lost ranks inside the running fit.
 

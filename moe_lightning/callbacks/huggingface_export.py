@@ -11,20 +11,23 @@ from typing_extensions import override
 
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.huggingface.export import Export, copy_companions, existing, plan_export
+from moe_lightning.models.huggingface.export import Export, check_target, copy_companions, plan_export
 from moe_lightning.models.huggingface.module import HuggingFaceModule
 from moe_lightning.strategies.checkpointing import CheckpointingStrategy
+from moe_lightning.values import validated
 
 
+@validated
 class HuggingFaceExport(pl.Callback):
     """Writes the model at the end of training into a folder that transformers' from_pretrained loads.
 
     Args:
-        dirpath: of the folder; it must not exist.
+        dirpath: of the folder; it must not exist, unless this run (the same `default_root_dir`) exported it before.
         dtype: of its tensors; None: that of the checkpoint the model came from.
 
     Raises:
-        ConfigurationError: at the start of training: the folder exists, or transformers has no class for the model.
+        ConfigurationError: at the start of training: the folder holds something else or cannot be written, or
+            transformers has no class for the model.
     """
 
     def __init__(self, dirpath: str | Path, dtype: str | None = None) -> None:
@@ -35,7 +38,7 @@ class HuggingFaceExport(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = _checked(pl_module)
         plan_export(module.architecture, module.model, self._dtype)
-        _refuse_existing(trainer, self._path)
+        _check(trainer, self._path)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -50,12 +53,12 @@ def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str |
 
     Args:
         trainer: with a model, under ExpertParallelStrategy or any strategy of one rank.
-        path: of a folder that does not exist.
+        path: of a folder that does not exist, or that the same run exported; that one is replaced.
         dtype: of the tensors; None: that of the checkpoint the model came from.
 
     Raises:
-        ConfigurationError: another module or strategy, a folder that exists, or a model that transformers has no
-            class for.
+        ConfigurationError: another module or strategy, a folder that holds something else or cannot be written, or a
+            model that transformers has no class for.
     """
     module, path = _checked(trainer.lightning_module), Path(path)
     if not isinstance(trainer.strategy, CheckpointingStrategy) and trainer.world_size > 1:
@@ -64,10 +67,10 @@ def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str |
             "use ExpertParallelStrategy"
         )
     export = plan_export(module.architecture, module.model, dtype)
-    _refuse_existing(trainer, path)
+    _check(trainer, path)
     stacks = _stacks(trainer, module, export)
     if trainer.is_global_zero:
-        export.write(path, module.model.state_dict(), stacks)
+        export.write(path, module.model.state_dict(), stacks, run=_run(trainer))
         copy_companions(module.config.folder, path)
     else:
         for _ in stacks:  # gives rank 0 what it asks for
@@ -88,10 +91,21 @@ def _stacks(trainer: pl.Trainer, module: HuggingFaceModule, export: Export) -> I
         yield full_model_state(local, rows, strategy.world)
 
 
-def _refuse_existing(trainer: pl.Trainer, path: Path) -> None:
-    """As rank 0 sees it, on every rank, so that none waits for one that has given up."""
-    if trainer.strategy.broadcast(path.exists()):
-        raise existing(path)
+def _check(trainer: pl.Trainer, path: Path) -> None:
+    """As rank 0 sees the folder, on every rank, so that none waits for one that has given up."""
+    sentence = None
+    if trainer.is_global_zero:
+        try:
+            check_target(path, _run(trainer))
+        except ConfigurationError as error:
+            sentence = str(error)
+    sentence = trainer.strategy.broadcast(sentence)
+    if sentence is not None:
+        raise ConfigurationError(sentence)
+
+
+def _run(trainer: pl.Trainer) -> str:
+    return str(Path(trainer.default_root_dir).resolve())
 
 
 def _checked(module: pl.LightningModule) -> HuggingFaceModule:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -33,6 +33,7 @@ from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.pictures import time_line
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport
+from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, Range, validated
 
 _DENSE_STEPS = range(2, 6)
 """Steps whose dense layers are timed: the first ones warm the machine up."""
@@ -40,6 +41,7 @@ _DENSE_STEPS = range(2, 6)
 _TOLERATED_ERROR = 0.1
 
 
+@validated
 class LoadBalancer(Callback):
     """Spreads the work of skewed experts over the ranks without changing what the model learns.
 
@@ -76,20 +78,20 @@ class LoadBalancer(Callback):
     def __init__(
         self,
         *,
-        rebalance_every: int = 200,
+        rebalance_every: NonNegativeInt = 200,
         placement: str = "auto",
         allocation: AllocationPolicy = "waterfill",
-        min_replicas: int = 1,
-        tolerance: float = 0.02,
+        min_replicas: PositiveInt = 1,
+        tolerance: Coefficient = 0.02,
         shadows: str = "search",
-        alpha: float = 0.1,
-        replan_threshold: float = 0.1,
-        max_replan_interval: int = 32,
+        alpha: Coefficient = 0.1,
+        replan_threshold: Coefficient = 0.1,
+        max_replan_interval: PositiveInt = 32,
         forecast: Literal["ema", "last"] = "ema",
-        ranks_per_node: int = 1,
+        ranks_per_node: PositiveInt = 1,
         calibrate: bool = True,
-        bytes_per_s: float = 10e9,
-        flops_per_s: float = 1e12,
+        bytes_per_s: Annotated[float, Range(above=0, most=1e18)] = 10e9,
+        flops_per_s: Annotated[float, Range(above=0, most=1e21)] = 1e12,
         timeline_path: str | None = None,
     ) -> None:
         self._policy = BalancePolicy(
@@ -104,11 +106,6 @@ class LoadBalancer(Callback):
             max_replan_interval=max_replan_interval,
             forecast=forecast,
         )
-        for name, value in (("bytes_per_s", bytes_per_s), ("flops_per_s", flops_per_s)):
-            if not 0 < value < math.inf:
-                raise ConfigurationError(f"{name}={value} must be finite and above 0")
-        if ranks_per_node < 1:
-            raise ConfigurationError(f"ranks_per_node={ranks_per_node} is not a node: use at least 1")
         self._timeline_path = Path(timeline_path) if timeline_path else None
         self._ranks_per_node = ranks_per_node
         self._calibrate = calibrate

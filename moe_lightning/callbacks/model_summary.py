@@ -8,10 +8,12 @@ from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from typing_extensions import override
 
 from moe_lightning.models.size import whole_parameters
+from moe_lightning.values import validated
 
 _NOT_APPLICABLE = "n/a"
 
 
+@validated
 class ExpertModelSummary(RichModelSummary):
     """Lightning's summary with the parameters of the whole model, each expert once, and beside them those that rank 0
     holds. The one that a Trainer adds by itself takes rank 0's slots for the model.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,21 +22,26 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning.algorithms.ledger import worst_case_plt
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.dynamic_k import DynamicK
+from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.copy_windows import CopyWindows
+from moe_lightning.checkpoint.fence import enter_world, next_world
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.recovery_sources import RecoverySources
 from moe_lightning.checkpoint.session import CheckpointSession, CheckpointSettings
 from moe_lightning.checkpoint.source import CheckpointSource
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.values import Coefficient, PositiveInt, Seconds, validated
 
 
+@validated
 class PartialExpertsCheckpoint(ModelCheckpoint):
     """Saves directories `step-...` under `dirpath`, whole or not at all; resume with `ckpt_path=` such a directory,
     `dirpath` or "last".
@@ -65,23 +71,19 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self,
         dirpath: str,
         *,
-        every_n_steps: int | Literal["auto"] = 100,
-        k_snapshot: int | Literal["auto"] | None = None,
-        k_persist: int | None = None,
+        every_n_steps: PositiveInt | Literal["auto"] = 100,
+        k_snapshot: PositiveInt | Literal["auto"] | None = None,
+        k_persist: PositiveInt | None = None,
         order: Order = "sequential",
         scopes: str | Iterable[str] = "full",
-        keep_last: int = 2,
-        failures_per_hour: float = 0.0,
+        keep_last: PositiveInt = 2,
+        failures_per_hour: Coefficient = 0.0,
         fallback_dir: str | None = None,
         windows: Literal["any", "scheduled"] = "any",
         save_on_train_end: bool = True,
-        timeout_s: float = 600.0,
+        timeout_s: Seconds = 600.0,
     ) -> None:
         super().__init__(dirpath=dirpath, save_top_k=0, save_last=False)
-        if every_n_steps != "auto" and (not isinstance(every_n_steps, int) or every_n_steps < 1):
-            raise ConfigurationError(f"every_n_steps={every_n_steps!r} must be at least 1, or 'auto'")
-        if timeout_s <= 0:
-            raise ConfigurationError(f"timeout_s={timeout_s} must be above 0 seconds")
         self.settings = CheckpointSettings(
             k_snapshot=k_snapshot,
             k_persist=k_persist,
@@ -107,6 +109,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._lost_plt = 0.0  # by faults that the choice of K does not know yet
         self._saved_at = -1
         self._experts_moved = False
+        self._world_number = 0  # of this start of a run in which worlds do not change, once it has one
         self._batch_began = self._step_ended = 0.0
         self._overlap_s = self._step_s = 0.0
 
@@ -123,6 +126,17 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             raise ConfigurationError(
                 f"PartialExpertsCheckpoint needs strategy='expert_parallel', not {type(trainer.strategy).__name__}"
             )
+        elastic = trainer.strategy.elastic
+        is_member = elastic is None or (elastic.members is not None and not elastic.is_newcomer)
+        if stage == "fit" and is_member and trainer.is_global_zero:  # the others wait for this hook before they load
+            self._enter_root(trainer.strategy)
+
+    def _enter_root(self, strategy: ExpertParallelStrategy) -> None:
+        """This world may resume from what is in the directory: older ones commit nothing there from now on."""
+        if self._root.is_dir() and run_of(self._root) is not None:
+            number = strategy.world_number or self._world_number or next_world(self._root)
+            enter_world(self._root, number)
+            self._world_number = number if strategy.elastic is None else 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -137,7 +151,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             trainer.strategy.entered_world.append(self._enter_world)
 
     def _settle(self) -> None:
-        """Experts are about to move: finish the copy of their rows. Their writers change, so a new session begins."""
+        """Experts are about to move: finish the copy of their rows. Others may write them from now on."""
         if self.session is not None:
             self.session.wait_before_update()
             self._experts_moved = True
@@ -156,6 +170,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             node=strategy.node_name,
             fallback=Path(self.settings.fallback_dir or self._root.absolute()),
             report=rank_zero_warn,
+            enter=partial(self._enter_root, strategy),
         )
 
     def settle_snapshots(self) -> None:
@@ -188,7 +203,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._is_interrupted = True
         assert self._strategy is not None
         if self._strategy.has_rolled_back:
-            self.books, self._counts = None, None
+            self.books, self._counts, self._lost_plt = None, None, 0.0
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -240,7 +255,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             return
         now = time.perf_counter()
         self._step_s, self._step_ended = now - self._step_ended, now
-        if self.session is not None and not self._experts_moved:
+        if self.session is not None:
             self.session.protect()
         if self.session is None or trainer.global_step - self._saved_at >= self._interval():
             self.save(trainer, pl_module)
@@ -264,19 +279,29 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         assert isinstance(strategy, ExpertParallelStrategy)
         counted = self._counts.cpu().numpy() if self._counts is not None else None
         if self._experts_moved:
-            self._close(wait=True)
             self._experts_moved = False
+            self._reassign(strategy)
         if self.session is None:
             self._open(trainer, strategy, counted)
         assert self.session is not None
         if self.books is not None and counted is not None:
             self.books.ledger.record(counted)
         self._counts = None
-        self._adapt()
+        self._adapt(trainer)
+        self._bound_cost(trainer)
         self._is_interrupted = False
         self.session.save(trainer.global_step, self.books, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
         self._log(trainer, pl_module)
+
+    def _reassign(self, strategy: ExpertParallelStrategy) -> None:
+        """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""
+        if self.session is not None:
+            owners = self.session.reassign(strategy.training_state())
+            if owners is None:
+                self._close(wait=True)
+            elif self.books is not None:
+                self.books.reassign(owners)
 
     def _objects(self, strategy: ExpertParallelStrategy) -> dict[str, Any]:
         """What is saved beside tensors; collective."""
@@ -310,7 +335,11 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             node_peers=strategy.node_peers,
             node=strategy.node_name,
             layout=self._layout(strategy) if self._layout is not None else None,
+            experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
+            world_number=strategy.world_number or self._world_number,
         )
+        if strategy.elastic is None:
+            self._world_number = self.session.world_number
         if self.books is not None:
             if restored is not None and restored.keys("ledger"):
                 self._lost_plt += self._count_losses(restored)
@@ -318,17 +347,23 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             self._lost_plt = 0.0
 
     def _choose_k(self, trainer: pl.Trainer, lost: float) -> None:
-        """Let a DynamicK callback, where there is one, raise K after a restore that lost tokens."""
-        dynamic = next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]
+        """Let a DynamicK callback, where there is one, raise K: for this interval, and after a restore that lost
+        tokens."""
+        dynamic = _dynamic_k(trainer)
         if dynamic is None:
             return
         assert self.session is not None
-        k = dynamic.start(
-            k0=self.session.k_persist,
-            num_experts=self.session.num_experts,
-            interval_steps=self._interval(),
-            total_steps=_planned_steps(trainer),
-        )
+        session, interval, total_steps = self.session, self._interval(), _planned_steps(trainer)
+
+        def predicted_plt(k: int) -> float:
+            if self.settings.order != "sequential":
+                return 0.0  # there is no bound: `_bound_cost` looks at every checkpoint
+            copied = max(k, session.k_snapshot)
+            return worst_case_plt(
+                num_experts=session.num_experts, k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
+            )
+
+        k = dynamic.start(k0=session.k_persist, num_experts=session.num_experts, predicted_plt=predicted_plt)
         if lost:
             k = dynamic.after_fault(lost)
         if k > self.session.k_persist:
@@ -350,13 +385,22 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             )
         return self.books.ledger.plt_of(lost.sum(axis=1))
 
-    def _adapt(self) -> None:
+    def _bound_cost(self, trainer: pl.Trainer) -> None:
+        """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
+        dynamic, books, session = _dynamic_k(trainer), self.books, self.session
+        if dynamic is None or books is None or session is None or self.settings.order == "sequential":
+            return
+        cost = lambda k: books.cost(books.plan(max(k, session.k_snapshot), k))  # noqa: E731
+        session.raise_k(dynamic.before_checkpoint(cost))
+
+    def _adapt(self, trainer: pl.Trainer) -> None:
         assert self.session is not None
         session = self.session
         wanted = self.settings.k_snapshot == "auto" or self._every_n_steps == "auto"
         if not wanted or session.adapted is not None or self.books is None or not session.has_saved:
             return
         if session.adapt(overlap_s=self._overlap_s, step_s=self._step_s):
+            self._choose_k(trainer, 0.0)
             rank_zero_info(
                 f"checkpoints from now on: K_snapshot={session.k_snapshot}, K_persist={session.k_persist}, "
                 f"every {self._interval()} steps (copies hide under {1e3 * self._overlap_s:.0f} ms)"
@@ -391,6 +435,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         if self._save_on_train_end and (trainer.global_step != self._saved_at or was_partial):
             if self.session is not None:
                 self.session.wait_before_update()
+                if trainer.global_step == self._saved_at:
+                    self._close(wait=False)  # a session saves a step once
             self.save(trainer, pl_module, full=True)
         self._close(wait=True)
 
@@ -409,6 +455,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
                 is_broken=lambda: elastic is not None and elastic.engine.reason is not None,
             )
             self.best_model_path = self.last_model_path = status.committed_path or ""
+
+
+def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:
+    return next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]
 
 
 def _planned_steps(trainer: pl.Trainer) -> int:

@@ -15,8 +15,11 @@ from typing_extensions import override
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.values import PositiveInt, validated
 
 
+@validated
 class RoutingRecorder(Callback):
     """Writes an .npz with `counts` [samples, layers, ranks, experts], the assignments of every sampled step before any
     drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only.
@@ -32,9 +35,7 @@ class RoutingRecorder(Callback):
             resumed run whose file was recorded with other layers, ranks or experts.
     """
 
-    def __init__(self, path: str, every_n_steps: int = 10) -> None:
-        if every_n_steps < 1:
-            raise ConfigurationError(f"every_n_steps={every_n_steps} must be at least 1")
+    def __init__(self, path: str, every_n_steps: PositiveInt = 10) -> None:
         self._path = Path(path)
         self._every = every_n_steps
         self._samples: list[NDArray[np.int64]] = []
@@ -55,8 +56,7 @@ class RoutingRecorder(Callback):
             self._continue(trainer.global_step, (len(layers), trainer.world_size, experts.pop()))
 
     def _continue(self, step: int, shape: tuple[int, ...]) -> None:
-        with np.load(self._path, allow_pickle=False) as archive:
-            counts, iterations = archive["counts"].astype(np.int64), archive["iteration"]
+        counts, iterations = read_routing_trace(self._path)
         if counts.shape[1:] != shape:
             raise ConfigurationError(
                 f"{self._path} was recorded with {counts.shape[1:]} (layers, ranks, experts), but this run has "

@@ -22,24 +22,33 @@ from moe_lightning.data.images import ImageData
 from moe_lightning.data.ngram import ngram_cross_entropy
 from moe_lightning.data.text import TextData
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import NonNegativeInt, validated
 
 
+@validated
 class Summary(Callback):
-    """Prints the summary after `trainer.validate` and leaves its numbers in a JSON file; rank 0 only.
+    """Prints the summary after `trainer.validate`, after a training leaves its numbers in a JSON file too; rank 0 only.
 
     Args:
         path: of the JSON file; None: none.
         ngram_orders: counting models to compare with; each sees so many tokens before the one it predicts.
     """
 
-    def __init__(self, path: str | None = None, ngram_orders: Sequence[int] = (1, 2)) -> None:
+    def __init__(self, path: str | None = None, ngram_orders: Sequence[NonNegativeInt] = (1, 2)) -> None:
         self._path = Path(path) if path else None
         self._orders = tuple(ngram_orders)
         self._started = time.perf_counter()
         self._imbalance: dict[str, float] = {}
+        self._validated_step = -1
+        self._has_trained = False
+
+    def is_current(self, trainer: pl.Trainer) -> bool:
+        """Whether this rank's last validation measured the model as it is."""
+        return self._validated_step == trainer.global_step
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._has_trained = True
         names = ("moe/expert_imbalance_ratio", "moe/rank_imbalance_ratio")
         self._imbalance = {
             name: float(trainer.callback_metrics[name]) for name in names if name in trainer.callback_metrics
@@ -47,16 +56,23 @@ class Summary(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn != TrainerFn.VALIDATING or not trainer.is_global_zero:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._validated_step = trainer.global_step
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self.report(trainer)
+
+    def report(self, trainer: pl.Trainer) -> None:
+        """Print the summary with the numbers of the last validation."""
+        if not trainer.is_global_zero:
             return
         numbers = self.numbers(trainer)
-        if self._path is not None:
+        if self._path is not None and self._has_trained:
             self._path.write_text(json.dumps(numbers, indent=2) + "\n")
         print("\n" + render(numbers, _files(trainer)), flush=True)
 
     def numbers(self, trainer: pl.Trainer) -> dict[str, float]:
         """What the summary says, by name."""
-        numbers: dict[str, float] = {"steps": trainer.global_step}
+        numbers: dict[str, float] = {"steps": trainer.global_step} if self._has_trained else {}
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         data = getattr(trainer, "datamodule", None)
         for name in ("loss", "accuracy", "top_5_accuracy"):

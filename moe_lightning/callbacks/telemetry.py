@@ -7,26 +7,30 @@ device.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from moe_lightning.callbacks.wandb_logger import log_histograms
 from moe_lightning.comm.exchange_clock import ExchangeClock
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.gpt_module import SupervisedModule
+from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.values import Range, validated
 
 Reduction = Literal["same", "sum", "mean", "max"]
 
@@ -44,11 +48,14 @@ class Metric:
     over_ranks: Reduction = "same"
 
 
+@validated
 class Telemetry(Callback):
     """Logs the metrics of a step every `log_every_n_steps` of the Trainer.
 
     * train/tokens_per_s (sum over ranks; samples where batches hold no token ids), train/step_ms (maximum),
       train/gradient_norm, train/lr
+    * train/tokens_seen of all ranks since the run began, resumes included: the axis of scaling studies
+    * val/perplexity of language models of this project, after each validation
     * train/mfu_ratio (mean): the model's floating-point operations over those that the devices could have done (PaLM,
       arXiv 2204.02311, appendix B), where the module has `flops_per_batch` and the device's peak is known
     * device/peak_memory_bytes (maximum) that tensors took since the process began, on GPUs
@@ -60,7 +67,9 @@ class Telemetry(Callback):
     * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in one dispatch (sum)
 
     Numbers of MoE layers are those of the step's last micro-batch. W&B also gets moe/layerNN/expert_load, a histogram
-    over the experts, which it draws as a heat map over time.
+    over the experts, which it draws as a heat map over time. Every logger's configuration gets the model's numbers of
+    parameters, each expert once (`parameters/whole`), and of those that a token passes (`parameters/active`). The first
+    loss that is no number is told in a warning.
 
     Args:
         expert_load_path: CSV that gets a line `step,layer,share of each expert` for every layer on logging steps;
@@ -70,16 +79,20 @@ class Telemetry(Callback):
 
     Attributes:
         tokens_trained: tokens that this rank trained on.
+        tokens_seen: tokens that all ranks trained on up to the last logging step, before a resume too.
         train_s: seconds spent in training steps, validation excluded, up to the last logging step.
     """
 
-    def __init__(self, expert_load_path: str | None = None, peak_flops_per_s: float | None = None) -> None:
-        if peak_flops_per_s is not None and not peak_flops_per_s > 0:
-            raise ConfigurationError(f"peak_flops_per_s={peak_flops_per_s} must be above 0, or null where unknown")
+    def __init__(
+        self,
+        expert_load_path: str | None = None,
+        peak_flops_per_s: Annotated[float, Range(above=0, most=1e21)] | None = None,
+    ) -> None:
         self._path = Path(expert_load_path) if expert_load_path else None
         self._peak_flops_per_s = peak_flops_per_s
-        self.tokens_trained = 0
+        self.tokens_trained = self.tokens_seen = 0
         self.train_s = 0.0
+        self._has_warned = False
         self._tokens = self._steps = self._flops = 0
         self._elapsed_s = 0.0
         self._resumed_at: float | None = None  # None: not training
@@ -91,6 +104,9 @@ class Telemetry(Callback):
         if self._peak_flops_per_s is None:
             self._peak_flops_per_s = known_peak(trainer.strategy.root_device, str(trainer.precision))
         self._resumed_at = time.perf_counter()
+        size = model_size(pl_module)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"parameters/whole": size.whole, "parameters/active": size.active})
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -101,6 +117,14 @@ class Telemetry(Callback):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._resumed_at = time.perf_counter()
+        loss = trainer.callback_metrics.get("val/loss")
+        is_language = isinstance(pl_module, SupervisedModule) and pl_module.attention_width is not None
+        if loss is None or not is_language or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {"val/perplexity": math.exp(float(loss))}, trainer.global_step - 1
+            )  # as Lightning counts
 
     @override
     def on_train_batch_end(
@@ -114,6 +138,7 @@ class Telemetry(Callback):
         self._watch_exchanges(trainer)
         if not trainer._logger_connector.should_update_logs:
             return
+        self._warn_of_nan(trainer, outputs)
         layers = moe_layers(pl_module)
         metrics = [
             *self._pace(),
@@ -122,7 +147,9 @@ class Telemetry(Callback):
             *_optimizer_metrics(trainer),
             *layer_metrics(layers),
         ]
-        pl_module.log_dict(reduced(metrics, trainer))
+        numbers = reduced(metrics, trainer)
+        self.tokens_seen += round(numbers["train/tokens_seen"])
+        pl_module.log_dict(numbers | {"train/tokens_seen": float(self.tokens_seen)})
         if trainer.is_global_zero:
             loads = expert_loads(layers)
             if self._path is not None:
@@ -130,6 +157,27 @@ class Telemetry(Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
                     log_histograms(logger, loads, trainer.global_step - 1)  # as Lightning counts
+
+    def _warn_of_nan(self, trainer: pl.Trainer, outputs: Any) -> None:
+        """Once, at the first logging step whose loss is no number."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self._has_warned or not isinstance(loss, Tensor) or bool(loss.detach().isfinite().all()):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the loss of step {trainer.global_step} is {float(loss.detach().sum())}, from which training does not "
+            "recover: go on from a checkpoint before that step with a lower learning rate or gradient clipping",
+            stacklevel=2,
+        )
+
+    @override
+    def state_dict(self) -> dict[str, int]:
+        """Tokens seen: exact at a logging step, else up to the last one."""
+        return {"tokens_seen": self.tokens_seen}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.tokens_seen = state_dict["tokens_seen"]
 
     def _exchanges(self, trainer: pl.Trainer) -> list[Metric]:
         """Time of a step in exchanges, since the last call."""
@@ -156,6 +204,7 @@ class Telemetry(Callback):
         assert self._resumed_at is not None, "steps are made in training only"
         elapsed_s = self._elapsed_s + now - self._resumed_at
         yield Metric(name="train/tokens_per_s", value=self._tokens / elapsed_s, over_ranks="sum")
+        yield Metric(name="train/tokens_seen", value=self._tokens, over_ranks="sum")  # since the last call
         yield Metric(name="train/step_ms", value=1e3 * elapsed_s / self._steps, over_ranks="max")
         if self._peak_flops_per_s is not None and self._flops:
             ratio = self._flops / elapsed_s / self._peak_flops_per_s

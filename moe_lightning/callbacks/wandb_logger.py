@@ -1,4 +1,5 @@
-"""A Weights & Biases logger that never asks: without a login it works offline."""
+"""A Weights & Biases logger that never asks: without a login it works offline. Its run begins with the first numbers,
+so that a command that fails before it trains leaves no empty run."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import netrc
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 import numpy as np
 from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 from typing_extensions import override
@@ -28,6 +31,8 @@ class QuietWandbLogger(WandbLogger):
     Args:
         project, name, save_dir, log_model: as in WandbLogger.
         offline: true or false; None: offline unless WANDB_MODE is set or an API key is known.
+        group: runs that W&B shows together; None: WANDB_RUN_GROUP, which a multirun of moe-train sets.
+        tags: to find the run by.
         options: passed to WandbLogger.
     """
 
@@ -39,24 +44,58 @@ class QuietWandbLogger(WandbLogger):
         save_dir: str = ".",
         offline: bool | None = None,
         log_model: bool = False,
+        group: str | None = None,
+        tags: Sequence[str] = (),
         **options: Any,
     ) -> None:
         if offline is None:
             offline = "WANDB_MODE" not in os.environ and not has_wandb_login()
         os.environ.setdefault("WANDB_SILENT", "true")
+        options |= {"group": group} if group is not None else {}
+        options |= {"tags": list(tags)} if tags else {}
         super().__init__(project=project, name=name, save_dir=save_dir, offline=offline, log_model=log_model, **options)
         self._wandb_init.pop("anonymous", None)  # W&B warns of it, even of its default
+        self._parameters: list[dict[str, Any] | Namespace] = []
 
     @property
     @override
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """W&B's run; the same one for every process that logs into this directory, one after the other."""
-        if self._experiment is None and self._wandb_init.get("id") is None:
+        """W&B's run; the same one for every process that logs into this directory, one after the other. Lightning asks
+        for it before it has checked anything, so the run begins when something is asked of it.
+        """
+        return _NotBegun(self) if self._experiment is None else self._experiment
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Keep them until the run begins."""
+        if self._experiment is None:
+            self._parameters.append(params)
+        else:
+            super().log_hyperparams(params)
+
+    def begin(self) -> Any:
+        """W&B's run, from now on."""
+        if self._wandb_init.get("id") is None:
             # An agent of a sweep names the run that it starts.
             run_id = os.environ.get("WANDB_RUN_ID") or lasting_run_id(Path(str(self._save_dir)))
             self._wandb_init["id"] = self._id = run_id
-        return super().experiment
+        run = super().experiment
+        kept, self._parameters = self._parameters, []
+        for params in kept:
+            super().log_hyperparams(params)
+        return run
+
+
+class _NotBegun:
+    """Stands for a run that begins when anything is asked of it."""
+
+    def __init__(self, logger: QuietWandbLogger) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger.begin(), name)
 
 
 def log_histograms(logger: WandbLogger, loads: Mapping[int, Tensor], step: int) -> None:
@@ -75,6 +114,13 @@ def log_histograms(logger: WandbLogger, loads: Mapping[int, Tensor], step: int) 
         edges = np.minimum(np.arange(len(sums) + 1) * width, len(bins))
         histograms[f"moe/layer{layer:02d}/expert_load"] = wandb.Histogram(np_histogram=(sums, edges))
     logger.log_metrics(histograms, step)
+
+
+def log_table(logger: WandbLogger, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    """Rows of text and numbers as W&B's table `key`, which replaces what it held; rank 0 only."""
+    import wandb
+
+    logger.log_metrics({key: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step)  # type: ignore[dict-item]
 
 
 def lasting_run_id(folder: Path) -> str:

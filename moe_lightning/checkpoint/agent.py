@@ -31,8 +31,9 @@ from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.buffers import TripleBuffer, newest_common
 from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part
 from moe_lightning.checkpoint.durable import lock_exclusively, write_durably
+from moe_lightning.checkpoint.fence import Superseded, check_world, staging_path
 from moe_lightning.checkpoint.room import ARENAS, rank_of
-from moe_lightning.checkpoint.store import checkpoints, staging_path, write_part
+from moe_lightning.checkpoint.store import checkpoints, write_part
 from moe_lightning.checkpoint.table import Table
 from moe_lightning.errors import CheckpointError
 
@@ -49,6 +50,7 @@ class _Job:
 
     session: str
     step: int
+    world: int
     world_size: int
     began: float
     agreed: int | None = None  # with other nodes: this step's snapshot is the first of that step or later
@@ -133,6 +135,9 @@ class Agent:
                 self._give_up_if_hopeless(self._job)
             return written
         except (OSError, CheckpointError) as error:
+            # A newer world takes directories away, which shows in many ways.
+            if self._job is not None and self._stands_aside(self._job.world):
+                return True
             # Storage may recover; a snapshot that makes no whole checkpoint stays as it is.
             self._fail(_sentence(error, self.root), keep=isinstance(error, OSError) or self._failures < _LAST_ATTEMPTS)
             return True
@@ -177,7 +182,7 @@ class Agent:
             if index is not None:
                 table = arena.table(index)
                 if table is not None:
-                    return _Job(table.session, table.step, table.world_size, time.monotonic())
+                    return _Job(table.session, table.step, table.world, table.world_size, time.monotonic())
                 arena.transition(lambda s: s.fail_persist() if s.persisting is not None else s)
         return None
 
@@ -187,22 +192,26 @@ class Agent:
             return None
         tables = [[t for t in arena.waiting_tables() if t.session == session] for arena in arenas]
         step = newest_common([t.step for t in ts] for ts in tables)
-        world_size = next(t.world_size for ts in tables for t in ts)
+        world, world_size = next((t.world, t.world_size) for ts in tables for t in ts)
         if len(arenas) >= world_size:
-            return None if step is None else _Job(session, step, world_size, time.monotonic())
+            return None if step is None else _Job(session, step, world, world_size, time.monotonic())
         if any(all(t.session != session for t in arena.tables()) for arena in arenas):
             return None  # a rank has only just come to this session
-        step = agreed_step(self.root, session, arenas, step)
+        step = agreed_step(self.root, session, arenas, step, world=world)
         if step is None:
             return None
         agreed = Agreement.read(self.root)
-        return _Job(session, step, world_size, time.monotonic(), agreed.step if agreed is not None else None)
+        return _Job(session, step, world, world_size, time.monotonic(), agreed.step if agreed is not None else None)
 
     def _current(self) -> tuple[str | None, list[Arena]]:
         """The newest session of which a snapshot waits, and the arenas of its ranks; None where nothing waits that is
         still wanted."""
-        session = max((t.session for arena in self._arenas.values() for t in arena.waiting_tables()), default=None)
-        if session is None or self._is_superseded(session):
+        waiting = [table for arena in self._arenas.values() for table in arena.waiting_tables()]
+        session = max((table.session for table in waiting), default=None)
+        if session is None:
+            return None, []
+        world = max(table.world for table in waiting if table.session == session)
+        if self._stands_aside(world) or self._is_superseded(session):
             return None, []
         left = self._left_behind(session)
         return session, [arena for path, arena in self._arenas.items() if path not in left]
@@ -240,7 +249,7 @@ class Agent:
         job = self._job
         if job is None:
             return False
-        committed = try_commit(self.root, job.session, job.step, job.world_size)
+        committed = try_commit(self.root, job.session, job.step, job.world_size, world=job.world)
         if committed is None:
             return False
         self._end_job(success=True)
@@ -261,7 +270,7 @@ class Agent:
             self._let_go(path, delete=True)
         agreed = Agreement.read(self.root)
         if agreed is not None and agreed.session == job.session and not agreed.is_open and agreed.step <= job.step:
-            propose(self.root, agreed, agreed.fulfilled())
+            propose(self.root, agreed, agreed.fulfilled(), world=job.world)
         prune(self.root, self.keep_last)
         return True
 
@@ -271,7 +280,7 @@ class Agent:
         if now - job.checked < _HOPE_S:
             return
         job.checked = now
-        missing = missing_ranks(staging_path(self.root, job.session, job.step), job.world_size)
+        missing = missing_ranks(staging_path(self.root, job.session, job.step, job.world), job.world_size)
         live = [arena for arena in self._arenas.values() if arena.writer_alive]
         # A rank's arena that was left behind says nothing of that rank while others write here: it may have moved on
         # to another node.
@@ -317,6 +326,19 @@ class Agent:
             if job is not None and index is not None and arena.state.buffers[index].step == job.step:
                 arena.transition(lambda s: s.finish_persist() if success else s.fail_persist(keep=keep))
 
+    def _stands_aside(self, world: int) -> bool:
+        """Whether a newer world saves or has resumed: what this one has not committed is void then."""
+        try:
+            check_world(self.root, world)
+        except Superseded as error:
+            if self._job is not None:
+                self._end_job(success=False, keep=False)
+            if self.status.error != str(error):
+                print(error, flush=True)
+                self._report(replace(self.status, error=str(error)))
+            return True
+        return False
+
     def _fail(self, problem: str, *, keep: bool) -> None:
         """Keep the error for the workers, drop this node's parts, and try again later with the newest snapshot."""
         job = self._job
@@ -326,7 +348,7 @@ class Agent:
                 table = None if index is None else arena.table(index)
                 if table is not None:
                     with contextlib.suppress(OSError, CheckpointError):  # `problem` says it already
-                        withdraw_part(self.root, job.session, job.step, table.rank)
+                        withdraw_part(self.root, job.session, job.step, table.rank, world=job.world)
             self._end_job(success=False, keep=keep)
         self._retry_at = time.monotonic() + min(_LONGEST_PAUSE_S, self.retry_s * 2 ** min(self._failures, 10))
         self._failures += 1

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.durable import directory_lock
+from moe_lightning.checkpoint.fence import world_lock
 from moe_lightning.errors import CheckpointError
 
 _NEXT = ".next.json"
@@ -71,7 +71,7 @@ class Agreement:
         return Agreement(session=self.session, margin=self.margin // 2)
 
 
-def propose(root: Path, seen: Agreement | None, proposal: Agreement) -> Agreement:
+def propose(root: Path, seen: Agreement | None, proposal: Agreement, *, world: int = 0) -> Agreement:
     """Put a proposal in the place of what was seen; what has come there meanwhile counts instead.
 
     Returns:
@@ -82,7 +82,7 @@ def propose(root: Path, seen: Agreement | None, proposal: Agreement) -> Agreemen
         CheckpointError: its lock is not to be had.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with directory_lock(root):
+    with world_lock(root, world):
         present = Agreement.read(root)
         if present is not None and present != seen:
             return present
@@ -92,7 +92,7 @@ def propose(root: Path, seen: Agreement | None, proposal: Agreement) -> Agreemen
         return proposal
 
 
-def agreed_step(root: Path, session: str, arenas: Sequence[Arena], common: int | None) -> int | None:
+def agreed_step(root: Path, session: str, arenas: Sequence[Arena], common: int | None, *, world: int = 0) -> int | None:
     """The step that this node persists next, as agreed with the others; None while that is open or has not come.
 
     Args:
@@ -107,7 +107,7 @@ def agreed_step(root: Path, session: str, arenas: Sequence[Arena], common: int |
     if agreed is None or agreed.session < session or (agreed.is_open and agreed.session == session):
         if common is None:
             return None
-        agreed = propose(root, agreed, _first_choice(agreed, session, arenas, common))
+        agreed = propose(root, agreed, _first_choice(agreed, session, arenas, common), world=world)
     if agreed.is_open or agreed.session != session:
         return None
     for arena in arenas:
@@ -116,13 +116,13 @@ def agreed_step(root: Path, session: str, arenas: Sequence[Arena], common: int |
     states = [arena.state for arena in arenas]
     held = {state.held for state in states}
     if any(state.wanted != agreed.step for state in states):
-        propose(root, agreed, agreed.later(max(state.newest for state in states)))
+        propose(root, agreed, agreed.later(max(state.newest for state in states)), world=world)
     elif len(held) == 1 and None not in held:
         return held.pop()
     elif common is not None and not any(arena.writer_alive for arena in arenas):  # what was agreed on never comes
         if agreed.margin > _LARGEST_MARGIN:
             raise CheckpointError(f"training ended, and not all nodes hold snapshots of step {common}: none is written")
-        propose(root, agreed, replace(agreed, step=common))
+        propose(root, agreed, replace(agreed, step=common), world=world)
     return None
 
 

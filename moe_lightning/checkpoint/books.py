@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,15 @@ from moe_lightning.checkpoint.plan import CheckpointPlan, Order, PartialPolicy
 from moe_lightning.errors import ConfigurationError
 
 _HISTORY = 64
-"""Checkpoints whose token counts are kept; an expert restored from an older version that is not its newest one on
-storage counts as never saved."""
+"""Checkpoints whose token counts are kept; of an older version, the newest one that is remembered before it counts, so
+that losses are never told too low."""
 
 
 class Books:
     """The books of one run; every rank keeps the same ones, from the same counts.
+
+    They hold whose turn it is, which every rank knows when a snapshot is taken. What becomes of a snapshot only the
+    agents know: whatever they commit holds everything that was due by then (`Placed.due`), so turns need no answer.
 
     Args:
         num_layers, num_experts: L and E.
@@ -75,13 +78,19 @@ class Books:
             persisted_version=self._persisted_version,
             unsaved=self.ledger.unsaved(),
             owners=self._owners,
-            full=full,
+            full=full or k_persist >= experts,
         )
+
+    def cost(self, plan: CheckpointPlan) -> float:
+        """The PLT that a restore of the checkpoint of this plan, taken now, would cost."""
+        written = np.where(plan.persist.mask(), self.ledger.processed, self._persisted_processed)
+        lost: IntArray = np.maximum(self.ledger.processed - written, 0).sum(axis=1)
+        return self.ledger.plt_of(lost)
 
     def begin(self, step: int, plan: CheckpointPlan) -> None:
         """A checkpoint of the state after `step` is under way."""
         written = plan.persist.mask()
-        self.ledger.begin_checkpoint(step, snapshot=plan.snapshot.mask(), persist=written)
+        self.ledger.take_snapshot(plan.snapshot.mask())
         self._persisted_version = np.where(written, step, self._persisted_version)
         self._persisted_processed = np.where(written, self.ledger.processed, self._persisted_processed)
         self._history[step] = self.ledger.processed.copy()
@@ -135,12 +144,13 @@ class Books:
         Returns:
             int64 [L, E]: the tokens that they have not seen; they are added to the ledger's losses.
         """
-        seen = self.ledger.processed.copy()
+        table = np.full(self._shape, -1, dtype=np.int64)
         for expert, version in versions.items():
-            persisted = self._persisted_processed if version == self._persisted_version[expert] else None
-            counts = self._history.get(version, persisted)
-            seen[expert] = counts[expert] if counts is not None else 0
-        return self.ledger.lose(seen)
+            table[expert] = version
+        is_older = np.zeros(self._shape, dtype=np.bool_)
+        is_older[tuple(zip(*versions, strict=True))] = True
+        remembered = [(self._persisted_version, self._persisted_processed), *self._history.items()]
+        return self.ledger.lose(np.where(is_older, _seen_by(table, remembered), self.ledger.processed))
 
     def restore(self, saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:
         """Go on after a restore of the checkpoint at `step` in which expert (l, e) has version `versions[l, e]`.
@@ -157,10 +167,8 @@ class Books:
             int(s): h.numpy().astype(np.int64) for s, h in zip(saved["history_steps"], saved["history"], strict=True)
         }
         processed = saved["processed"].numpy().astype(np.int64)
-        is_newest = versions == saved["persisted_version"].numpy()
-        held = np.where(is_newest, saved["persisted_processed"].numpy().astype(np.int64), 0)
-        for version, counts in (history | {step: processed}).items():
-            held = np.where(versions == version, counts, held)
+        persisted = saved["persisted_version"].numpy(), saved["persisted_processed"].numpy().astype(np.int64)
+        held = _seen_by(versions, [persisted, *history.items(), (step, processed)])
         self.ledger.load_state_dict(
             {
                 "planned_assignments": self.ledger.planned_assignments,
@@ -176,3 +184,18 @@ class Books:
         self._persisted_version, self._persisted_processed = versions.copy(), held.copy()
         self._history = history
         return self.ledger.recover(Source.STORAGE)
+
+
+def _seen_by(versions: IntArray, remembered: Iterable[tuple[IntArray | int, IntArray]]) -> IntArray:
+    """int64 [L, E]: the tokens that experts of these versions contain: those of the version itself where it is
+    remembered, else of the newest one before it, else none.
+
+    Args:
+        versions: int64 [L, E].
+        remembered: (version, tokens), one version for all experts or int64 [L, E].
+    """
+    seen, known = np.zeros_like(versions), np.full_like(versions, -1)
+    for version, tokens in remembered:
+        is_better = (version <= versions) & (version > known)
+        seen, known = np.where(is_better, tokens, seen), np.where(is_better, version, known)
+    return seen

@@ -17,17 +17,26 @@ from pathlib import Path
 
 import xxhash
 
-from moe_lightning.checkpoint.durable import directory_lock, sync_directory, write_durably
+from moe_lightning.checkpoint.durable import sync_directory, write_durably
+from moe_lightning.checkpoint.fence import (
+    SWEPT,
+    check_world,
+    give_name,
+    held_open,
+    parse_staging,
+    staging_path,
+    world_lock,
+)
 from moe_lightning.checkpoint.frames import StoredPiece, dump_metadata
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part, check_coverage
 from moe_lightning.checkpoint.records import is_partial
-from moe_lightning.checkpoint.store import checkpoints, parse_staging, part_path, previous_of, staging_path
+from moe_lightning.checkpoint.store import checkpoints, part_path, previous_of
 from moe_lightning.errors import CheckpointError
 
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 
 
-def try_commit(root: Path, session: str, step: int, world_size: int) -> Path | None:
+def try_commit(root: Path, session: str, step: int, world_size: int, *, world: int = 0) -> Path | None:
     """Commit a step if every rank's part is there.
 
     Returns:
@@ -35,30 +44,35 @@ def try_commit(root: Path, session: str, step: int, world_size: int) -> Path | N
 
     Raises:
         CheckpointError: the parts do not make a whole checkpoint.
+        Superseded: a newer world saves or has resumed there.
         OSError: the storage failed.
     """
-    staging = staging_path(root, session, step)
+    staging = staging_path(root, session, step, world)
     if not root.is_dir() or (
         staging.is_dir() and not (staging / MANIFEST).exists() and missing_ranks(staging, world_size)
     ):
         return None
-    with directory_lock(root):
+    with world_lock(root, world):
         done = next((p for p, m in checkpoints(root) if (m.session, m.step) == (session, step)), None)
-        if done is not None or not staging.is_dir():
+        if done is not None:
             return done
-        if not (staging / MANIFEST).exists():
-            parts = [Part.parse(path.read_bytes(), str(path)) for path in sorted(staging.glob("part-*.json"))]
-            if len(parts) < world_size:
-                return None
-            _assemble(root, staging, parts)
-        return _give_name(root, staging, step)
+        if not staging.is_dir():
+            check_world(root, world)
+            return None
+        with held_open(staging) as opened:
+            if not (opened / MANIFEST).exists():
+                parts = [Part.parse(path.read_bytes(), str(staging)) for path in sorted(opened.glob("part-*.json"))]
+                if len(parts) < world_size:
+                    return None
+                _assemble(root, opened, parts)
+            return _give_name(root, staging, opened, step, world)
 
 
-def withdraw_part(root: Path, session: str, step: int, rank: int) -> None:
+def withdraw_part(root: Path, session: str, step: int, rank: int, *, world: int = 0) -> None:
     """Take back a rank's part that did not lead to a commit, so that it is written anew."""
     if root.is_dir():
-        with directory_lock(root):
-            part_path(staging_path(root, session, step), rank).unlink(missing_ok=True)
+        with world_lock(root, world):
+            part_path(staging_path(root, session, step, world), rank).unlink(missing_ok=True)
 
 
 def missing_ranks(staging: Path, world_size: int) -> list[int]:
@@ -70,8 +84,12 @@ def _assemble(root: Path, staging: Path, parts: list[Part]) -> None:
     """Write .metadata and, last, MANIFEST.json."""
     first = parts[0]
     for part in parts:
-        if (part.run, part.session, part.step, part.world_size) != (first.run, first.session, first.step, len(parts)):
-            raise CheckpointError(f"{staging} holds parts of different runs, sessions, steps or worlds: delete it")
+        whose = part.run, part.session, part.step, part.world, part.world_size
+        if whose != (first.run, first.session, first.step, first.world, len(parts)):
+            raise CheckpointError(
+                f"the parts of step {first.step} in {root} are of different runs, sessions, steps or worlds: delete "
+                "its .staging directories"
+            )
     stored = _freshest(parts)
     files = {name: record for part in parts for name, record in part.files.items()}
     fresh_keys = {item.piece.key for item in stored}
@@ -95,6 +113,7 @@ def _assemble(root: Path, staging: Path, parts: list[Part]) -> None:
         session=first.session,
         sequence=1 + max((m.sequence for _, m in checkpoints(root)), default=0),
         step=first.step,
+        world=first.world,
         world_size=first.world_size,
         created_s=time.time(),
         previous=previous[0].name if previous else None,
@@ -133,15 +152,15 @@ def _carry_over(directory: Path, record: FileRecord, target: Path) -> FileRecord
     return replace(record, path=target.name)
 
 
-def _give_name(root: Path, staging: Path, step: int) -> Path:
-    manifest = Manifest.parse((staging / MANIFEST).read_bytes(), str(staging / MANIFEST))
-    for path in staging.iterdir():  # parts, and what interrupted attempts left
+def _give_name(root: Path, staging: Path, opened: Path, step: int, world: int) -> Path:
+    manifest = Manifest.parse((opened / MANIFEST).read_bytes(), str(staging / MANIFEST))
+    for path in opened.iterdir():  # parts, and what interrupted attempts left
         if path.name != MANIFEST and path.name not in manifest.files:
             path.unlink()
-    sync_directory(staging)
+    sync_directory(opened)
     names = [f"step-{step:08d}", *(f"step-{step:08d}-{i}" for i in range(2, 1000))]
     target = next(root / name for name in names if not (root / name).exists())
-    os.rename(staging, target)
+    give_name(root, staging, opened, target, world)
     sync_directory(root)
     return target
 
@@ -156,7 +175,7 @@ def prune(root: Path, keep_last: int) -> list[str]:
         The names of the deleted checkpoints.
     """
     removed = []
-    with directory_lock(root):
+    with world_lock(root):
         named = checkpoints(root)
         kept, dropped = named[: max(1, keep_last)], named[max(1, keep_last) :]
         if not kept:
@@ -172,10 +191,11 @@ def prune(root: Path, keep_last: int) -> list[str]:
         newest = kept[0][1]
         for path in root.glob(".staging-*"):
             owner = parse_staging(path)
-            if owner is not None and owner < (newest.session, newest.step):
-                shutil.rmtree(
-                    path, ignore_errors=True
-                )  # another agent may still be writing there; it is told by the error
+            if owner is not None and owner[1:] < (newest.session, newest.step):
+                # Another agent may still be writing there; it is told by the error.
+                shutil.rmtree(path, ignore_errors=True)
+        for path in root.glob(SWEPT):
+            shutil.rmtree(path, ignore_errors=True)
     return removed
 
 

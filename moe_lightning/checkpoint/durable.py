@@ -32,13 +32,13 @@ def lock_exclusively(fd: int, *, timeout_s: float, message: str) -> None:
 
 
 @contextlib.contextmanager
-def directory_lock(root: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
-    """Hold ROOT/.lock; the kernel releases it when this process dies.
+def directory_lock(root: Path, *, name: str = ".lock", timeout_s: float = 60.0) -> Iterator[None]:
+    """Hold a lock file in a directory; the kernel releases it when this process dies.
 
     Raises:
         CheckpointError: another process holds it for longer than the timeout.
     """
-    fd = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         message = f"the lock of {root} was not free within {timeout_s:g} s"
         lock_exclusively(fd, timeout_s=timeout_s, message=message)

@@ -48,6 +48,7 @@ class Part:
     files: Mapping[str, FileRecord]
     stored: tuple[StoredPiece, ...]
     extra: dict[str, Any] = field(default_factory=dict)
+    world: int = 0
 
     def dump(self) -> bytes:
         return _seal(_jsonable(self))
@@ -73,6 +74,7 @@ class Manifest:
         files: file name -> record, `.metadata` included.
         stored: every piece of every key.
         extra: what rank 0 gave to `Snapshotter.start`.
+        world: number of the world that wrote it (`fence.py`); 0: of none.
     """
 
     run: str
@@ -85,6 +87,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
     stored: tuple[StoredPiece, ...]
     extra: dict[str, Any] = field(default_factory=dict)
+    world: int = 0
 
     def dump(self) -> bytes:
         return _seal(_jsonable(self))

@@ -38,7 +38,7 @@ class CheckpointPlan:
 
     Attributes:
         snapshot: experts copied to memory.
-        persist: those of them that go to storage.
+        persist: those of them whose turn it is to go to storage, with the next snapshot that is committed.
         scopes: state kinds to which the selection applies; others are always copied and written.
         slots: int64 [L, E], the file slot of each expert: experts of a slot are usually saved together.
     """

@@ -311,7 +311,7 @@ class Protector:
         )
         texts = texts | {self._world.rank: relocated(flight.table, 0).dump()}
         tables = [texts[member].decode() for member in self._group]
-        placed = (Placed(piece=piece, block=file.base, persist=False),)
+        placed = (Placed(piece=piece, block=file.base, due=flight.table.step),)
         file.publish(replace(flight.table, placed=placed, extra={"members": list(self._group), "tables": tables}))
 
 

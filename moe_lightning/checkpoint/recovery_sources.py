@@ -23,6 +23,7 @@ class RecoverySources:
         node: of this process.
         fallback: room for arenas beside shared memory.
         report: told what is wrong with a damaged checkpoint that is passed over.
+        enter: called before the storage is looked at; no older world commits anything after that.
     """
 
     root: Path
@@ -30,6 +31,7 @@ class RecoverySources:
     node: str
     fallback: Path
     report: Callable[[str], None]
+    enter: Callable[[], None] = lambda: None
 
     @property
     def arenas(self) -> Path | None:
@@ -43,9 +45,12 @@ class RecoverySources:
         return local_inventory(arenas, run) if run is not None and arenas is not None else []
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The newest whole checkpoint on storage."""
+        """The newest whole checkpoint on storage; one rank of the world asks."""
         run = run_of(self.root)
-        return find_newest(self.root, run=run, report=self.report).checkpoint if run is not None else None
+        if run is None:
+            return None
+        self.enter()
+        return find_newest(self.root, run=run, report=self.report).checkpoint
 
 
 def arenas_name(name: str, run: str, node: str) -> str:

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
+from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.checkpoint.agent_control import (
@@ -30,10 +33,11 @@ from moe_lightning.checkpoint.agent_control import (
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.copy_windows import CopyWindows
+from moe_lightning.checkpoint.fence import check_world, enter_world, next_world
 from moe_lightning.checkpoint.frames import dump_object
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.protection import ProtectionReport, Protector
-from moe_lightning.checkpoint.records import describe
+from moe_lightning.checkpoint.records import Rows, describe, is_partial
 from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.room import ARENAS, arena_directory, arena_path
 from moe_lightning.checkpoint.snapshotter import SnapshotReport, Snapshotter
@@ -42,6 +46,7 @@ from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.values import Coefficient, PositiveInt, validated
 
 WINDOWS = ("any", "scheduled")
 ORDERS = ("sequential", "load_aware", "load_aware_global")
@@ -51,6 +56,7 @@ _OBJECT_GROWTH = 4
 """An object may grow to so many times the size that the largest one has when a session opens."""
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """How a run is checkpointed.
@@ -73,20 +79,16 @@ class CheckpointSettings:
         ConfigurationError: a value outside its range.
     """
 
-    k_snapshot: int | Literal["auto"] | None = None
-    k_persist: int | None = None
+    k_snapshot: PositiveInt | Literal["auto"] | None = None
+    k_persist: PositiveInt | None = None
     order: Order = "sequential"
     scopes: str | Iterable[str] = "full"
-    keep_last: int = 2
-    failures_per_hour: float = 0.0
+    keep_last: PositiveInt = 2
+    failures_per_hour: Coefficient = 0.0
     fallback_dir: str | None = None
     windows: Literal["any", "scheduled"] = "any"
 
     def __post_init__(self) -> None:
-        for name in ("k_snapshot", "k_persist"):
-            value = getattr(self, name)
-            if value is not None and value != "auto" and (not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"{name}={value!r} must be at least 1 expert, or null for all of them")
         if isinstance(self.k_snapshot, int) and self.k_persist is not None and self.k_persist > self.k_snapshot:
             raise ConfigurationError(
                 f"k_persist={self.k_persist} is more than k_snapshot={self.k_snapshot}: "
@@ -96,10 +98,6 @@ class CheckpointSettings:
             raise ConfigurationError(f"order={self.order!r} is not known: use one of {list(ORDERS)}")
         if self.windows not in WINDOWS:
             raise ConfigurationError(f"windows={self.windows!r} is not known: use one of {list(WINDOWS)}")
-        if self.keep_last < 1:
-            raise ConfigurationError(f"keep_last={self.keep_last} must be at least 1")
-        if self.failures_per_hour < 0:
-            raise ConfigurationError(f"failures_per_hour={self.failures_per_hour} must be 0 or more")
         parse_scopes(self.scopes)
 
 
@@ -117,12 +115,16 @@ class CheckpointSession:
         node_peers: the ranks of this rank's node, ascending; the first one keeps the agent.
         node: name of the node where several may share a machine; else empty.
         layout: who protects whose snapshots; None: nobody.
+        experts_move: room for all experts that may ever be in this rank's slots; else for those that it writes now.
+        world_number: of this world (`fence.py`), rank 0's counts; 0: the next one that the directory has not seen.
 
     Attributes:
         k_snapshot, k_persist: in force now; 0 for a dense model.
         adapted: what the measured times suggested; None before.
         predicted_bytes: of this rank in a partial checkpoint.
         windows: what schedules the copies; None where they go on at any time.
+        world_number: under which this session saves.
+        has_saved: whether a checkpoint was begun.
 
     Raises:
         ConfigurationError: memory for the arenas is missing, or the directory belongs to another run.
@@ -141,6 +143,8 @@ class CheckpointSession:
         node_peers: Sequence[int],
         node: str = "",
         layout: ProtectionLayout | None = None,
+        experts_move: bool = False,
+        world_number: int = 0,
     ) -> None:
         self._state, self._world, self._root, self._settings = state, world, root.absolute(), settings
         experts = state.num_experts
@@ -148,9 +152,13 @@ class CheckpointSession:
         self.k_persist = min(settings.k_persist or self.k_snapshot, self.k_snapshot)
         self.adapted: AdaptiveConfiguration | None = None
         written = state.written(self.k_persist)
-        self._tensors = written.tensors
+        self._tensors: Mapping[str, torch.Tensor | Rows] = written.tensors
+        self._writers = state.expert_writers()
+        self._room = None if experts_move else state.load_of(self._writers)
+        rows = state.all_rows() if experts_move else {}
+        self._ever = {key: t for key, t in self._tensors.items() if not (rows and is_partial(key))} | rows
         self.predicted_bytes = written.rank_bytes[world.rank]
-        self._is_first = True
+        self._is_next_full, self.has_saved = True, False
         self.was_partial = False
         self._agent: subprocess.Popen[bytes] | None = None
         self._keeps_agent = world.rank == node_peers[0]
@@ -158,7 +166,7 @@ class CheckpointSession:
         ledger_bytes = ledger_bytes if world.rank == 0 else 0
         self._object_bytes = max(_LEAST_OBJECT_BYTES, _OBJECT_GROWTH * largest, ledger_bytes)
         self._num_objects = len(objects) + 1  # and the ledger
-        self._run, self._session, self._arenas = self._open(name, node, node_peers)
+        self._run, self._session, self._arenas, self.world_number = self._open(name, node, node_peers, world_number)
         on_one_node = len(node_peers) == world.size
         is_scheduled = settings.windows == "scheduled"
         self.windows = CopyWindows(world, separate_link=on_one_node) if is_scheduled else None
@@ -168,21 +176,23 @@ class CheckpointSession:
             session=self._session,
             rank=world.rank,
             world_size=world.size,
-            state=self._tensors,
+            state=self._ever,
             objects=self._num_objects,
             object_bytes=self._object_bytes,
             windows=self.windows,
+            world=self.world_number,
         )
         self._protector = Protector(self._snapshotter.arena, layout, world) if layout is not None else None
         if self._protector is not None:
             self._snapshotter.on_published = self._protector.prepare
         self._unprotected: int | None = None
 
-    def _open(self, name: str, node: str, node_peers: Sequence[int]) -> tuple[str, str, Path]:
-        """Agree on run, session and the node's arenas; the first rank of a node starts its agent."""
-        opening = all_gather_json([self._needed_bytes(), uuid.uuid4().hex, time.time_ns() // 1000], self._world)
-        session = f"{int(opening[0][2]):020d}"
+    def _open(self, name: str, node: str, node_peers: Sequence[int], world_number: int) -> tuple[str, str, Path, int]:
+        """Agree on run, session, the node's arenas and the world's number; the first rank of a node starts its agent,
+        and from here on no older world commits anything."""
+        opening = all_gather_json([self._needed_bytes(), uuid.uuid4().hex], self._world)
         first = node_peers[0]
+        began: tuple[int, str] | None = None
         room: str | None = None
         problem: str | None = None
         try:
@@ -190,13 +200,18 @@ class CheckpointSession:
             if self._keeps_agent:
                 needed = sum(int(opening[rank][0]) for rank in node_peers)
                 room = str(self._start_agent(arenas_name(name, run, node), run, needed))
+            if self._world.rank == 0:
+                world_number = world_number or next_world(self._root)
+                enter_world(self._root, world_number)
+                began = world_number, f"{max(time.time_ns() // 1000, 1000 * world_number):020d}"
         except (ConfigurationError, CheckpointError, OSError) as error:
             problem = str(error)
-        answers = all_gather_json([room, problem], self._world)
-        for _, reason in answers:
+        answers = all_gather_json([room, problem, began], self._world)
+        for _, reason, _ in answers:
             if reason is not None:
                 raise ConfigurationError(reason)
-        return run, session, Path(answers[first][0])
+        number, session = answers[0][2]
+        return run, session, Path(answers[first][0]), int(number)
 
     def _start_agent(self, name: str, run: str, needed_bytes: int) -> Path:
         claim(self._root, run)
@@ -215,7 +230,7 @@ class CheckpointSession:
         return (self._agent is not None and self._agent.poll() is None) or agent_alive(arenas)
 
     def _needed_bytes(self) -> int:
-        pieces = [describe(key, value, version=0, group="") for key, value in self._tensors.items()]
+        pieces = [describe(key, value, version=0, group="") for key, value in self._ever.items()]
         capacity = capacity_of([*(piece.nbytes for piece in pieces), *[self._object_bytes] * self._num_objects])
         return arena_bytes(capacity, (1 << 20) + 1024 * len(pieces))
 
@@ -235,7 +250,7 @@ class CheckpointSession:
         objects = dict(objects)
         extra = {}
         if books is not None:
-            whole = full or self._is_first
+            whole = full or self._is_next_full
             plan = books.plan(self.k_snapshot, self.k_persist, full=whole)
             books.begin(step, plan)
             self.was_partial = self.k_persist < self.num_experts and not whole
@@ -250,10 +265,29 @@ class CheckpointSession:
         self._snapshotter.start(
             step, self._tensors, fresh=fresh, persist=persist, objects=objects, groups=groups, extra=extra
         )
-        self._is_first = False
+        self._is_next_full, self.has_saved = False, True
         self._unprotected = step
         if self._keeps_agent:
             self._ensure_agent(self._arenas)
+
+    def reassign(self, state: TrainingState) -> IntArray | None:
+        """Experts have moved: others may write them from now on, in this session. Who writes an expert that it did not
+        write before copies it next time, and all that is dense stays where it is.
+
+        Args:
+            state: the live tensors under their new keys.
+
+        Returns:
+            int64 [L, E], the rank that writes each expert, the same on every rank; None where a rank lacks room for
+            those that it would have to write, so that a new session must be opened.
+        """
+        writers = state.expert_writers(self._writers)
+        if self._room is not None and not state.load_of(writers) <= self._room:
+            return None
+        self._state, self._writers = state, writers
+        dense = {key: value for key, value in self._tensors.items() if not is_partial(key)}
+        self._tensors = {**state.experts_of(writers), **dense}
+        return state.owners(writers)
 
     def protect(self) -> None:
         """Begin to protect the last snapshot, if it is published and not protected yet; collective, between two steps.
@@ -279,6 +313,10 @@ class CheckpointSession:
         """Wait until the live tensors may change; seconds waited."""
         return self._snapshotter.wait_before_update()
 
+    def _has_committed(self, step: int) -> bool:
+        status = self.status()
+        return status.committed_session == self._session and (status.committed_step or -1) >= step
+
     @property
     def num_experts(self) -> int:
         return self._state.num_experts
@@ -287,10 +325,6 @@ class CheckpointSession:
         """Write at least k experts of each layer from now on."""
         self.k_persist = min(max(self.k_persist, k), self.num_experts)
         self.k_snapshot = max(self.k_snapshot, self.k_persist)
-
-    @property
-    def has_saved(self) -> bool:
-        return not self._is_first
 
     @property
     def last_report(self) -> SnapshotReport | None:
@@ -331,6 +365,7 @@ class CheckpointSession:
         )
         self.k_snapshot = self.adapted.k_snapshot
         self.k_persist = min(self._settings.k_persist or self.adapted.k_persist, self.k_snapshot)
+        self._is_next_full = True  # other windows: turns are counted from a checkpoint of everything
         return True
 
     def close(
@@ -343,7 +378,8 @@ class CheckpointSession:
 
         Raises:
             ConnectionError: it did.
-            CheckpointError: the agent could not write in time; the last committed checkpoint is as it was.
+            CheckpointError: the agent could not write in time, or a newer world saves here; the last committed
+                checkpoint is as it was.
         """
         report = self._snapshotter.finish()
         if self._protector is not None:
@@ -352,7 +388,8 @@ class CheckpointSession:
         if not wait:
             return self.status()
         deadline = time.monotonic() + timeout_s
-        while report is not None and (self.status().committed_step or -1) < report.step:
+        while report is not None and not self._has_committed(report.step):
+            check_world(self._root, self.world_number)
             if is_broken():
                 raise ConnectionError(f"a rank was lost while the checkpoint of step {report.step} was written")
             status = self.status()

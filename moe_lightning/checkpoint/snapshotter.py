@@ -64,6 +64,7 @@ class Snapshotter:
         object_bytes: room of each.
         table_bytes: room of a table of contents; None estimates it.
         windows: when copies may go on; None: always.
+        world: number of the world (`fence.py`).
 
     Attributes:
         on_published: called in the background thread with the table of every snapshot that is whole, before `finish`
@@ -86,6 +87,7 @@ class Snapshotter:
         object_bytes: int = 1 << 20,
         table_bytes: int | None = None,
         windows: CopyWindows | None = None,
+        world: int = 0,
     ) -> None:
         for name, value in (("run", run), ("session", session)):
             if not re.fullmatch(r"[\w.-]+", value):
@@ -94,6 +96,7 @@ class Snapshotter:
                 )
         pieces = [describe(key, tensor, version=0, group="") for key, tensor in state.items()]
         self._run, self._session, self._rank, self._world_size = run, session, rank, world_size
+        self._world = world
         self._object_bytes = object_bytes
         self.arena = Arena.create(
             path,
@@ -127,8 +130,8 @@ class Snapshotter:
             state: everything that this rank is responsible for, copied now or not.
             fresh: the expert keys to copy (None: all). Others keep the block of their newest snapshot; keys that have
                 none are copied in any case, and so is everything that is not an expert's.
-            persist: the expert keys meant for storage (None: all fresh ones). What storage has no version of is
-                written too.
+            persist: the expert keys whose turn it is to be written (None: all fresh ones). A turn lasts until a
+                snapshot is committed, whichever that is. Keys that are new here are written, too.
             objects: small picklable values under their keys, readable again with `weights_only=True`.
             groups: key -> file group, so that experts that are saved together share a file.
             extra: JSON for the manifest (ledger, plan).
@@ -140,24 +143,28 @@ class Snapshotter:
         began = time.perf_counter()
         groups = groups or {}
         older = {} if self._newest is None else {p.piece.key: p for p in self._newest.placed}
-        copies: list[tuple[Piece, torch.Tensor]] = []
+        copies: list[tuple[Piece, int, torch.Tensor]] = []
         carried: list[Placed] = []
         for key, value in state.items():
             known = older.get(key)
             piece = describe(key, value, version=step, group=groups.get(key, "experts" if is_partial(key) else "dense"))
             left_out = fresh is not None and is_partial(key) and key not in fresh
+            has_turn = not left_out if persist is None else key in persist
+            due = step if has_turn or known is None else known.due
             if left_out and known is not None and _same_layout(known.piece, piece):
-                wanted = persist is not None and key in persist
-                carried.append(Placed(piece=replace(known.piece, group=piece.group), block=known.block, persist=wanted))
+                carried.append(Placed(piece=replace(known.piece, group=piece.group), block=known.block, due=due))
             else:
-                copies.append((piece, _tensor_of(value)))
-        copies += [self._object_piece(key, value, step) for key, value in (objects or {}).items()]
-        placed = self._allocate(copies, carried, persist)
+                copies.append((piece, due, _tensor_of(value)))
+        for key, value in (objects or {}).items():
+            piece, data = self._object_piece(key, value, step)
+            copies.append((piece, step, data))
+        placed = self._allocate([(piece, due) for piece, due, _ in copies], carried)
         table = Table(
             run=self._run,
             session=self._session,
             step=step,
             rank=self._rank,
+            world=self._world,
             world_size=self._world_size,
             placed=(*placed, *carried),
             extra=dict(extra or {}),
@@ -166,7 +173,7 @@ class Snapshotter:
         if self._windows is not None:
             self._windows.copy_begins(sum(item.piece.nbytes for item in placed))
         stream = _side_stream() if self._pins is not None else None
-        arguments = (table, placed, [tensor for _, tensor in copies], stream, began)
+        arguments = (table, placed, [tensor for *_, tensor in copies], stream, began)
         self._thread = threading.Thread(target=self._copy, args=arguments, name="snapshot", daemon=True)
         self._thread.start()
 
@@ -231,10 +238,8 @@ class Snapshotter:
         )
         return piece, data
 
-    def _allocate(
-        self, copies: list[tuple[Piece, torch.Tensor]], carried: list[Placed], persist: Collection[str] | None
-    ) -> list[Placed]:
-        """Open a buffer and give every piece a block that no other live snapshot uses."""
+    def _allocate(self, copies: list[tuple[Piece, int]], carried: list[Placed]) -> list[Placed]:
+        """Open a buffer and give every (piece, due) a block that no other live snapshot uses."""
         state = self.arena.transition(lambda s: s.begin_snapshot())
         assert state.writing is not None
         self.arena.begin_table(state.writing)
@@ -242,7 +247,7 @@ class Snapshotter:
         used = [placed for table in live if table is not None for placed in table.placed]
         free = self.arena.free_blocks([*used, *carried])
         placed = []
-        for piece, _ in copies:
+        for piece, due in copies:
             size = block_bytes(self._object_bytes if piece.dtype == OBJECT else piece.nbytes)
             if not free.get(size):
                 self.arena.transition(lambda s: s.abort_snapshot())
@@ -250,8 +255,7 @@ class Snapshotter:
                     f"{piece.key} ({piece.nbytes} bytes) has no room in the arena, which was sized for "
                     "another set of keys: give the snapshotter every key that the rank may ever save"
                 )
-            meant = not is_partial(piece.key) or persist is None or piece.key in persist
-            placed.append(Placed(piece=piece, block=free[size].pop(0), persist=meant))
+            placed.append(Placed(piece=piece, block=free[size].pop(0), due=due))
         return placed
 
     def _copy(self, table: Table, placed: list[Placed], sources: list[torch.Tensor], stream: Any, began: float) -> None:
@@ -331,7 +335,7 @@ def _with_digest(placed: Placed, payload: torch.Tensor) -> Placed:
 def _table_estimate(pieces: list[Piece], objects: int) -> int:
     """Room for a table: what the pieces take as JSON with long numbers, and 256 KiB for the manifest's `extra`."""
     widest = [
-        Placed(piece=replace(p, version=10**12, group="x" * 32, xxh3="f" * 16), block=1 << 40, persist=False)
+        Placed(piece=replace(p, version=10**12, group="x" * 32, xxh3="f" * 16), block=1 << 40, due=10**12)
         for p in pieces
     ]
     table = Table(run="", session="", step=0, rank=0, world_size=0, placed=tuple(widest))

@@ -2,14 +2,14 @@
 pruned.
 
     ROOT/run.json                       the run that the directory belongs to
-    ROOT/.staging-SESSION-STEP/         parts being written: data files and part-RANK.json
+    ROOT/.staging-wWORLD-SESSION-STEP/  parts being written: data files and part-RANK.json
     ROOT/step-00000120/                 a checkpoint: data files, .metadata (for stock dcp.load), MANIFEST.json
 
 A directory gets its name by a rename after everything in it, MANIFEST.json last, has been forced to disk, so a
 checkpoint that has a name is whole. Data files are immutable. Experts that were not saved this time are hard links to
 the files of the checkpoint before; where links cannot be made, the manifest refers to `../step-.../file`, and pruning
 counts such references. Two agents may try to commit or prune at the same time: both happen under a lock that the
-kernel releases when its holder dies.
+kernel releases when its holder dies. Agents of an older world cannot commit (`fence.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from moe_lightning.checkpoint.durable import write_durably
+from moe_lightning.checkpoint.fence import make_staging, staging_path
 from moe_lightning.checkpoint.frames import StoredPiece, frame_of
 from moe_lightning.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Part
 from moe_lightning.checkpoint.records import is_partial
@@ -34,21 +35,10 @@ from moe_lightning.checkpoint.table import Placed, Table, digest_of
 from moe_lightning.errors import CheckpointError
 
 _NAMED = re.compile(r"step-(\d{8,})(-\d+)?")
-_STAGING = re.compile(r"\.staging-(.+)-(\d{8,})")
-
-
-def staging_path(root: Path, session: str, step: int) -> Path:
-    return root / f".staging-{session}-{step:08d}"
 
 
 def part_path(staging: Path, rank: int) -> Path:
     return staging / f"part-{rank:05d}.json"
-
-
-def parse_staging(path: Path) -> tuple[str, int] | None:
-    """(session, step) of a staging directory, None for any other."""
-    match = _STAGING.fullmatch(path.name)
-    return (match[1], int(match[2])) if match else None
 
 
 def checkpoints(root: Path) -> list[tuple[Path, Manifest]]:
@@ -118,7 +108,8 @@ def write_part(root: Path, table: Table, payload: Callable[[Placed], torch.Tenso
     """Write one rank's share of a checkpoint into the staging directory, and its part-manifest when the data are on
     disk.
 
-    Written are the pieces meant for storage, and whatever the previous checkpoint of the session does not have.
+    Written is what was due after the previous checkpoint of the session, in the newest copy that the snapshot has, and
+    whatever that checkpoint does not hold.
 
     Args:
         table: the snapshot.
@@ -126,20 +117,22 @@ def write_part(root: Path, table: Table, payload: Callable[[Placed], torch.Tenso
 
     Raises:
         CheckpointError: the snapshot is damaged, or the directory belongs to another run.
+        Superseded: a newer world saves or has resumed there.
         OSError: the storage failed; what was written is removed.
     """
     claim(root, table.run)
-    staging = staging_path(root, table.session, table.step)
+    staging = staging_path(root, table.session, table.step, table.world)
     done = part_path(staging, table.rank)
     if done.exists():  # by an agent that died since: another node may be committing it, so the files must not change
         return Part.parse(done.read_bytes(), str(done))
     previous = previous_of(root, table.session, table.step)
     held = {item.piece.key for item in previous[1].stored} if previous else set()
+    written_until = previous[1].step if previous else -1
     groups: dict[str, list[Placed]] = {}
     for placed in table.placed:
-        if placed.persist or not is_partial(placed.piece.key) or placed.piece.key not in held:
+        if placed.due > written_until or not is_partial(placed.piece.key) or placed.piece.key not in held:
             groups.setdefault(placed.piece.group, []).append(placed)
-    staging.mkdir(exist_ok=True)
+    make_staging(root, table.session, table.step, table.world)
     files: dict[str, FileRecord] = {}
     stored: list[StoredPiece] = []
     try:
@@ -151,6 +144,7 @@ def write_part(root: Path, table: Table, payload: Callable[[Placed], torch.Tenso
             session=table.session,
             step=table.step,
             rank=table.rank,
+            world=table.world,
             world_size=table.world_size,
             files=files,
             stored=tuple(stored),

@@ -14,11 +14,17 @@ from moe_lightning.checkpoint.records import Piece
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A piece in a snapshot: the block that holds it, and whether it is meant for storage."""
+    """A piece in a snapshot.
+
+    Attributes:
+        block: offset of the block that holds it.
+        due: the last step at which it was its turn to be written; a checkpoint is to have what was due since the one
+            before it, so that a snapshot which is never written costs no turn.
+    """
 
     piece: Piece
     block: int
-    persist: bool
+    due: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +34,7 @@ class Table:
     Attributes:
         session: identifies one start of the training; carried-over state never crosses sessions.
         extra: JSON that goes into the checkpoint's manifest as it is.
+        world: number of the world that took it (`fence.py`).
     """
 
     run: str
@@ -37,15 +44,16 @@ class Table:
     world_size: int
     placed: tuple[Placed, ...]
     extra: dict[str, Any] = field(default_factory=dict)
+    world: int = 0
 
     def dump(self) -> bytes:
-        rows = [{**p.piece.to_json(), "block": p.block, "persist": p.persist} for p in self.placed]
+        rows = [{**p.piece.to_json(), "block": p.block, "due": p.due} for p in self.placed]
         return json.dumps({**vars(self), "placed": rows}).encode()
 
     @classmethod
     def parse(cls, data: bytes) -> Table:
         values = json.loads(data)
-        placed = [Placed(piece=Piece.from_json(r), block=r["block"], persist=r["persist"]) for r in values["placed"]]
+        placed = [Placed(piece=Piece.from_json(r), block=r["block"], due=r["due"]) for r in values["placed"]]
         return cls(**{**values, "placed": tuple(placed)})
 
 

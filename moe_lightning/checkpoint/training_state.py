@@ -5,12 +5,13 @@ of an optimizer state
 ("exp_avg", ...), and the object keys `optimizer/{index}` for what is no tensor. A replicated expert is written by one
 of its holders,
 a dense tensor in row shards by all ranks, for the whole session by the same rank: shards are balanced on top of the
-    mean
-bytes of experts per checkpoint, because an arena reserves room for the keys of its rank once.
+mean bytes of experts per checkpoint, because an arena reserves room for the keys of its rank once. When experts move,
+only who has lost an expert stops writing it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ from moe_lightning.checkpoint.source import CheckpointSource
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 _WEIGHT_SCOPES = ("weight", "master")
+
+Writers = Mapping[tuple[int, int], int]
+"""(layer, expert) -> the rank that writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,19 +110,15 @@ class TrainingState:
             order=order,
         )
 
-    def owners(self) -> IntArray:
-        """int64 [L, E]: the rank that writes each expert."""
-        writers = self._expert_writers()
+    def owners(self, writers: Writers | None = None) -> IntArray:
+        """int64 [L, E]: the rank that writes each expert (None: as `expert_writers` says)."""
+        writers = self.expert_writers() if writers is None else writers
         return np.array([[writers[la, e] for e in range(self.num_experts)] for la in range(self.num_layers)])
 
     def written(self, experts_per_checkpoint: int) -> WrittenState:
         """The tensors that this rank writes in a session that saves so many experts of each layer at a time."""
-        writers = self._expert_writers()
-        tensors: dict[str, Tensor | Rows] = {}
-        for index, layer in enumerate(self._layers):
-            for slot, expert in enumerate(layer.rows.slot_experts):
-                if expert >= 0 and writers[index, expert] == self._rank:
-                    tensors |= {key: t[slot] for key, t in self._expert_stacks(index, expert)}
+        writers = self.expert_writers()
+        tensors: dict[str, Tensor | Rows] = {**self.experts_of(writers)}
         share = experts_per_checkpoint / max(1, self.num_experts)
         expert_bytes = self._expert_bytes()
         dense = self._dense_pieces()
@@ -139,6 +139,39 @@ class TrainingState:
         if self._rank == 0:
             tensors |= {f"dense/{name}/buffer": buffer for name, buffer in self._buffers.items()}
         return WrittenState(tensors=tensors, rank_bytes=tuple(load))
+
+    def expert_writers(self, before: Writers | None = None) -> dict[tuple[int, int], int]:
+        """(layer, expert) -> the rank that writes it, one of its holders, the same on every rank; who wrote it before
+        goes on where it can."""
+        if not self._layers:
+            return {}
+        holders = [[layer.rows.placement.holders(e) for e in range(self.num_experts)] for layer in self._layers]
+        everything = full_selection(self.num_layers, self.num_experts)
+        return balanced_expert_writers(everything, holders, self._world_size, before)
+
+    def experts_of(self, writers: Writers) -> dict[str, Tensor]:
+        """The tensors of the experts that this rank writes."""
+        return {
+            key: stack[slot]
+            for index, layer in enumerate(self._layers)
+            for slot, expert in enumerate(layer.rows.slot_experts)
+            if expert >= 0 and writers[index, expert] == self._rank
+            for key, stack in self._expert_stacks(index, expert)
+        }
+
+    def all_rows(self) -> dict[str, Tensor]:
+        """One entry for every tensor of every slot of this rank, vacant ones too: more experts it never writes."""
+        return {
+            key: stack[slot]
+            for index, layer in enumerate(self._layers)
+            for slot in range(len(layer.rows.slot_experts))
+            for key, stack in self._expert_stacks(index, slot)
+        }
+
+    def load_of(self, writers: Writers) -> Counter[tuple[int, tuple[int, ...]]]:
+        """How many experts of each size, by the bytes of their tensors, every rank writes."""
+        sizes = [tuple(t[0].nbytes for _, t in self._expert_stacks(i, 0)) for i in range(self.num_layers)]
+        return Counter((rank, sizes[layer]) for (layer, _), rank in writers.items())
 
     def objects(self) -> dict[str, Any]:
         """What is no tensor: hyperparameters of the groups and scalar states by parameter index; rank 0 writes it."""
@@ -239,12 +272,6 @@ class TrainingState:
         return result
 
     # ------------------------------------------------------------------ the live tensors
-
-    def _expert_writers(self) -> dict[tuple[int, int], int]:
-        if not self._layers:
-            return {}
-        holders = [[layer.rows.placement.holders(e) for e in range(self.num_experts)] for layer in self._layers]
-        return balanced_expert_writers(full_selection(self.num_layers, self.num_experts), holders, self._world_size)
 
     def _expert_stacks(self, index: int, expert: int) -> Iterator[tuple[str, Tensor]]:
         """Keys of one expert with the stacks whose rows they are."""

@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.cli import mistakes
+from moe_lightning.errors import CheckpointError, ConfigurationError
 
 BENCHMARKS = {
     "layer": "MoE layer forward and backward against a loop over experts and padded matrices",
@@ -43,9 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     try:
         return int(_module(options.name).run(options))
-    except ConfigurationError as error:
-        print(f"moe-bench: error: {error}", file=sys.stderr)
-        return 2
+    except (ConfigurationError, CheckpointError, OSError) as error:
+        sentence = mistakes.sentence_of(error) or mistakes.sentence_of_path(error)
+        if sentence is None:
+            raise
+        print(f"moe-bench: error: {sentence}", file=sys.stderr)
+        return mistakes.EXIT_MISTAKE
 
 
 def _module(name: str):  # type: ignore[no-untyped-def]

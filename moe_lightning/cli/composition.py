@@ -74,6 +74,10 @@ def composition_mistakes(overrides: Sequence[str]) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
+    except RecursionError as error:
+        raise ConfigurationError(
+            "two values of the configuration are taken from each other (${...}): give one of them as it is"
+        ) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         raise ConfigurationError(_sentence(error, overrides)) from error
 

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from moe_lightning.cli.limits import limits_of
 from moe_lightning.cli.mistakes import one_line, suggestion
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import TARGET, described, fits, hints_of, shown
 
-TARGET = "_target_"
-_REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError)
+_REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, ArithmeticError)
 _FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the data
+
+_TYPED = {"module.config": "model", "module.optimizer": "optimizer", "trainer.devices": "ranks"}
+"""Keys of the composed configuration that take what users type elsewhere."""
+
+_NAMED = re.compile(r"(\w+)=")
 
 
 def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
-    """Instantiate a node of the configuration, the nested ones included.
+    """Instantiate a node of the configuration, the nested ones before it.
 
     Args:
         node: with `_target_`.
@@ -37,57 +40,98 @@ def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
     Raises:
         ConfigurationError: the constructor refuses its arguments.
     """
+    built = {str(name): _built(child, _child(key, name)) for name, child in node.items()}
     try:
-        return instantiate(dict(node), **arguments, _convert_="all")
+        return instantiate(built, **arguments, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
     # Only here: launchers use this module, and importing Lightning would take them seconds.
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    if isinstance(cause, (*_REFUSALS, MisconfigurationException)) and not isinstance(cause, ConfigurationError):
-        raise ConfigurationError(f"{key} cannot be built: {one_line(cause)}") from cause
+    if isinstance(cause, ConfigurationError):
+        raise ConfigurationError(_with_key(str(cause), node, key)) from cause
+    if isinstance(cause, (*_REFUSALS, MisconfigurationException)):
+        raise ConfigurationError(f"{typed(key)} cannot be built: {one_line(cause)}") from cause
     raise cause
 
 
+def _built(value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            return build_object(value, key)
+        return {name: _built(child, _child(key, name)) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_built(child, f"{key}[{index}]") for index, child in enumerate(value)]
+    return value
+
+
+def _with_key(message: str, node: Mapping[str, Any], key: str) -> str:
+    """A constructor's sentence that begins with one of its arguments, with the argument's whole key."""
+    match = _NAMED.match(message)
+    return f"{typed(_child(key, match[1]))}{message[match.end(1) :]}" if match and match[1] in node else message
+
+
+def typed(key: str) -> str:
+    """The key as users type it."""
+    for composed, name in _TYPED.items():
+        if key == composed or key.startswith((f"{composed}.", f"{composed}[")):
+            return name + key[len(composed) :]
+    return key
+
+
 def check_arguments(node: Any, key: str = "") -> None:
-    """Check the names and types of all arguments below a node.
+    """Check the names and values of all arguments below a node against the constructors' annotations.
 
     Raises:
-        ConfigurationError: a class that cannot be imported, an argument it lacks, or a value of another type.
+        ConfigurationError: a class that cannot be imported, an argument it lacks, or a value that does not fit.
     """
     if isinstance(node, Mapping):
         if TARGET in node:
             _check_call(node, key)
         for name, child in node.items():
-            check_arguments(child, f"{key}.{name}" if key else str(name))
+            check_arguments(child, _child(key, name))
     elif isinstance(node, Sequence) and not isinstance(node, str):
         for index, child in enumerate(node):
             check_arguments(child, f"{key}[{index}]")
+
+
+def _child(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)
 
 
 def _check_call(node: Mapping[str, Any], key: str) -> None:
     function = located(node[TARGET], key)
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    hints = _type_hints(function)
-    for name, value in node.items():
-        if name.startswith("_") and name.endswith("_"):
-            continue
+    hints = hints_of(function) | limits_of(function)
+    for name, value in _arguments(node):
         if name not in parameters and not open_ended:
             raise ConfigurationError(
-                f"{key}.{name} is not an argument of {function.__name__}{suggestion(name, parameters)}: "
+                f"{typed(_child(key, name))} is not an argument of {function.__name__}{suggestion(name, parameters)}: "
                 f"it takes {', '.join(parameters)}"
             )
-        if _FILLED_LATER.get(name) == value:
+        if (name in _FILLED_LATER and value == _FILLED_LATER[name]) or _is_default(value, parameters.get(name)):
             continue
-        if name in hints and not matches(value, hints[name]):
-            raise ConfigurationError(f"{key}.{name}={shown(value)} has the wrong type: use {described(hints[name])}")
+        if name in hints and not fits(value, hints[name]):
+            raise ConfigurationError(f"{typed(_child(key, name))}={shown(value)} must be {described(hints[name])}")
 
 
-def located(target: str, key: str) -> Callable[..., Any]:
+def _arguments(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of the call; `_target_` and its like are Hydra's."""
+    return ((name, value) for name, value in node.items() if not (name.startswith("_") and name.endswith("_")))
+
+
+def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
+    """Whether it is what the constructor takes by itself, which not every library's annotations allow."""
+    return parameter is not None and type(value) is type(parameter.default) and value == parameter.default
+
+
+def located(target: Any, key: str) -> Callable[..., Any]:
     """The class or function of a dotted name; what else goes wrong in importing a module is its author's to see in
     full.
     """
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+        raise ConfigurationError(f"{key}.{TARGET}={shown(target)} must be the dotted name of a class or function")
     module, attributes = target, list[str]()
     while True:
         try:
@@ -109,85 +153,3 @@ def located(target: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigurationError(f"{key}.{TARGET}={target} is not a class or function: name one")
     return found
-
-
-def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Resolved annotations of the arguments; none where a name in them exists for type checkers only."""
-    try:
-        return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    except NameError:
-        return {}
-
-
-def matches(value: Any, hint: Any) -> bool:
-    """Whether a value from YAML fits an annotation; nodes with `_target_` and annotations without a rule here always
-    do.
-    """
-    if isinstance(value, Mapping) and TARGET in value:
-        return True
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return any(matches(value, option) for option in arguments)
-    if origin is Literal:
-        return any(value == option and type(value) is type(option) for option in arguments)
-    if origin is not None and inspect.isclass(origin):
-        return _matches_container(value, origin, arguments)
-    if hint in (None, type(None)):
-        return value is None
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint in (Path, os.PathLike):
-        return isinstance(value, str)
-    if hint in (bool, str, list, dict):
-        return isinstance(value, hint)
-    return True
-
-
-def _matches_container(value: Any, origin: type, arguments: tuple[Any, ...]) -> bool:
-    if issubclass(origin, Mapping):
-        return isinstance(value, Mapping)
-    if origin is tuple and Ellipsis not in arguments:
-        return isinstance(value, list) and len(value) == len(arguments) and all(map(matches, value, arguments))
-    if issubclass(origin, Sequence):
-        return isinstance(value, list) and all(matches(item, arguments[0]) for item in value)
-    return not isinstance(value, bool) and (not issubclass(origin, os.PathLike) or isinstance(value, str))
-
-
-def described(hint: Any) -> str:
-    """An annotation in the words of a configuration file."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(described(option) for option in arguments))
-    if origin is Literal:
-        return " or ".join(shown(option) for option in arguments)
-    names = {
-        float: "a number",
-        int: "an integer",
-        bool: "true or false",
-        str: "text",
-        type(None): "null",
-        None: "null",
-        Path: "a path",
-        os.PathLike: "a path",
-    }
-    if hint in names:
-        return names[hint]
-    if origin is not None and inspect.isclass(origin):
-        if issubclass(origin, Mapping):
-            return "a mapping"
-        if issubclass(origin, Sequence):
-            return "a list"
-        if issubclass(origin, os.PathLike):
-            return "a path"
-    return getattr(hint, "__name__", str(hint))
-
-
-def shown(value: Any) -> str:
-    """A value as it would be typed."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if isinstance(value, str) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import sys
 from collections.abc import Iterable
 
@@ -36,6 +37,17 @@ def sentence_of(error: BaseException) -> str | None:
             return one_line(link)
         chain.append(link)
         link = link.__cause__ or link.__context__
+    return None
+
+
+_OF_A_PATH = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR}
+_OF_A_PATH |= {errno.EPERM, errno.EROFS}
+
+
+def sentence_of_path(error: BaseException) -> str | None:
+    """The sentence for a path of the user that cannot be read or written; None for any other error."""
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_PATH:
+        return f"{error.filename} cannot be read or written ({error.strerror}): give another path"
     return None
 
 

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from moe_lightning.cli.room import check_processes
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import shown
 
 _CPU_RANKS = 2
 
@@ -58,7 +60,9 @@ def _devices(wanted: Any, accelerator: str, gpus: int) -> int | list[int]:
             )
         return wanted
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
-        raise ConfigurationError(f"ranks={wanted} must be a number of at least 1, or auto")
+        raise ConfigurationError(f"ranks={shown(wanted)} must be a number of at least 1, or auto")
+    if not on_gpus:
+        check_processes(wanted)
     if on_gpus and wanted > gpus:
         raise ConfigurationError(
             f"ranks={wanted} is more than the {gpus} GPUs that torch sees: lower it, or use trainer.accelerator=cpu"

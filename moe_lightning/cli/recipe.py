@@ -12,6 +12,13 @@ from omegaconf import OmegaConf
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.simulate.recommend import Advice
 
+_HEAD = "# @package _global_\n# Recommended by moe-sim for "
+
+
+def is_recommended(path: Path) -> bool:
+    """Whether a file is a recipe that moe-sim wrote, which it may write again."""
+    return path.is_file() and path.read_text(errors="replace").startswith(_HEAD)
+
 
 def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
     """The YAML of a recipe that trains as advised; the callbacks start from the files of conf/callbacks.
@@ -54,8 +61,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
     if config["global_batch"]:
         body["data"] = {"global_batch_size": config["global_batch"]}
     head = (
-        "# @package _global_\n"
-        f"# Recommended by moe-sim for {config['nodes']} nodes: {report.goodput:.4g} samples/s, "
+        f"{_HEAD}{config['nodes']} nodes: {report.goodput:.4g} samples/s, "
         f"PLT {report.plt:.5f} predicted.\n#\n"
         f"#   moe-train --config-dir {path.parent.parent} recipes={path.stem}\n"
         "defaults:\n  - override /callbacks: partial_experts\n\n"

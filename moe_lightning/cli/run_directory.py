@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from moe_lightning.errors import ConfigurationError
 
 MANIFEST = "MANIFEST.json"
 """What makes a directory a whole checkpoint; named here because importing the checkpoint library costs seconds."""
+
+_LOCK = ".lock"
+_SCAFFOLD = ("ranks", _LOCK)
+"""What a command leaves that ended before it trained."""
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d+)(\.ckpt)?")
 
@@ -39,6 +48,11 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     @property
+    def lock(self) -> Path:
+        """Held by the command that is at work here."""
+        return self.path / _LOCK
+
+    @property
     def logs(self) -> Path:
         """What the ranks above 0 wrote, and the failures of all."""
         return self.path / "ranks"
@@ -47,21 +61,56 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def command(self) -> Path:
+        """The configuration of the command that runs or ran last, whatever came of it; workers read this one."""
+        return self.logs / "command.yaml"
+
     def newest_checkpoint(self) -> Checkpoint | None:
         """The checkpoint of the highest step, or None."""
         return newest_checkpoint(self.checkpoints)
 
-    def move_aside(self) -> Path | None:
-        """Rename the directory to the first free NAME.1, NAME.2, ... where it holds anything; its new place.
+    def holds_run(self) -> bool:
+        """Whether a run of moe-train has trained here."""
+        return (self.config.is_file() and self.logs.is_dir()) or self.newest_checkpoint() is not None
+
+    def record(self, config: Mapping[str, Any]) -> None:
+        """Make this the directory's configuration; another one that trained before stays as config.1.yaml, ..."""
+        text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+        if self.config.is_file() and self.config.read_text() != text:
+            self.config.rename(_first_free(self.path, "config.{}.yaml"))
+        fresh = self.config.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(self.config)
+
+    def check_movable(self) -> bool:
+        """Whether there is an earlier run to move; what only a failed command left is none.
 
         Raises:
-            ConfigurationError: it cannot be renamed.
+            ConfigurationError: the directory holds something else, or more than this run.
         """
-        if not self.path.is_dir() or not any(self.path.iterdir()):
+        if not self.path.is_dir() or all(path.name in _SCAFFOLD for path in self.path.iterdir()):
+            return False
+        where = f"resume=false would move {self} aside"
+        if not self.holds_run():
+            raise ConfigurationError(
+                f"{where}, but no run of moe-train lies in it: give another run_name, or empty that folder"
+            )
+        others = [path.name for path in self.path.iterdir() if path.is_dir() and RunDirectory(path).holds_run()]
+        if others or Path.cwd().resolve().is_relative_to(self.path.resolve()):
+            what = f"the run {min(others)}" if others else "the folder that this command was started in"
+            raise ConfigurationError(f"{where} and with it {what}: give another run_name or hydra.run.dir")
+        return True
+
+    def move_aside(self) -> Path | None:
+        """Rename the directory to the first free NAME.1, NAME.2, ... where it holds a run; its new place.
+
+        Raises:
+            ConfigurationError: it holds something else, or cannot be renamed.
+        """
+        if not self.check_movable():
             return None
-        number = 1
-        while (place := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
+        place = _first_free(self.path.parent, f"{self.path.name}.{{}}")
         try:
             self.path.rename(place)
         except OSError as error:
@@ -85,6 +134,11 @@ class RunDirectory:
                 f"the run directory {self.path} cannot be written ({error.strerror}): "
                 "start from a folder of yours, or give hydra.run.dir=..."
             ) from error
+
+
+def _first_free(folder: Path, pattern: str) -> Path:
+    """`pattern` with the first of 1, 2, ... that names nothing in the folder yet."""
+    return next(path for n in itertools.count(1) if not (path := folder / pattern.format(n)).exists())
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:

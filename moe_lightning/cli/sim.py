@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -33,11 +33,35 @@ from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import POLICIES, policy
 from moe_lightning.simulate.recommend import Cluster, recommend
-from moe_lightning.simulate.routing import make_routing
+from moe_lightning.simulate.routing import Exponent, RoutingKind, make_routing
 from moe_lightning.simulate.scenario import Report, Scenario
 from moe_lightning.simulate.workload import Workload, gpt_workload
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, described, fits, shown
 
 CONFIG_NAME = "simulate"
+
+_TYPES: dict[str, Any] = {
+    "nodes": Annotated[int, Range(least=1, most=1e5)],
+    "hours": Annotated[float, Range(above=0, most=1e6)],
+    "seed": NonNegativeInt,
+    "compare": list[str] | None,
+    "rank_batch": PositiveInt | None,
+    "global_batch": PositiveInt | None,
+    "picture": str | None,
+    "csv": str | None,
+    "report": str | None,
+    "recipe": str,
+    "hardware.preset": str,
+    "policy.name": str,
+    "routing.kind": RoutingKind,
+    "routing.exponent": Exponent,
+    "routing.path": str | None,
+}
+"""Of the keys that no constructor takes as they are."""
+
+_MOST_NODE_HOURS = 1e9
+_MOST_MODEL_BYTES = 10**18
+"""Of its training: beyond the largest clusters."""
 _BYTES_VOCABULARY = 256
 _HELP = """\
 moe-sim: what-if simulation of training on a cluster whose nodes fail
@@ -75,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except Exception as error:
-        sentence = mistakes.sentence_of(error)
+        sentence = mistakes.sentence_of(error) or mistakes.sentence_of_path(error)
         if sentence is None:
             traceback.print_exception(error)
             return mistakes.EXIT_CRASH
@@ -110,11 +134,16 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
     for key in ("hardware", "policy", "routing", "failures", "model"):
         if not isinstance(config[key], dict):
             raise ConfigurationError(f"{key}={config[key]} must be a mapping: set {key}.NAME=value")
-    for key in ("nodes", "seed"):
-        if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < (key == "nodes"):
-            raise ConfigurationError(f"{key}={config[key]!r} must be an integer of at least {int(key == 'nodes')}")
-    if isinstance(config["hours"], bool) or not isinstance(config["hours"], int | float) or config["hours"] <= 0:
-        raise ConfigurationError(f"hours={config['hours']!r} must be a number above 0")
+    for key, hint in _TYPES.items():
+        *groups, name = key.split(".")
+        value = config[groups[0]][name] if groups else config[name]
+        if not fits(value, hint):
+            raise ConfigurationError(f"{key}={shown(value)} must be {described(hint)}")
+    if config["nodes"] * config["hours"] > _MOST_NODE_HOURS:
+        raise ConfigurationError(
+            f"nodes={config['nodes']} for hours={config['hours']} are more than {_MOST_NODE_HOURS:g} hours of nodes, "
+            "which would take days to simulate: lower one of them"
+        )
     return {str(key): value for key, value in config.items()}
 
 
@@ -129,17 +158,24 @@ def _dotted(node: Any, prefix: str = "") -> list[str]:
 
 
 def _workload(config: Mapping[str, Any]) -> Workload:
+    from moe_lightning.cli.room import check_model
     from moe_lightning.models.gpt_config import GPTConfig
+    from moe_lightning.models.size import least_gpt_parameters
     from moe_lightning.modules.router import RouterConfig
 
     model = {key: value for key, value in config["model"].items() if key != "_target_"}
     if model["vocab_size"] == "auto":
         model["vocab_size"] = _BYTES_VOCABULARY
+    if not isinstance(model["router"], Mapping):
+        raise ConfigurationError(
+            f"model.router={shown(model['router'])} must be a mapping: set model.router.NAME=value"
+        )
     router = {key: value for key, value in model["router"].items() if key != "_target_"}
     model["router"] = build_config(RouterConfig, router | {"forced": None})
-    return gpt_workload(
-        build_config(GPTConfig, model), rank_batch=config["rank_batch"], global_batch=config["global_batch"]
-    )
+    described_model = build_config(GPTConfig, model)
+    sizes = {f"model.{key}": value for key, value in model.items() if type(value) is int}
+    check_model(sizes, least_gpt_parameters(described_model), _MOST_MODEL_BYTES)
+    return gpt_workload(described_model, rank_batch=config["rank_batch"], global_batch=config["global_batch"])
 
 
 def _hardware(config: Mapping[str, Any]) -> Hardware:
@@ -243,6 +279,10 @@ def _recommend(config: Mapping[str, Any]) -> int:
         raise ConfigurationError(
             f"recipe={target} must be recipes/NAME.yaml, where moe-train --config-dir looks for it"
         )
+    from moe_lightning.cli.recipe import is_recommended, recipe_text
+
+    if target.exists() and not is_recommended(target):
+        raise ConfigurationError(f"recipe={target} exists and is not moe-sim's own: name another file")
     if not target.parent.parent.is_dir():
         raise ConfigurationError(f"{target.parent.parent} is not a folder: create it, or write elsewhere")
     target.parent.mkdir(exist_ok=True)
@@ -253,8 +293,6 @@ def _recommend(config: Mapping[str, Any]) -> int:
         fixed={key: value for key, value in config["policy"].items() if key != "name" and value is not None},
     )
     print(advice.table())
-    from moe_lightning.cli.recipe import recipe_text
-
     target.write_text(recipe_text(advice, config, target))
     print(f"recipe       {target}")
     return 0

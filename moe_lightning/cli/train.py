@@ -10,8 +10,9 @@ import argparse
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,10 @@ from moe_lightning.cli import mistakes
 from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes, fixed_keys, with_quotes
 from moe_lightning.cli.elastic import elastic_options
 from moe_lightning.cli.ranks import is_externally_launched, with_ranks
+from moe_lightning.cli.resume import changes, check_changes, config_of, told
 from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.cli.run_lock import locked
+from moe_lightning.cli.validation import KEYS, check_groups, check_recipe, check_top_level
 from moe_lightning.errors import ConfigurationError
 
 
@@ -72,6 +76,7 @@ def _run(arguments: Sequence[str]) -> None:
 
     with _full_hydra_errors(), composition_mistakes(arguments):
         if options.multirun:
+            os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
             unnamed = ",".join(f"'{key}'" for key in fixed_keys(options.overrides))
             options.overrides.append(f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]")
         _run_hydra(
@@ -92,25 +97,62 @@ def run_job(composed: DictConfig) -> None:
         ConfigurationError, CheckpointError: a mistake of the user, found here.
         RanksFailed, Interrupted: from the launcher.
     """
-    with composition_mistakes(()):
-        resolved = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    assert isinstance(resolved, dict)
-    config = {str(name): value for name, value in resolved.items()}
-    check_top_level(config)
+    config = resolved(composed)
     external = is_externally_launched()
     config = with_ranks(config, external=external)
     elastic = elastic_options(config, external=external)
     directory = RunDirectory(Path(config["run_dir"]))
-    if _prepare(
-        directory, config, leader=not external or os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
-    ):
+    if external and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) != "0":
+        if not _is_finished(directory, config):
+            _launch(directory, config, elastic, external=external)
         return
+    if _is_finished(directory, config):
+        print(_finished(directory))
+        return
+    directory.create()
+    with ExitStack() as locks:
+        party = config["elastic"]["lighthouse"] if elastic is not None else None
+        is_first = locks.enter_context(locked(directory, party))
+        state = _prepare(directory, config, is_first=is_first)
+        if not directory.lock.exists():  # the earlier run took it along
+            directory.create()
+            locks.enter_context(locked(directory, party))
+        print(f"run    {directory}{state}", flush=True)  # at once: the ranks take seconds to start
+        OmegaConf.save(OmegaConf.create(config), directory.command)
+        _launch(directory, config, elastic, external=external)
+
+
+def resolved(composed: DictConfig) -> dict[str, Any]:
+    """The composed configuration without interpolations, its top level checked.
+
+    Raises:
+        ConfigurationError: a key that there is not, an interpolation that leads nowhere, or a value that cannot be.
+    """
+    if type(composed.get("run_name")) is int:
+        OmegaConf.update(composed, "run_name", str(composed.run_name))
+    raw = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(raw, dict)
+    check_recipe({str(name): value for name, value in raw.items()})
+    check_groups({str(name): value for name, value in raw.items()})
+    with composition_mistakes(()):
+        container = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    assert isinstance(container, dict)
+    config = {str(name): value for name, value in container.items() if name in KEYS}
+    check_top_level(config)
+    return config
+
+
+def _launch(
+    directory: RunDirectory, config: Mapping[str, Any], elastic: Mapping[str, Any] | None, *, external: bool
+) -> None:
+    """Train, in this process or on ranks of its own."""
     ranks = config["trainer"]["devices"]
     num_ranks = len(ranks) if isinstance(ranks, list) else ranks
+    arguments = [str(directory.command.absolute())]
     if elastic is not None:
         from moe_lightning.elastic.elastic_launcher import ElasticLauncher
 
-        ElasticLauncher(num_ranks=num_ranks, log_dir=directory.logs, **elastic).run([str(directory.config.absolute())])
+        ElasticLauncher(num_ranks=num_ranks, log_dir=directory.logs, **elastic).run(arguments)
     elif external or num_ranks == 1:
         from moe_lightning.cli.worker import train
 
@@ -118,51 +160,51 @@ def run_job(composed: DictConfig) -> None:
     else:
         from moe_lightning.elastic.launcher import LocalLauncher
 
-        LocalLauncher(num_ranks=num_ranks, log_dir=directory.logs).run([str(directory.config.absolute())])
+        LocalLauncher(num_ranks=num_ranks, log_dir=directory.logs).run(arguments)
 
 
-def check_top_level(config: Mapping[str, Any]) -> None:
-    """Check the keys that no constructor will see.
+def _is_finished(directory: RunDirectory, config: Mapping[str, Any]) -> bool:
+    newest, max_steps = directory.newest_checkpoint(), config["trainer"].get("max_steps")
+    goes_on = config["task"] == "train" and config["resume"] is True and newest is not None
+    return goes_on and isinstance(max_steps, int) and 0 < max_steps <= newest.step  # type: ignore[union-attr]
+
+
+def _finished(directory: RunDirectory) -> str:
+    newest = directory.newest_checkpoint()
+    assert newest is not None
+    return (
+        f"{directory} has finished its {newest.step} steps: train on with trainer.max_steps={2 * newest.step}, "
+        "start anew with resume=false, or measure it with task=validate"
+    )
+
+
+def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bool) -> str:
+    """See what the run goes on from, or make room for it; what there is to say of that.
+
+    Args:
+        is_first: no other machine of the run has done so.
 
     Raises:
-        ConfigurationError: one of them has a value it cannot have.
+        ConfigurationError: settings that the run cannot go on with, or a folder that must not be moved.
     """
-    if config["task"] not in ("train", "validate"):
-        raise ConfigurationError(f"task={config['task']} is not known: use train or validate")
-    if not isinstance(config["resume"], bool | str):
-        raise ConfigurationError(f"resume={config['resume']} must be true, false or the path of a checkpoint")
-    seed = config["seed"]
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise ConfigurationError(f"seed={seed} must be an integer from 0 to 4294967295")
-    for name in ("model", "data", "optimizer", "strategy", "trainer", "callbacks", "logger", "elastic", "module"):
-        if not isinstance(config[name], Mapping):
-            raise ConfigurationError(f"{name}={config[name]} must be a group's choice or a mapping, not a plain value")
+    if config["task"] != "train":
+        return ""
+    if config["resume"] is False:
+        if not is_first or not directory.check_movable():
+            return ""
+        from moe_lightning.cli.worker import check
 
-
-def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, leader: bool) -> bool:
-    """Make the run directory ready; True when there is nothing left to train."""
-    newest = directory.newest_checkpoint()
-    max_steps = config["trainer"].get("max_steps")
-    state = ""
-    if config["task"] == "train" and config["resume"] is True and newest is not None:
-        if isinstance(max_steps, int) and 0 < max_steps <= newest.step:
-            if leader:
-                print(
-                    f"{directory} has finished its {newest.step} steps: train on with "
-                    f"trainer.max_steps={2 * newest.step}, start anew with resume=false, "
-                    "or measure it with task=validate"
-                )
-            return True
-        state = f", going on after step {newest.step} (resume=false starts anew)"
-    if not leader:
-        return False
-    if config["task"] == "train" and config["resume"] is False:
+        check(config)  # nothing is moved for a command that cannot train
         place = directory.move_aside()
-        state = f", the earlier run is kept in {place.name}" if place else ""
-    print(f"run    {directory}{state}", flush=True)  # at once: the ranks take seconds to start
-    directory.create()
-    OmegaConf.save(OmegaConf.create(dict(config)), directory.config)
-    return False
+        return f", the earlier run is kept in {place.name}" if place else ""
+    newest = directory.newest_checkpoint()
+    start = Path(config["resume"]) if isinstance(config["resume"], str) else newest and newest.path
+    former = start and config_of(start)
+    found = changes(former, config) if former else []
+    check_changes(found, overrides=config["resume_overrides"])
+    if config["resume"] is True and newest is not None:
+        return f", going on after step {newest.step} (resume=false starts anew){told(found)}"
+    return told(found)
 
 
 def _report(error: Exception) -> int:

@@ -84,7 +84,7 @@ def train(config: Mapping[str, Any]) -> None:
     try:
         if config["task"] == "train":
             run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
-            run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+            measure(run)
         else:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     except SystemExit:  # Lightning's answer to signals, with a code of its own
@@ -97,6 +97,19 @@ def train(config: Mapping[str, Any]) -> None:
             elastic.close()
 
 
+def measure(run: Run) -> None:
+    """Validate the trained model, unless its last step has just been validated, and sum the run up; collective."""
+    from moe_lightning.callbacks.summary import Summary
+
+    summaries = [callback for callback in run.trainer.callbacks if isinstance(callback, Summary)]  # type: ignore[attr-defined]
+    is_current = bool(summaries) and all(summary.is_current(run.trainer) for summary in summaries)
+    if not run.trainer.strategy.reduce_boolean_decision(is_current, all=True):
+        run.trainer.validate(run.module, datamodule=run.data, verbose=False)
+        return
+    for summary in summaries:
+        summary.report(run.trainer)
+
+
 def build(config: Mapping[str, Any]) -> Run:
     """Build what the configuration describes, after checking every name and type in it.
 
@@ -105,43 +118,93 @@ def build(config: Mapping[str, Any]) -> Run:
     """
     import lightning.pytorch as pl
 
-    from moe_lightning.cli.instantiation import build_object, check_arguments
+    from moe_lightning.cli.instantiation import build_object
 
-    check_arguments(config)
-    pl.seed_everything(config["seed"], verbose=False)
-    data = build_object(config["data"], "data")
-    config = with_sizes_of_data(config, data)
-    module = build_object(config["module"], "module")
-    callbacks, loggers = _built_group(config, "callbacks"), _built_group(config, "logger")
+    config, parts = _parts(config)
     trainer = build_object(
         config["trainer"],
         "trainer",
-        strategy=build_object(config["strategy"], "strategy"),
-        callbacks=callbacks,
-        logger=loggers,
+        strategy=parts["strategy"],
+        callbacks=[*parts["callbacks"], *_records(config)],
+        logger=parts["logger"] or False,
         plugins=_environment_plugins(),
     )
-    for logger in trainer.loggers:
-        logger.log_hyperparams({name: config[name] for name in ("run_name", "data", "strategy", "trainer", "seed")})
-    return Run(trainer=trainer, module=module, data=data)
+    _expect(trainer, pl.Trainer, "trainer")
+    return Run(trainer=trainer, module=parts["module"], data=parts["data"])
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Build all but the trainer, and throw it away.
+
+    Raises:
+        ConfigurationError: one sentence about the first thing that is wrong.
+    """
+    _parts(config)
+
+
+def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The configuration with the data's sizes, and the objects of its groups."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy
+
+    from moe_lightning.cli.instantiation import build_object
+    from moe_lightning.cli.model_room import check_room
+    from moe_lightning.cli.validation import check_config
+
+    check_config(config)
+    pl.seed_everything(config["seed"], verbose=False)
+    parts: dict[str, Any] = {"data": build_object(config["data"], "data")}
+    _expect(parts["data"], pl.LightningDataModule, "data")
+    config = with_sizes_of_data(config, parts["data"])
+    for name, kind in (("module", pl.LightningModule), ("strategy", Strategy)):
+        parts[name] = build_object(config[name], name)
+        _expect(parts[name], kind, name)
+    check_room(config, parts["module"])
+    parts["callbacks"] = _built_group({"callbacks": with_one_checkpoint(config["callbacks"])}, "callbacks")
+    # Measuring a checkpoint is no step of the run whose curves these are.
+    parts["logger"] = _built_group(config, "logger") if config["task"] == "train" else []
+    return config, parts
+
+
+def _expect(built: object, kind: type, key: str) -> None:
+    from moe_lightning.errors import ConfigurationError
+
+    if not isinstance(built, kind):
+        raise ConfigurationError(
+            f"{key}._target_ makes a {type(built).__name__}, not a {kind.__name__}: name a class of that kind"
+        )
+
+
+def _records(config: Mapping[str, Any]) -> list[pl.Callback]:
+    """Callbacks that every run has."""
+    from moe_lightning.cli.run_directory import RunDirectory
+    from moe_lightning.cli.run_record import ResumedWithOverrides, RunRecord
+
+    records: list[pl.Callback] = [RunRecord(RunDirectory(Path(config["run_dir"])), config)]
+    return [*records, ResumedWithOverrides()] if config["resume_overrides"] else records
+
+
+def with_one_checkpoint(callbacks: Mapping[str, Any]) -> dict[str, Any]:
+    """Callbacks that write one kind of checkpoints into a folder: of several choices, as in
+    callbacks=[partial_experts,routing_recorder], a later one brings back the full ones that partial ones replace.
+    """
+    full, partial = callbacks.get("checkpoint"), callbacks.get("partial_experts_checkpoint")
+    if full and partial and full.get("dirpath") == partial.get("dirpath"):
+        return {**callbacks, "checkpoint": None}
+    return dict(callbacks)
 
 
 def _built_group(config: Mapping[str, Any], group: str) -> list[Any]:
-    """The objects of a group whose entries have names; null leaves one out.
+    """The objects of a group whose entries have names; null leaves one out."""
+    from lightning.pytorch import Callback
+    from lightning.pytorch.loggers import Logger
 
-    Raises:
-        ConfigurationError: an entry names no class: a key was set of one that the chosen group does not have.
-    """
-    from moe_lightning.cli.instantiation import TARGET, build_object
-    from moe_lightning.errors import ConfigurationError
+    from moe_lightning.cli.instantiation import build_object
 
-    for name, node in config[group].items():
-        if node and TARGET not in node:
-            raise ConfigurationError(
-                f"{group}.{name} has {', '.join(node)} but no {TARGET}: the chosen {group} do not include it, "
-                f"drop the key or give {group}.{name}.{TARGET}"
-            )
-    return [build_object(node, f"{group}.{name}") for name, node in config[group].items() if node]
+    built = {f"{group}.{name}": build_object(node, f"{group}.{name}") for name, node in config[group].items() if node}
+    for key, thing in built.items():
+        _expect(thing, Callback if group == "callbacks" else Logger, key)
+    return list(built.values())
 
 
 def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:

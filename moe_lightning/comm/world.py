@@ -10,7 +10,7 @@ to say to each other exchange zero rows, so a change of placement or of dispatch
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -43,6 +43,10 @@ class World:
     compute: ProcessGroup | None = field(default=None, repr=False)
     background: ProcessGroup | None = field(default=None, repr=False)
     exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> World:
+        """A copy of a model talks to the same ranks over the same groups, which cannot be copied."""
+        return replace(self, exchanges=ExchangeClock())
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> World:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from moe_lightning.data.images_sources import ImageFolder, ImageSource, Shapes, 
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -39,7 +40,8 @@ class VisitSampler(StepSampler):
     def indices_at(self, consumed: int) -> list[int]:
         """The visits of `slice_at(consumed)`, in the order of the global batch."""
         first = consumed // self.epoch_size * self.num_samples
-        return [first + index for index in super().indices_at(consumed)]
+        indices = super().indices_at(consumed)
+        return type(indices)(first + index for index in indices)
 
 
 class ImageViews(Dataset[tuple[Tensor, int]]):
@@ -124,6 +126,7 @@ def normalised(pixels_SS3: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(scaled_SS3.transpose(2, 0, 1)))
 
 
+@validated
 class ImageData(LightningDataModule):
     """A folder of images, or drawn shapes, as training, validation and prediction batches of a constant global size.
 
@@ -147,36 +150,22 @@ class ImageData(LightningDataModule):
         self,
         *,
         path: str | Path | None = None,
-        image_size: int = 192,
-        global_batch_size: int = 32,
-        num_workers: int = 0,
-        val_fraction: float = 0.1,
-        val_samples: int | None = None,
+        image_size: PositiveInt = 192,
+        global_batch_size: PositiveInt = 32,
+        num_workers: NonNegativeInt = 0,
+        val_fraction: Annotated[float, Range(above=0, below=1)] = 0.1,
+        val_samples: PositiveInt | None = None,
         crop_scale: tuple[float, float] = (0.08, 1.0),
         flip: bool = True,
-        center_crop: float = 0.875,
-        num_shapes: int = 4096,
-        seed: int = 0,
+        center_crop: Annotated[float, Range(above=0, most=1)] = 0.875,
+        num_shapes: Annotated[int, Range(least=4)] = 4096,
+        seed: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("image_size", image_size, 1),
-            ("global_batch_size", global_batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("val_samples", 1 if val_samples is None else val_samples, 1),
-            ("num_shapes", num_shapes, 4),
-            ("seed", seed, 0),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigurationError(f"{name}={value!r} is not an integer of at least {least}; set it to one.")
-        if not 0 < val_fraction < 1:
-            raise ConfigurationError(f"val_fraction={val_fraction} is outside (0, 1); hold out for example 0.1.")
-        if len(crop_scale) != 2 or not 0 < crop_scale[0] <= crop_scale[1] <= 1:
+        if not 0 < crop_scale[0] <= crop_scale[1] <= 1:
             raise ConfigurationError(
                 f"crop_scale={list(crop_scale)} is no range of shares inside (0, 1]; give for example [0.08, 1.0]."
             )
-        if not 0 < center_crop <= 1:
-            raise ConfigurationError(f"center_crop={center_crop} is outside (0, 1]; 1.0 keeps the whole shorter side.")
         self.image_size = image_size
         self.global_batch_size = global_batch_size
         self.num_workers = num_workers

@@ -1,28 +1,35 @@
 """Instruction tuning: conversations of a JSONL file as token windows in which only the answers are predicted.
 
 A line is {"messages": [{"role", "content"}, ...]}, {"prompt", "response"}, or {"instruction", "output"} with an
-"input" or without. It is written out as in OLMoE-Instruct and Tulu: each turn after a line <|role|>, each answer ended
-by the end token.
+"input" or without. It is written out by the chat template of the model's tokenizer, or where there is none as marked
+turns (`chat.py`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from moe_lightning.data.chat import ChatFormat, chat_format
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.losses import IGNORED_TARGET
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
+
+_SAMPLE = 256
+"""Conversations whose windows are looked at before training."""
 
 _ROLES = ("system", "user", "assistant")
 
@@ -37,17 +44,18 @@ class Conversations(Dataset[tuple[Tensor, Tensor]]):
         path: the JSONL file.
         offsets: first byte of each line that is used.
         tokenizer: of the model.
-        end_token: text that ends an answer.
+        written: how a conversation becomes text.
         context_length: L.
     """
 
     def __init__(
-        self, path: Path, offsets: NDArray[np.int64], tokenizer: Tokenizer, end_token: str, context_length: int
+        self, path: Path, offsets: NDArray[np.int64], tokenizer: Tokenizer, written: ChatFormat, context_length: int
     ) -> None:
         self._path = path
         self._offsets = offsets
         self._tokenizer = tokenizer
-        self._end = [int(token) for token in tokenizer.encode(end_token.encode())]
+        self._written = written
+        self._padding = self._encoded(written.padding)[-1]
         self._length = context_length
 
     def __len__(self) -> int:
@@ -59,20 +67,29 @@ class Conversations(Dataset[tuple[Tensor, Tensor]]):
             turns = conversation(json.loads(file.readline()))
         tokens: list[int] = []
         predicted: list[bool] = []
-        for role, content in turns:
-            for text, is_predicted in ((f"<|{role}|>\n", False), (content, role == "assistant")):
-                piece = [int(token) for token in self._tokenizer.encode(text.encode())]
-                tokens += piece
-                predicted += [is_predicted] * len(piece)
-            ending = self._end if role == "assistant" else [int(token) for token in self._tokenizer.encode(b"\n")]
-            tokens += ending
-            predicted += [role == "assistant"] * len(ending)
+        for text, is_predicted in self._written.pieces(turns):
+            piece = self._encoded(text)
+            tokens += piece
+            predicted += [is_predicted] * len(piece)
         return self._window(tokens, predicted)
+
+    def learnable(self, most: int) -> tuple[int, int]:
+        """Of the first `most` conversations, and of more until one is found: how many were looked at, and in how many
+        anything is predicted.
+        """
+        looked_at = found = 0
+        while looked_at < len(self) and (looked_at < most or not found):
+            found += bool(torch.ne(self[looked_at][1], IGNORED_TARGET).any())
+            looked_at += 1
+        return looked_at, found
+
+    def _encoded(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(text.encode())]
 
     def _window(self, tokens: list[int], predicted: list[bool]) -> tuple[Tensor, Tensor]:
         size = self._length + 1
         padding = max(0, size - len(tokens))
-        ids = torch.tensor(tokens[:size] + [self._end[-1]] * padding)
+        ids = torch.tensor(tokens[:size] + [self._padding] * padding)
         wanted = torch.tensor(predicted[:size] + [False] * padding)
         return ids[:-1], ids[1:].masked_fill(~wanted[1:], IGNORED_TARGET)
 
@@ -101,6 +118,7 @@ def conversation(line: Any) -> list[tuple[str, str]]:
     return turns
 
 
+@validated
 class InstructionData(LightningDataModule):
     """Conversations as training and held-out batches of a constant global size.
 
@@ -109,14 +127,14 @@ class InstructionData(LightningDataModule):
         tokenizer: path of the model's tokenizer.json, or "bytes".
         context_length: tokens of one sample.
         global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
-        end_token: text that ends an answer; for most tokenizers a token of its own.
+        end_token: text that ends an answer where the tokenizer has no chat template; None: the tokenizer's own.
         num_workers: DataLoader processes on each rank.
         val_fraction: held out, inside (0, 1).
         seed: of the split and of the order of the samples.
 
     Raises:
-        ConfigurationError: sizes out of range from the constructor; a missing or malformed file or tokenizer from
-            `prepare_data` and `setup`.
+        ConfigurationError: sizes out of range from the constructor; a missing or malformed file or tokenizer, or
+            conversations without a token to learn, from `prepare_data` and `setup`.
     """
 
     def __init__(
@@ -124,21 +142,18 @@ class InstructionData(LightningDataModule):
         *,
         path: str | Path,
         tokenizer: str = "bytes",
-        context_length: int = 1024,
-        global_batch_size: int = 32,
-        end_token: str = "<|endoftext|>",
-        num_workers: int = 0,
-        val_fraction: float = 0.05,
-        seed: int = 0,
+        context_length: PositiveInt = 1024,
+        global_batch_size: PositiveInt = 32,
+        end_token: str | None = None,
+        num_workers: NonNegativeInt = 0,
+        val_fraction: Annotated[float, Range(above=0, below=1)] = 0.05,
+        seed: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
-        for name, value in (("context_length", context_length), ("global_batch_size", global_batch_size)):
-            if value < 1:
-                raise ConfigurationError(f"{name}={value} must be at least 1")
-        if not 0 < val_fraction < 1:
-            raise ConfigurationError(f"val_fraction={val_fraction} must be above 0 and below 1")
-        if not end_token:
-            raise ConfigurationError("end_token is empty: without one an answer never learns to end")
+        if end_token == "":
+            raise ConfigurationError(
+                "end_token is empty: an answer would never learn to end; null takes the tokenizer's own"
+            )
         tokenizer_key(tokenizer)  # refuses what is no tokenizer before anything else is built
         self.context_length = context_length
         self.global_batch_size = global_batch_size
@@ -149,6 +164,11 @@ class InstructionData(LightningDataModule):
         self._num_workers = num_workers
         self._val_fraction = val_fraction
         self._tokenizer: Tokenizer | None = None
+
+    @cached_property
+    def written(self) -> ChatFormat:
+        """How conversations become text."""
+        return chat_format(self._tokenizer_spec, self._end_token)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -170,7 +190,7 @@ class InstructionData(LightningDataModule):
         """Check every line, once on every node."""
         for number, _, line in _lines(self._path):
             try:
-                conversation(json.loads(line))
+                self.written.pieces(conversation(json.loads(line)))
             except (ValueError, KeyError, TypeError) as error:
                 reason = f"it lacks {error}" if isinstance(error, KeyError) else error
                 raise ConfigurationError(f"{self._path}, line {number}, is not a conversation: {reason}") from error
@@ -187,6 +207,16 @@ class InstructionData(LightningDataModule):
         order = np.random.default_rng(self.seed).permutation(len(offsets))
         self._val = self._conversations(offsets[np.sort(order[:held_out])])
         self._train = self._conversations(offsets[np.sort(order[held_out:])])
+        self._check_learnable()
+
+    def _check_learnable(self) -> None:
+        """Refuse, or where it concerns only some say, that windows end before the answers begin."""
+        looked_at, found = self._train.learnable(_SAMPLE)
+        cause = f"context_length={self.context_length} ends before an answer of {self._path} begins"
+        if not found:
+            raise ConfigurationError(f"{cause}, in all {looked_at} conversations: there is nothing to learn, raise it")
+        if found < looked_at:
+            rank_zero_warn(f"{cause}, in {looked_at - found} of {looked_at} conversations that were looked at")
 
     def train_dataloader(self) -> StepLoader:
         """Endless permuted epochs of whole steps."""
@@ -201,7 +231,7 @@ class InstructionData(LightningDataModule):
         return self.val_dataloader()
 
     def _conversations(self, offsets: NDArray[np.int64]) -> Conversations:
-        return Conversations(self._path, offsets, self.tokenizer, self._end_token, self.context_length)
+        return Conversations(self._path, offsets, self.tokenizer, self.written, self.context_length)
 
     def _loader(self, conversations: Conversations, *, training: bool) -> StepLoader:
         return StepLoader.of_samples(

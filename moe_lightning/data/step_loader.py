@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,7 +23,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from moe_lightning.data.step_sampler import StepSampler, StepSlice, mixed_seed
+from moe_lightning.data.sampler_order import SamplerOrder
+from moe_lightning.data.step_sampler import StandIn, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
 
 _KEPT_OPTIONS = (
@@ -57,14 +57,17 @@ class StepLoader:
     Attributes:
         step_sampler: what decides the samples; it holds the position.
         current: the slice of the batch yielded last, or None before the first.
+        replaces_stock: it stands for a DataLoader, which stock Lightning would use without a position.
     """
+
+    replaces_stock = False
 
     def __init__(self, dataset: Dataset[Any], sampler: StepSampler, **options: Any) -> None:
         self.dataset = dataset
         self.step_sampler = sampler
         self.current: StepSlice | None = None
         # A Trainer announces epochs to batch_sampler.sampler; its prediction writers read indices from its own wrapper.
-        self.batch_sampler: Any = sampler if sampler.drop_last else _IndexBatchSamplerWrapper(sampler)
+        self.batch_sampler: Any = _SeenIndices(sampler) if sampler.evaluation else sampler
         self._own_generator = None
         if options.get("generator") is None:
             options["generator"] = self._own_generator = torch.Generator()
@@ -81,37 +84,37 @@ class StepLoader:
         seed: int = 0,
         training: bool,
     ) -> StepLoader:
-        """The same data and options under a StepSampler.
+        """The same data, order and options under a StepSampler.
 
         The loader's batch size is taken as the *global* micro-batch: a training step has `batch_size * num_micros`
-        samples over all ranks. Training drops the samples beyond the last whole step of an epoch; evaluation uses all
-        of them, whatever the loader's `drop_last`. A DistributedSampler is replaced, its shuffling kept.
+        samples over all ranks, the last one of an epoch what is left unless the loader's `drop_last` is set.
+        `shuffle=True` draws a permutation of its own for each epoch; a sampler of the user's is read in a way that is
+        the same on every rank. A DistributedSampler is replaced, its shuffling kept.
 
         Raises:
-            ConfigurationError: an iterable data set, no automatic batching, or a sampler or iteration of one's own.
+            ConfigurationError: what `reason_not_to_cut` says.
         """
-        if isinstance(loader.dataset, IterableDataset):
-            raise ConfigurationError(
-                f"The data set {type(loader.dataset).__name__} is iterable and has no indices to share among ranks; "
-                "use a map-style Dataset with __getitem__ and __len__."
-            )
-        if type(loader).__iter__ is not DataLoader.__iter__:
-            raise ConfigurationError(
-                f"{type(loader).__name__} iterates in its own way, which cutting its batches over ranks would lose; "
-                "return a torch DataLoader or a StepLoader."
-            )
-        batch_size, shuffle = _batch_size_and_shuffle(loader)
+        reason = reason_not_to_cut(loader)
+        if reason is not None:
+            raise ConfigurationError(reason)
+        batches = _batches_of(loader)
+        shuffle = _shuffles(batches.sampler)
+        order = SamplerOrder(batches.sampler, seed) if shuffle is None else None
         sampler = StepSampler(
-            num_samples=len(loader.dataset),  # type: ignore[arg-type]
-            global_batch_size=batch_size * (num_micros if training else 1),
+            num_samples=len(loader.dataset) if order is None else order.num_samples,  # type: ignore[arg-type]
+            global_batch_size=batches.batch_size * (num_micros if training else 1),
             num_micros=num_micros,
             rank=rank,
             world_size=world_size,
             seed=seed,
-            shuffle=shuffle,
-            drop_last=training,
+            shuffle=bool(shuffle),
+            drop_last=batches.drop_last,
+            evaluation=not training,
+            order=order,
         )
-        return cls(loader.dataset, sampler, **{name: getattr(loader, name) for name in _KEPT_OPTIONS})
+        converted = cls(loader.dataset, sampler, **{name: getattr(loader, name) for name in _KEPT_OPTIONS})
+        converted.replaces_stock = True
+        return converted
 
     @classmethod
     def of_samples(
@@ -140,6 +143,7 @@ class StepLoader:
             seed=seed,
             shuffle=training,
             drop_last=training,
+            evaluation=not training,
         )
         loader = cls(
             dataset,
@@ -160,7 +164,7 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[Any]:
         sampler = self.step_sampler
-        if not sampler.drop_last:
+        if sampler.evaluation:
             sampler.consumed = 0
         end = sampler.epoch_end
         while sampler.consumed < end:
@@ -208,7 +212,7 @@ class StepLoader:
                 smaller than the others.
         """
         self.bind(rank=trainer.global_rank, world_size=trainer.world_size, num_micros=trainer.accumulate_grad_batches)
-        if not self.step_sampler.drop_last:
+        if self.step_sampler.evaluation:
             return
         if getattr(trainer, "overfit_batches", 0):
             self.step_sampler.shuffle = False
@@ -219,13 +223,13 @@ class StepLoader:
         limit = 1.0 if limit is None else limit
         batches = min(limit, len(self)) if isinstance(limit, int) else int(len(self) * limit)
         num_micros = self.step_sampler.num_micros
-        if batches % num_micros:
+        if batches % num_micros and batches != len(self):
             raise ConfigurationError(
                 f"limit_train_batches={limit} ends an epoch after {batches} micro-batches, inside a step of "
                 f"accumulate_grad_batches={num_micros}; set it to {max(1, batches // num_micros) * num_micros}."
             )
         if batches:
-            self.step_sampler.limit_epoch(batches // num_micros)
+            self.step_sampler.limit_epoch(-(-batches // num_micros))
 
     # Lightning sets this one on loaders whose workers it seeds (seed_everything(workers=True)).
     @property
@@ -248,33 +252,56 @@ def _with_plain_mistakes(batches: Iterable[Any]) -> Iterator[Any]:
         raise ConfigurationError(str(error).rpartition("ConfigurationError: ")[2].rstrip()) from cause
 
 
-def _batch_size_and_shuffle(loader: DataLoader[Any]) -> tuple[int, bool]:
-    """The batch size of a stock loader and whether its sampler shuffles."""
+class _SeenIndices(_IndexBatchSamplerWrapper):
+    """What Lightning's prediction writers ask for the indices of this rank's samples; a stand-in is none of them."""
+
+    def __next__(self) -> list[int]:
+        indices = super().__next__()
+        if isinstance(indices, StandIn):
+            self.seen_batch_indices[-1] = []
+        return indices
+
+
+def reason_not_to_cut(loader: DataLoader[Any]) -> str | None:
+    """Why the global batches of a stock loader cannot be cut over ranks, in a sentence; None where they can."""
+    if isinstance(loader.dataset, IterableDataset):
+        return (
+            f"The data set {type(loader.dataset).__name__} is iterable and has no indices to share among ranks: each "
+            "would train on all of it, and the loss would depend on their number; use a map-style Dataset with "
+            "__getitem__ and __len__, or one rank."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return (
+            f"{type(loader).__name__} iterates in its own way, which cutting its batches over ranks would lose; "
+            "return a torch DataLoader or a StepLoader, or use one rank."
+        )
+    batches = _batches_of(loader)
+    if batches is None:
+        return (
+            "The DataLoader has batch_size=None, which leaves nothing to cut over ranks; give it an integer "
+            "batch_size, or use one rank."
+        )
+    if type(batches) is not BatchSampler:
+        return (
+            f"The DataLoader's batch sampler {type(batches).__name__} cannot be cut over ranks exactly; give the "
+            "DataLoader a batch_size and a sampler instead, return a StepLoader, or use one rank."
+        )
+    return None
+
+
+def _batches_of(loader: DataLoader[Any]) -> Any:
     batches: object = loader.batch_sampler
     if isinstance(batches, _IndexBatchSamplerWrapper):  # what Lightning makes of a loader it predicts with
         batches = batches._batch_sampler
-    if batches is None:
-        raise ConfigurationError(
-            "The DataLoader has batch_size=None, which leaves nothing to cut over ranks; give it an integer batch_size."
-        )
-    if type(batches) is not BatchSampler:
-        raise ConfigurationError(
-            f"The DataLoader's batch sampler {type(batches).__name__} cannot be cut over ranks exactly; "
-            "give the DataLoader a batch_size and shuffle=True or False instead, or return a StepLoader."
-        )
-    return batches.batch_size, _shuffles(batches.sampler)
+    return batches
 
 
-def _shuffles(sampler: object) -> bool:
-    if isinstance(sampler, DistributedSamplerWrapper | UnrepeatedDistributedSamplerWrapper):
-        return _shuffles(sampler.dataset._sampler)  # type: ignore[attr-defined]
+def _shuffles(sampler: object) -> bool | None:
+    """Whether a sampler takes all samples in random order, or in their own; None: in another way."""
     if type(sampler) is SequentialSampler:
         return False
     if type(sampler) is DistributedSampler:
         return bool(sampler.shuffle)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return True
-    raise ConfigurationError(
-        f"The DataLoader's sampler {type(sampler).__name__} (or its options) cannot be made exact over ranks; "
-        "use shuffle=True or False without a sampler of your own, or return a StepLoader."
-    )
+    return None

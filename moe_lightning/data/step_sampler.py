@@ -1,15 +1,19 @@
 """Which samples every rank sees at every step, as a pure function of one integer.
 
-Training consumes one endless stream: epoch after epoch, each a permutation of the data set seeded by (seed, epoch).
-Step t takes the next `global_batch_size` samples of it, whatever the number of ranks; inside the step the batch is cut
-into micro-batches (gradient accumulation) and each micro-batch over the ranks, as evenly as whole samples allow. The
-number of samples consumed so far is therefore the whole state, and a run that resumes on another number of ranks sees
-the same batches. Evaluation uses the same cuts on one epoch: every sample exactly once, none padded, none repeated.
+Training consumes one endless stream: epoch after epoch, each an order of the data set that (seed, epoch) decides.
+Step t takes the next `global_batch_size` samples of it, whatever the number of ranks, and the last step of an epoch
+what is left; inside the step the batch is cut into micro-batches (gradient accumulation) and each micro-batch over the
+ranks, as evenly as whole samples allow. The number of samples consumed so far is therefore the whole state, and a run
+that resumes on another number of ranks sees the same batches. Evaluation uses the same cuts on one epoch: every sample
+exactly once.
+
+Where fewer samples are left than there are ranks, the ranks without one are given a stand-in: a sample that counts for
+nothing there, so that they can take part in the collectives of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +21,9 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from moe_lightning.algorithms.parts import boundary, cut, part_at
+from moe_lightning.algorithms.parts import boundary, cut
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import PositiveInt, validated
 
 
 def mixed_seed(*words: int) -> int:
@@ -34,31 +39,39 @@ class StepSlice:
     micro: int  # which micro-batch of the step
     num_micros: int  # micro-batches in the step
     offset: int  # this rank's first sample, counted from the start of the step's global batch
-    count: int  # samples of this rank
+    count: int  # samples of this rank; 0: what it holds is a stand-in
     micro_total: int  # samples of the micro-batch over all ranks
     step_total: int  # samples of the step over all ranks
 
 
+class StandIn(list[int]):
+    """Index of a sample that another rank computes, for a rank that has none of its own."""
+
+
+@validated
 class StepSampler(Sampler[list[int]]):
     """A batch sampler with a constant global batch, exact on any number of ranks and resumable from one integer.
 
     Args:
-        num_samples: size of the data set.
+        num_samples: samples of an epoch, the size of the data set where `order` does not say otherwise.
         global_batch_size: samples of one optimizer step over all ranks and micro-batches.
         num_micros: micro-batches of one step (gradient accumulation). An evaluation accumulates nothing: there it is 1.
         rank, world_size: whose slices are drawn.
         seed: with the epoch's number it decides the permutation.
         shuffle: permute each epoch; otherwise samples come in their order.
-        drop_last: True for training: whole steps only, so an epoch leaves out up to `global_batch_size - 1` samples.
-            False for evaluation: all samples, in ceil(num_samples / global_batch_size) batches of nearly equal size.
+        drop_last: whole steps only, so an epoch leaves out up to `global_batch_size - 1` samples; else they are its
+            last step.
+        evaluation: one epoch from its first sample, whenever it is iterated.
+        order: the indices of an epoch, int64 [num_samples], by its number and the same on every rank; None: those of
+            the data set, shuffled or not.
 
     Iterating yields this rank's index lists from `consumed` to the end of its epoch and moves nothing, because the
     workers of a DataLoader draw ahead of the training: whoever consumes a batch adds its `micro_total` to `consumed`
     (StepLoader does).
 
     Raises:
-        ConfigurationError: a size below one, a rank outside the world, fewer samples than one step, or a rank that
-            would have no sample of some micro-batch.
+        ConfigurationError: a size below one, a rank outside the world, no whole step under `drop_last`, or a rank that
+            would have no sample of a whole training step's micro-batch.
     """
 
     def __init__(
@@ -66,12 +79,14 @@ class StepSampler(Sampler[list[int]]):
         *,
         num_samples: int,
         global_batch_size: int,
-        num_micros: int = 1,
+        num_micros: PositiveInt = 1,
         rank: int = 0,
-        world_size: int = 1,
+        world_size: PositiveInt = 1,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
+        evaluation: bool = False,
+        order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         for name, value, least in (
             ("num_samples", num_samples, 1),
@@ -80,17 +95,20 @@ class StepSampler(Sampler[list[int]]):
         ):
             _require_at_least(name, value, least)
         if drop_last and num_samples < global_batch_size:
+            kind = "evaluation" if evaluation else "training"
             raise ConfigurationError(
-                f"The training data has {num_samples} samples, fewer than one step of {global_batch_size} "
-                f"(global_batch_size); lower it to at most {num_samples}, or bring more data."
+                f"The {kind} data has {num_samples} samples, fewer than one step of {global_batch_size} "
+                f"(global_batch_size); lower it to at most {num_samples}, set drop_last=False, or bring more data."
             )
         self.num_samples = num_samples
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.whole_steps = num_samples // global_batch_size if drop_last else -(-num_samples // global_batch_size)
-        self.epoch_steps = self.whole_steps
+        self.evaluation = evaluation
+        self._given_order = order
+        self._usable = num_samples - num_samples % global_batch_size if drop_last else num_samples
+        self.all_steps = -(-self._usable // global_batch_size)
+        self.epoch_steps = self.all_steps
         self.consumed = 0
         self._epoch_offset = 0  # our epoch minus the announced one
         self._restored_at: int | None = None  # the position last restored
@@ -103,7 +121,7 @@ class StepSampler(Sampler[list[int]]):
     @property
     def epoch_size(self) -> int:
         """Samples of one epoch over all ranks."""
-        return self.epoch_steps * self.global_batch_size if self.drop_last else self.num_samples
+        return min(self.epoch_steps * self.global_batch_size, self._usable)
 
     @property
     def epoch(self) -> int:
@@ -119,43 +137,58 @@ class StepSampler(Sampler[list[int]]):
         return self._slice(consumed, self.rank, self.world_size, self.num_micros)
 
     def indices_at(self, consumed: int) -> list[int]:
-        """The data set's indices of `slice_at(consumed)`, in the order of the global batch."""
+        """The data set's indices of `slice_at(consumed)`, in the order of the global batch; a StandIn where it is
+        empty.
+        """
         here = self.slice_at(consumed)
         epoch, inside = divmod(consumed, self.epoch_size)
-        step = part_at(self.epoch_size, self.epoch_steps, inside)
-        first = boundary(self.epoch_size, self.epoch_steps, step) + here.offset
-        if not self.shuffle:
-            return list(range(first, first + here.count))
-        indices: list[int] = self._order(epoch)[first : first + here.count].tolist()
+        first = inside - inside % self.global_batch_size + here.offset
+        if here.count == 0:
+            return StandIn(self._indices(epoch, inside, 1))
+        return self._indices(epoch, first, here.count)
+
+    def _indices(self, epoch: int, first: int, count: int) -> list[int]:
+        if self._given_order is None and not self.shuffle:
+            return list(range(first, first + count))
+        indices: list[int] = self._order(epoch)[first : first + count].tolist()
         return indices
+
+    def _micro_bounds(self, step_total: int, num_micros: int) -> tuple[int, ...]:
+        """Where the micro-batches of a step begin, and its end: a step of few samples has the first of them only."""
+        whole = cut(self.global_batch_size, num_micros)
+        return *(start for start in whole if start < step_total), step_total
 
     def _slice(self, consumed: int, rank: int, world_size: int, num_micros: int) -> StepSlice:
         epoch, inside = divmod(consumed, self.epoch_size)
-        step = part_at(self.epoch_size, self.epoch_steps, inside)
-        start, stop = (boundary(self.epoch_size, self.epoch_steps, i) for i in (step, step + 1))
-        micro_bounds = cut(stop - start, num_micros)
-        if inside - start not in micro_bounds[:-1]:
+        step, inside_step = divmod(inside, self.global_batch_size)
+        step_total = min(self.global_batch_size, self.epoch_size - step * self.global_batch_size)
+        bounds = self._micro_bounds(step_total, num_micros)
+        if inside_step not in bounds[:-1]:
             raise ConfigurationError(
-                f"The data position lies {inside - start} samples inside a step of {stop - start}, where none of its "
+                f"The data position lies {inside_step} samples inside a step of {step_total}, where none of its "
                 f"{num_micros} micro-batches begins; resume with the accumulation and global batch it was saved with, "
                 "or from a checkpoint taken after a whole step."
             )
-        micro = micro_bounds.index(inside - start)
-        micro_total = micro_bounds[micro + 1] - micro_bounds[micro]
+        micro = bounds.index(inside_step)
+        micro_total = bounds[micro + 1] - bounds[micro]
         first, last = (boundary(micro_total, world_size, r) for r in (rank, rank + 1))
         return StepSlice(
             step=epoch * self.epoch_steps + step,
             micro=micro,
-            num_micros=num_micros,
-            offset=micro_bounds[micro] + first,
+            num_micros=len(bounds) - 1,
+            offset=bounds[micro] + first,
             count=last - first,
             micro_total=micro_total,
-            step_total=stop - start,
+            step_total=step_total,
         )
 
     def _order(self, epoch: int) -> torch.Tensor:
-        """The permutation of `epoch`, kept until another epoch is asked for."""
-        if self._permutation is None or self._permutation[0] != epoch:
+        """The order of `epoch`, kept until another epoch is asked for."""
+        if self._permutation is not None and self._permutation[0] == epoch:
+            return self._permutation[1]
+        if self._given_order is not None:
+            self._permutation = (epoch, self._given_order(epoch))
+        else:
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
             self._permutation = (epoch, torch.randperm(self.num_samples, generator=generator))
         return self._permutation[1]
@@ -164,7 +197,9 @@ class StepSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Micro-batches in a whole epoch, also under `limit_epoch`: a Trainer applies its limit to this itself."""
-        return self.whole_steps * self.num_micros
+        before_last = self.all_steps - 1
+        last_total = self._usable - before_last * self.global_batch_size
+        return before_last * self.num_micros + len(self._micro_bounds(last_total, self.num_micros)) - 1
 
     def __iter__(self) -> Iterator[list[int]]:
         position = self.consumed
@@ -216,9 +251,9 @@ class StepSampler(Sampler[list[int]]):
         self.moves += 1
 
     def limit_epoch(self, steps: int) -> None:
-        """Let every epoch end after its first `steps` steps, between 1 and `whole_steps` (training only)."""
-        assert self.drop_last
-        assert 1 <= steps <= self.whole_steps
+        """Let every epoch end after its first `steps` steps, between 1 and `all_steps` (training only)."""
+        assert not self.evaluation
+        assert 1 <= steps <= self.all_steps
         if steps != self.epoch_steps:
             self.epoch_steps = steps
             self.moves += 1
@@ -242,28 +277,19 @@ class StepSampler(Sampler[list[int]]):
         return self
 
     def _set_world(self, rank: int, world_size: int, num_micros: int) -> None:
-        num_micros = num_micros if self.drop_last else 1
+        num_micros = 1 if self.evaluation else num_micros
         _require_at_least("num_micros", num_micros, 1)
         _require_at_least("world_size", world_size, 1)
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank={rank} is outside 0..{world_size - 1}; give the rank inside its world.")
-        step_size = self.global_batch_size if self.drop_last else self.num_samples // self.whole_steps
-        if step_size // num_micros < world_size:
-            raise ConfigurationError(self._too_few(step_size, num_micros, world_size))
+        if not self.evaluation and self.global_batch_size // num_micros < world_size:
+            raise ConfigurationError(
+                f"global_batch_size={self.global_batch_size} in {num_micros} micro-batches leaves "
+                f"{self.global_batch_size // num_micros} samples for {world_size} ranks; set it to at least "
+                f"{num_micros * world_size}, or use fewer ranks or micro-batches."
+            )
         self._slice(self.consumed, rank, world_size, num_micros)
         self.rank, self.world_size, self.num_micros = rank, world_size, num_micros
-
-    def _too_few(self, step_size: int, num_micros: int, world_size: int) -> str:
-        if self.drop_last:
-            return (
-                f"global_batch_size={step_size} in {num_micros} micro-batches leaves {step_size // num_micros} samples "
-                f"for {world_size} ranks; set it to at least {num_micros * world_size}, or use fewer ranks "
-                "or micro-batches."
-            )
-        return (
-            f"{self.num_samples} evaluation samples in batches of at most {self.global_batch_size} leave a batch of "
-            f"{step_size} for {world_size} ranks; use fewer ranks, a larger batch, or more samples."
-        )
 
 
 def _require_at_least(name: str, value: int, least: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from moe_lightning.data.corpus import Corpus, prepare_corpus
 from moe_lightning.data.sources import TokenSpan
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 
 class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
@@ -66,6 +67,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         self._tokens = self.span.open()
 
 
+@validated
 class TextData(LightningDataModule):
     """Text or tokens as training, held-out and prediction batches of a constant global size.
 
@@ -89,26 +91,17 @@ class TextData(LightningDataModule):
         self,
         *,
         source: str = "stdlib",
-        context_length: int = 128,
-        global_batch_size: int = 32,
-        num_workers: int = 0,
-        val_fraction: float = 0.05,
-        val_samples: int | None = None,
+        context_length: PositiveInt = 128,
+        global_batch_size: PositiveInt = 32,
+        num_workers: NonNegativeInt = 0,
+        val_fraction: Annotated[float, Range(above=0, below=1)] = 0.05,
+        val_samples: PositiveInt | None = None,
         tokenizer: str = "bytes",
         cache_dir: str | Path | None = None,
-        seed: int = 0,
+        seed: NonNegativeInt = 0,
         dtype: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("context_length", context_length, 1),
-            ("global_batch_size", global_batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("val_samples", 1 if val_samples is None else val_samples, 1),
-            ("seed", seed, 0),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigurationError(f"{name}={value!r} is not an integer of at least {least}; set it to one.")
         self.context_length = context_length
         self.global_batch_size = global_batch_size
         self.num_workers = num_workers

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -29,10 +30,12 @@ from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed,
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask, new_token
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 _POLL_S = 0.01
 
 
+@validated
 @dataclass(kw_only=True)
 class ElasticLauncher:
     """Runs `python -m module arguments...` in `num_ranks` workers of this machine, as long as one of them lives.
@@ -53,26 +56,20 @@ class ElasticLauncher:
         grace_s: how long workers may take to end before they are killed.
     """
 
-    num_ranks: int
+    num_ranks: PositiveInt
     log_dir: Path
     settings: ElasticSettings = field(default_factory=ElasticSettings)
     module: str = WORKER_MODULE
-    max_restarts: int = 20
-    cool_down_s: float = 1.0
+    max_restarts: NonNegativeInt = 20
+    cool_down_s: Annotated[float, Range(least=0, most=1e9)] = 1.0
     lighthouse: str | None = None
     secret_file: str | Path | None = None
-    num_nodes: int = 1
+    num_nodes: PositiveInt = 1
     node: str | None = None
     ranks_are_nodes: bool = False
     grace_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1 or self.num_nodes < 1:
-            raise ConfigurationError(f"num_ranks={self.num_ranks} and num_nodes={self.num_nodes} must be at least 1")
-        if self.max_restarts < 0 or self.cool_down_s < 0:
-            raise ConfigurationError(
-                f"max_restarts={self.max_restarts} and cool_down_s={self.cool_down_s} must not be negative"
-            )
         if self.settings.min_ranks > self.num_ranks * self.num_nodes:
             raise ConfigurationError(
                 f"min_ranks={self.settings.min_ranks} is above the {self.num_ranks * self.num_nodes} ranks that are "

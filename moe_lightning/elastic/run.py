@@ -100,23 +100,23 @@ def _settings(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigurationError: a name or value that is none.
     """
-    types = {f.name: str(f.type) for f in fields(ElasticSettings)}
+    types = {f.name: type(f.default) for f in fields(ElasticSettings)}
     values: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
         if name not in types:
             raise ConfigurationError(f"--set {text}: {name!r} is not a setting: use one of {', '.join(types)}")
         try:
-            if types[name] == "float":
+            if types[name] is float:
                 values[name] = float(value)
-            elif types[name] == "int":
+            elif types[name] is int:
                 values[name] = int(value)
-            elif types[name] == "bool":
+            elif types[name] is bool:
                 values[name] = {"true": True, "false": False}[value.lower()]
             else:
                 values[name] = value
         except (ValueError, KeyError):
-            raise ConfigurationError(f"--set {text}: {value!r} is not a {types[name]}") from None
+            raise ConfigurationError(f"--set {text}: {value!r} is not a {types[name].__name__}") from None
     return values
 
 

@@ -6,10 +6,11 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Self
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import PositiveInt, Range, Seconds, validated
 
 BEAT_S = 0.5
 """How often every client of the rendezvous host says that it is there, at least."""
@@ -18,6 +19,7 @@ ELASTIC_VARIABLE = "MOE_LIGHTNING_ELASTIC"
 """Set by the launcher: the JSON of an `ElasticTask`."""
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class ElasticSettings:
     """How long an elastic run waits for whom; seconds throughout.
@@ -47,19 +49,19 @@ class ElasticSettings:
         ConfigurationError: a value is out of range.
     """
 
-    heartbeat_timeout_s: float = 0.5
-    silence_timeout_s: float = 5.0
-    rendezvous_timeout_s: float = 45.0
-    hang_timeout_s: float = 10.0
-    build_timeout_s: float = 5.0
-    join_timeout_s: float = 600.0
-    join_window_s: float = 1.0
-    start_timeout_s: float = 120.0
-    min_ranks: int = 1
+    heartbeat_timeout_s: Annotated[Seconds, Range(least=0.1)] = 0.5
+    silence_timeout_s: Seconds = 5.0
+    rendezvous_timeout_s: Seconds = 45.0
+    hang_timeout_s: Seconds = 10.0
+    build_timeout_s: Seconds = 5.0
+    join_timeout_s: Seconds = 600.0
+    join_window_s: Seconds = 1.0
+    start_timeout_s: Seconds = 120.0
+    min_ranks: PositiveInt = 1
     notice_on_sigterm: bool = False
     notice_file: str | None = None
     notice_url: str | None = None
-    notice_poll_s: float = 5.0
+    notice_poll_s: Seconds = 5.0
 
     @property
     def beat_s(self) -> float:
@@ -67,18 +69,10 @@ class ElasticSettings:
         return min(BEAT_S, 0.1 * self.silence_timeout_s)
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self) if f.name.endswith("_s")):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ConfigurationError(f"{name}={value!r} must be a number of seconds above 0")
-        if self.heartbeat_timeout_s < 0.1:
-            raise ConfigurationError(f"heartbeat_timeout_s={self.heartbeat_timeout_s} is below 0.1: raise it")
         if self.build_timeout_s >= self.hang_timeout_s:
             raise ConfigurationError(
                 f"build_timeout_s={self.build_timeout_s} must be below hang_timeout_s={self.hang_timeout_s}: raise that"
             )
-        if isinstance(self.min_ranks, bool) or not isinstance(self.min_ranks, int) or self.min_ranks < 1:
-            raise ConfigurationError(f"min_ranks={self.min_ranks!r} must be an integer of at least 1")
         if self.notice_url is not None and not self.notice_url.startswith(("http://", "https://")):
             raise ConfigurationError(f"notice_url={self.notice_url!r} must begin with http:// or https://")
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import Activation
 from moe_lightning.modules.router import RouterConfig
+from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, Probability, Range, validated
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Sizes and style of a GPT; the defaults are GPT-2's style.
@@ -42,18 +44,18 @@ class GPTConfig:
         ConfigurationError: a size below its least value, or sizes that do not divide each other as they must.
     """
 
-    vocab_size: int = 50257
-    context_length: int = 1024
-    num_layers: int = 12
-    num_heads: int = 12
-    d_model: int = 768
-    num_kv_heads: int | None = None
-    d_hidden: int | None = None
-    num_experts: int = 8
-    d_expert: int | None = None
-    moe_every: int = 2
-    num_dense_layers: int = 0
-    num_shared_experts: int = 0
+    vocab_size: PositiveInt = 50257
+    context_length: PositiveInt = 1024
+    num_layers: PositiveInt = 12
+    num_heads: PositiveInt = 12
+    d_model: PositiveInt = 768
+    num_kv_heads: PositiveInt | None = None
+    d_hidden: PositiveInt | None = None
+    num_experts: NonNegativeInt = 8
+    d_expert: PositiveInt | None = None
+    moe_every: PositiveInt = 2
+    num_dense_layers: NonNegativeInt = 0
+    num_shared_experts: NonNegativeInt = 0
     router: RouterConfig = field(default_factory=RouterConfig)
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope"] = "learned"
@@ -61,19 +63,12 @@ class GPTConfig:
     bias: bool = True
     qk_norm: bool = False
     tie_embeddings: bool = True
-    dropout: float = 0.0
-    rope_theta: float = 10000.0
-    init_std: float = 0.02
+    dropout: Probability = 0.0
+    rope_theta: Annotated[float, Range(above=0, most=1e9)] = 10000.0
+    init_std: Coefficient = 0.02
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "router", build_config(RouterConfig, self.router))
-        for name in ("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "moe_every"):
-            self._at_least(name, 1)
-        for name in ("num_experts", "num_dense_layers", "num_shared_experts"):
-            self._at_least(name, 0)
-        for name in ("num_kv_heads", "d_hidden", "d_expert"):
-            if getattr(self, name) is not None:
-                self._at_least(name, 1)
         if self.d_model % self.num_heads:
             raise ConfigurationError(f"d_model={self.d_model} is not a multiple of num_heads={self.num_heads}")
         if self.num_heads % self.kv_heads:
@@ -82,31 +77,13 @@ class GPTConfig:
             raise ConfigurationError(
                 f"position='rope' needs an even head size, not d_model/num_heads={self.head_size}: change num_heads"
             )
-        for name, allowed in (
-            ("norm", ("layernorm", "rmsnorm")),
-            ("position", ("learned", "rope")),
-            ("activation", ("gelu", "swiglu")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known: use one of {list(allowed)}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigurationError(f"dropout={self.dropout} must be at least 0 and below 1")
-        if self.init_std < 0:
-            raise ConfigurationError(f"init_std={self.init_std} must be 0 or more")
-        if self.rope_theta <= 0:
-            raise ConfigurationError(f"rope_theta={self.rope_theta} must be above 0")
         if self.num_experts:
             self.router.check(self.num_experts)
-            if not any(self.is_moe_layer(index) for index in range(self.num_layers)):
+            if not self.num_moe_layers:
                 raise ConfigurationError(
                     f"moe_every={self.moe_every} and num_dense_layers={self.num_dense_layers} leave no MoE layer among "
                     f"{self.num_layers}: lower them, or set num_experts=0 for a dense model"
                 )
-
-    def _at_least(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigurationError(f"{name}={value!r} must be an integer of at least {least}")
 
     @property
     def kv_heads(self) -> int:
@@ -123,6 +100,12 @@ class GPTConfig:
     @property
     def expert_size(self) -> int:
         return self.d_expert or self.hidden_size
+
+    @property
+    def num_moe_layers(self) -> int:
+        """How many transformer layers are MoE layers."""
+        first = min(self.num_dense_layers, self.num_layers)
+        return self.num_layers // self.moe_every - first // self.moe_every if self.num_experts else 0
 
     def is_moe_layer(self, index: int) -> bool:
         """Whether transformer layer `index` (0-based) is an MoE layer."""

@@ -6,24 +6,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
 from moe_lightning.config import build_config
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.size import ModelSize, model_size
 from moe_lightning.modules.experts import Experts
-from moe_lightning.modules.losses import auxiliary_loss
+from moe_lightning.modules.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
+from moe_lightning.values import Coefficient, Fraction, NonNegativeInt, Probability, Range, validated
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW and its learning-rate schedule.
@@ -39,30 +39,16 @@ class OptimizerConfig:
         ConfigurationError: a value outside its range.
     """
 
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    warmup_steps: int = 100
+    lr: Annotated[float, Range(above=0, most=1e3)] = 3e-4
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    eps: Annotated[float, Range(above=0, most=1)] = 1e-8
+    weight_decay: Coefficient = 0.1
+    warmup_steps: NonNegativeInt = 100
     decay: Literal["cosine", "linear", "constant"] = "cosine"
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Fraction = 0.1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        if self.lr <= 0:
-            raise ConfigurationError(f"lr={self.lr} must be above 0")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigurationError(f"betas={list(self.betas)} must be two numbers of at least 0 and below 1")
-        if self.eps <= 0:
-            raise ConfigurationError(f"eps={self.eps} must be above 0")
-        if self.weight_decay < 0:
-            raise ConfigurationError(f"weight_decay={self.weight_decay} must be 0 or more")
-        if self.warmup_steps < 0:
-            raise ConfigurationError(f"warmup_steps={self.warmup_steps} must be 0 or more")
-        if self.decay not in ("cosine", "linear", "constant"):
-            raise ConfigurationError(f"decay={self.decay!r} is not known: use 'cosine', 'linear' or 'constant'")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ConfigurationError(f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
 
     def factor(self, step: int, total_steps: int) -> float:
         """Share of the peak learning rate at a step."""
@@ -76,7 +62,8 @@ class OptimizerConfig:
 
 
 class SupervisedModule(pl.LightningModule):
-    """Trains `model` on batches (inputs, targets) with AdamW; a subclass says what its loss is.
+    """Trains `model` on batches (inputs, targets) with AdamW; a subclass says what its loss is, a mean over the targets
+    that are not -100.
 
     Logs `train/loss`, `val/loss` and `test/loss`, auxiliary losses not included.
 
@@ -128,8 +115,12 @@ class SupervisedModule(pl.LightningModule):
 
     def _logged_loss(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
         self._inputs_shape = batch[0].shape
-        loss = self.loss(batch)
-        self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
+        loss, count = self.loss(batch), num_targets(batch[1])
+        if self.training:
+            loss = global_mean(self, loss, count)
+            self.log(name, loss.detach(), prog_bar=True)
+        else:
+            self.log(name, loss, prog_bar=True, sync_dist=True, batch_size=int(count))
         return loss
 
     @override
@@ -141,7 +132,7 @@ class GPTModule(SupervisedModule):
     """Trains a GPT on batches (inputs [B, L], targets [B, L]) of token ids.
 
     Logs `train/loss`, `val/loss` and `test/loss`: mean cross-entropy in nats per token over the global batch,
-    auxiliary losses not included.
+    targets of -100 and auxiliary losses not included.
 
     Args:
         config: the model, as a GPTConfig or its keyword arguments.
@@ -174,7 +165,7 @@ class GPTModule(SupervisedModule):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs_BL, targets_BL = batch
         logits_BLV = self(inputs_BL)
-        return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
+        return mean_over_targets(logits_BLV, targets_BL)
 
 
 def adamw_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> OptimizerLRScheduler:

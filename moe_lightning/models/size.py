@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.moe_layer import MoELayer
 
@@ -80,3 +81,20 @@ def _multiplied_by_every_token(model: nn.Module) -> int:
         if parameter.ndim >= 2
     }
     return sum(matrices.values())
+
+
+def least_gpt_parameters(config: GPTConfig) -> int:
+    """Elements of a GPT's matrices, each expert once, without building it: all its parameters but biases and norms."""
+    c, width = config, config.d_model
+    matrices = 3 if c.activation == "swiglu" else 2
+    embeddings = c.vocab_size * (1 if c.tie_embeddings else 2) + c.context_length * (c.position == "learned")
+    attention = 2 * width + 2 * c.kv_heads * c.head_size
+    moe = c.num_experts + matrices * c.expert_size * (c.num_experts + c.num_shared_experts)
+    dense = (c.num_layers - c.num_moe_layers) * matrices * c.hidden_size
+    return width * (embeddings + c.num_layers * attention + c.num_moe_layers * moe + dense)
+
+
+def least_slot_parameters(config: GPTConfig, slots: int) -> int:
+    """Elements of the matrices in a rank's slots for experts, in all MoE layers."""
+    matrices = 3 if config.activation == "swiglu" else 2
+    return config.num_moe_layers * slots * matrices * config.d_model * config.expert_size

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_lightning.config import build_config
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.router import RouterConfig
+from moe_lightning.values import NonNegativeInt, PositiveInt, validated
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class SparseLayers:
     """Which feed-forward layers of a dense architecture become MoE layers, and what these are.
@@ -23,16 +24,13 @@ class SparseLayers:
         ConfigurationError: sizes out of range, or a router that cannot serve so many experts.
     """
 
-    num_experts: int = 8
-    moe_every: int = 1
-    num_dense_layers: int = 0
+    num_experts: PositiveInt = 8
+    moe_every: PositiveInt = 1
+    num_dense_layers: NonNegativeInt = 0
     router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "router", build_config(RouterConfig, self.router))
-        for name, least in (("num_experts", 1), ("moe_every", 1), ("num_dense_layers", 0)):
-            if getattr(self, name) < least:
-                raise ConfigurationError(f"{name}={getattr(self, name)} must be at least {least}")
         self.router.check(self.num_experts)
 
     def is_moe_layer(self, index: int) -> bool:

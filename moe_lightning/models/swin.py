@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +31,16 @@ from moe_lightning.models.huggingface.loading import (
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.sparse_layers import SparseLayers
 from moe_lightning.models.upcycling import UpcycledArchitecture, UpcyclingConfig
-from moe_lightning.modules.losses import mean_over_samples
+from moe_lightning.modules.losses import mean_over_targets
 from moe_lightning.modules.router import RouterConfig
+from moe_lightning.values import NonNegativeInt, PositiveInt, Probability, Range, validated
 
 _MODEL_TYPE = "swinv2"
 _HEAD = "classifier."
 _SIZES = ("patch_size", "window_size", "embed_dim", "depths", "num_heads", "mlp_ratio")
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class SwinConfig:
     """A SwinV2 with experts.
@@ -65,19 +67,19 @@ class SwinConfig:
         ConfigurationError: values that do not fit each other or the checkpoint.
     """
 
-    num_classes: int
+    num_classes: Annotated[int, Range(least=2)]
     pretrained: str | None = None
-    image_size: int = 192
-    patch_size: int | None = None
-    window_size: int | None = None
-    embed_dim: int | None = None
-    depths: tuple[int, ...] | None = None
-    num_heads: tuple[int, ...] | None = None
-    mlp_ratio: float | None = None
-    drop_path_rate: float | None = None
-    num_experts: int = 8
-    moe_every: int = 2
-    num_dense_layers: int = 0
+    image_size: PositiveInt = 192
+    patch_size: PositiveInt | None = None
+    window_size: PositiveInt | None = None
+    embed_dim: PositiveInt | None = None
+    depths: tuple[PositiveInt, ...] | None = None
+    num_heads: tuple[PositiveInt, ...] | None = None
+    mlp_ratio: Annotated[float, Range(above=0, most=1e6)] | None = None
+    drop_path_rate: Probability | None = None
+    num_experts: PositiveInt = 8
+    moe_every: PositiveInt = 2
+    num_dense_layers: NonNegativeInt = 0
     router: RouterConfig = field(default_factory=RouterConfig)
     gradient_checkpointing: bool = False
 
@@ -86,12 +88,6 @@ class SwinConfig:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
         object.__setattr__(self, "router", self.sparse_layers().router)
-        if self.num_classes < 2:
-            raise ConfigurationError(f"num_classes={self.num_classes} must be at least 2")
-        if self.image_size < 1:
-            raise ConfigurationError(f"image_size={self.image_size} must be at least 1 pixel")
-        if self.drop_path_rate is not None and not 0 <= self.drop_path_rate < 1:
-            raise ConfigurationError(f"drop_path_rate={self.drop_path_rate} must be at least 0 and below 1")
         if self.pretrained is not None:
             for name in _SIZES:
                 if getattr(self, name) is not None:
@@ -234,13 +230,13 @@ class SwinModule(SupervisedModule):
     @override
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images_BCHW, classes_B = batch
-        return mean_over_samples(self(images_BCHW), classes_B)
+        return mean_over_targets(self(images_BCHW), classes_B)
 
     @override
     def _logged_loss(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
         images_BCHW, classes_B = batch
         logits_BV = self(images_BCHW)
-        loss = mean_over_samples(logits_BV, classes_B)
+        loss = mean_over_targets(logits_BV, classes_B)
         stage = name.removesuffix("loss")
         options: dict[str, Any] = {"sync_dist": True, "batch_size": len(images_BCHW)}
         self.log(name, loss.detach(), prog_bar=True, **options)

@@ -24,6 +24,7 @@ from moe_lightning.modules.experts import Activation
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
 from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.values import validated
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -34,6 +35,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 """Ours by the names of transformers; silu is the one of gated layers."""
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class UpcyclingConfig(SparseLayers):
     """What becomes of the feed-forward layers of a trained dense model.

@@ -7,10 +7,9 @@ from the learned scores, so that the router trains.
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -18,10 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.values import PositiveInt, Range, validated
 
 FloatArray = NDArray[np.float64]
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class ForcedRouting:
     """What the routing is forced to.
@@ -39,19 +41,11 @@ class ForcedRouting:
     """
 
     kind: Literal["uniform", "zipf", "drift", "trace"] = "uniform"
-    exponent: float = 1.0
-    period: int = 200
+    exponent: Annotated[float, Range(least=0, most=100)] = 1.0
+    period: PositiveInt = 200
     path: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("uniform", "zipf", "drift", "trace"):
-            raise ConfigurationError(
-                f"forced routing kind={self.kind!r} is not known: use 'uniform', 'zipf', 'drift' or 'trace'"
-            )
-        if self.period < 1:
-            raise ConfigurationError(f"forced routing period={self.period} must be at least 1 step")
-        if self.exponent < 0:
-            raise ConfigurationError(f"forced routing exponent={self.exponent} must be 0 (uniform) or more")
         if self.kind == "trace" and not self.path:
             raise ConfigurationError("forced routing kind='trace' needs path=, the .npz file of the recorded routing")
 
@@ -128,20 +122,7 @@ def _inclusion(shares: FloatArray, top_k: int) -> FloatArray:
 
 def _read_trace(path: Path, num_experts: int, layer: int) -> tuple[NDArray[np.int64], FloatArray]:
     """Iterations [samples] and shares [samples, E] of one layer; of more experts than E the most used ones are kept."""
-    if not path.is_file():
-        raise ConfigurationError(f"the routing trace {path} does not exist: give the path of an .npz file")
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            counts, iterations = archive["counts"], archive["iteration"].astype(np.int64)
-    except (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile) as error:
-        raise ConfigurationError(f"{path} is not a routing trace (.npz with counts and iteration): {error}") from error
-    if counts.ndim != 4 or iterations.shape != counts.shape[:1] or (np.diff(iterations) <= 0).any():
-        raise ConfigurationError(
-            f"{path} needs counts [samples, layers, ranks, experts] and ascending iteration [samples], "
-            f"not {counts.shape} and {iterations.shape}"
-        )
-    if 0 in counts.shape or not np.issubdtype(counts.dtype, np.number) or not (counts >= 0).all():
-        raise ConfigurationError(f"{path} holds no counts, or negative ones, or no numbers: record it anew")
+    counts, iterations = read_routing_trace(path)
     loads = counts[:, layer % counts.shape[1]].sum(axis=1, dtype=np.float64)
     if loads.shape[1] < num_experts:
         raise ConfigurationError(

@@ -1,8 +1,11 @@
-"""Auxiliary losses of routing, and a cross-entropy for samples of unlike lengths. Their means are per token or per
-sample, so that weighing ranks by samples gives the mean over the global batch.
+"""Auxiliary losses of routing, and what makes means and sums over parts of a batch those over the global batch.
+
+The mean of an auxiliary loss is per token, so that weighing ranks by samples gives the mean over the global batch.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,16 +58,58 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def mean_over_samples(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over samples of each one's mean cross-entropy over the targets that are not -100; a sample without any
-    counts as zero.
+def global_mean(module: nn.Module, loss: Tensor, weight: Tensor | float) -> Tensor:
+    """A mean over something else than samples, such as the targets that are not ignored, as the mean over the global
+    batch; every rank must call it.
+
+    The strategy weighs the losses of ranks by their samples. This one is sum(weight * loss) / sum(weight) over ranks,
+    and the micro-batches of an accumulation are weighed by their sums of weights; gradients are exact, beside any other
+    term of the loss. Its value is that of all ranks together, so logging it needs no `sync_dist`. Without
+    ExpertParallelStrategy, in stock Lightning or plain PyTorch, the loss is returned as it is.
 
     Args:
-        logits: [B, V] or [B, L, V].
-        targets: [B] or [B, L].
+        module: the LightningModule whose step this is.
+        loss: this rank's mean, a scalar; not looked at where the weight is 0, but its gradient must be finite.
+        weight: what it is a mean over: the number of targets, say. Zero is allowed.
     """
-    losses = F.cross_entropy(
-        logits.flatten(0, -2).float(), targets.flatten(), reduction="none", ignore_index=IGNORED_TARGET
-    ).view(len(targets), -1)
-    predicted = torch.ne(targets, IGNORED_TARGET).view(len(targets), -1).sum(dim=1).clamp_min(1)
-    return (losses.sum(dim=1) / predicted).mean()
+    strategy = _strategy_of(module)
+    return loss if strategy is None else strategy.weigh(loss, weight)
+
+
+def global_sum(module: nn.Module, loss: Tensor) -> Tensor:
+    """A sum over the samples of this rank as the sum over those of the global batch.
+
+    With gradient accumulation it is the mean over the sums of micro-batches, as in stock Lightning. Log it with
+    `sync_dist=True`: the value of one rank is an estimate from its samples.
+
+    Args:
+        module: the LightningModule whose step this is.
+        loss: a scalar.
+    """
+    strategy = _strategy_of(module)
+    return loss if strategy is None else strategy.scale_sum(loss)
+
+
+def _strategy_of(module: nn.Module) -> Any | None:
+    """The strategy that runs a module, where it weighs losses by samples."""
+    trainer = getattr(module, "_trainer", None)
+    strategy = getattr(trainer, "strategy", None)
+    return strategy if hasattr(strategy, "weigh") else None
+
+
+def num_targets(targets: Tensor) -> Tensor:
+    """How many targets are to be predicted; a scalar."""
+    return torch.ne(targets, IGNORED_TARGET).sum()
+
+
+def mean_over_targets(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy over the targets that are not -100; zero where there is none.
+
+    Args:
+        logits: [..., V].
+        targets: [...].
+    """
+    total = F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED_TARGET
+    )
+    return total / num_targets(targets).clamp_min(1)

@@ -5,20 +5,21 @@ Shapes: T tokens of this rank, K choices, E experts, N ranks, D model width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moe_lightning.comm.dispatcher import Dispatcher, Route
 from moe_lightning.config import build_config
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import Activation, Experts
 from moe_lightning.modules.feed_forward import FeedForward
 from moe_lightning.modules.losses import load_balancing_loss, router_z_loss
 from moe_lightning.modules.router import Router, RouterConfig, Routing
+from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, validated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Visits(Protocol):
         """The results have been sent back."""
 
 
+@validated
 class MoELayer(nn.Module):
     """A drop-in for a transformer's feed-forward layer: [..., D] -> [..., D].
 
@@ -81,22 +83,20 @@ class MoELayer(nn.Module):
 
     def __init__(
         self,
-        d_model: int,
-        d_expert: int,
-        num_experts: int,
+        d_model: PositiveInt,
+        d_expert: PositiveInt,
+        num_experts: PositiveInt,
         router: RouterConfig | dict[str, object] | None = None,
         *,
         activation: Activation = "gelu",
         bias: bool = False,
-        num_shared_experts: int = 0,
+        num_shared_experts: NonNegativeInt = 0,
         router_bias: bool = False,
         selection_bias: bool = False,
-        init_std: float = 0.02,
-        down_init_std: float | None = None,
+        init_std: Coefficient = 0.02,
+        down_init_std: Coefficient | None = None,
     ) -> None:
         super().__init__()
-        if num_shared_experts < 0:
-            raise ConfigurationError(f"num_shared_experts={num_shared_experts} must be 0 or more")
         config = build_config(RouterConfig, router)
         self.experts = Experts(
             num_experts,
@@ -122,6 +122,14 @@ class MoELayer(nn.Module):
         self.statistics: LayerStatistics | None = None
         self.visits: Visits | None = None
         self.during_dispatch: Callable[[], None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
+        """The copy lives in the same places, and has seen no batch."""
+        kept = {**self.__dict__, **dict.fromkeys(("auxiliary_loss", "statistics", "visits", "during_dispatch"))}
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(kept, memo))
+        return copied
 
     @property
     def num_experts(self) -> int:

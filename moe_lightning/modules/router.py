@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,10 @@ from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.forced_routing import ForcedRouting, Popularity, sample_experts
 from moe_lightning.modules.stream import SampleStream
+from moe_lightning.values import Coefficient, PositiveInt, Probability, Range, validated
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """How tokens choose experts. The defaults are a dropless softmax router with the global load-balancing loss.
@@ -53,48 +55,28 @@ class RouterConfig:
         forced: follow a given popularity of experts instead of the scores.
     """
 
-    top_k: int = 2
+    top_k: PositiveInt = 2
     score: Literal["softmax", "sigmoid"] = "softmax"
     softmax_after_top_k: bool = False
     normalize_top_k: bool = True
-    scale: float = 1.0
+    scale: Annotated[float, Range(above=0, most=1e6)] = 1.0
     noisy_top_k: bool = False
-    jitter: float = 0.0
-    num_groups: int = 1
-    top_groups: int = 1
-    aux_loss_coef: float = 0.01
+    jitter: Probability = 0.0
+    num_groups: PositiveInt = 1
+    top_groups: PositiveInt = 1
+    aux_loss_coef: Coefficient = 0.01
     aux_loss_scope: Literal["global", "local"] = "global"
-    z_loss_coef: float = 0.0
-    bias_update_rate: float = 0.0
-    capacity_factor: float | None = None
+    z_loss_coef: Coefficient = 0.0
+    bias_update_rate: Coefficient = 0.0
+    capacity_factor: Annotated[float, Range(above=0, most=1e6)] | None = None
     drop_policy: Literal["probability", "position"] = "probability"
     forced: ForcedRouting | None = None
 
     def __post_init__(self) -> None:
         if self.forced is not None:
             object.__setattr__(self, "forced", build_config(ForcedRouting, self.forced))
-        if self.top_k < 1:
-            raise ConfigurationError(f"top_k={self.top_k} must be at least 1")
-        for name, allowed in (
-            ("score", ("softmax", "sigmoid")),
-            ("aux_loss_scope", ("global", "local")),
-            ("drop_policy", ("probability", "position")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known: use one of {list(allowed)}")
         if self.softmax_after_top_k and self.score != "softmax":
             raise ConfigurationError("softmax_after_top_k=true needs score='softmax', not 'sigmoid'")
-        for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)} must be 0 (off) or more")
-        if self.scale <= 0:
-            raise ConfigurationError(f"scale={self.scale} must be above 0")
-        if not 0 <= self.jitter < 1:
-            raise ConfigurationError(f"jitter={self.jitter} must be at least 0 and below 1")
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ConfigurationError(
-                f"capacity_factor={self.capacity_factor} must be above 0, or null for dropless routing"
-            )
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigurationError(f"top_groups={self.top_groups} must be between 1 and num_groups={self.num_groups}")
 
@@ -120,7 +102,8 @@ class Routing:
     """What a router decided for T tokens.
 
     Attributes:
-        expert_ids_TK: int64, distinct within a token; -1 where capacity dropped the assignment.
+        expert_ids_TK: int64, distinct within a token; -1 where capacity dropped the assignment, or
+            the token belongs to no sample of this rank.
         weights_TK: float32, differentiable.
         scores_TE: float32 scores before selection, differentiable: what the load-balancing loss pushes on.
         logits_TE: float32.
@@ -203,7 +186,9 @@ class Router(nn.Module):
             weights_TK = self._weigh(scores_TE, logits_TE, expert_ids_TK)
         tokens_E = torch.bincount(expert_ids_TK.flatten(), minlength=self.num_experts)
         limit = config.capacity(expert_ids_TK.numel(), self.num_experts)
-        if limit is not None:
+        if self.stream.is_stand_in:
+            expert_ids_TK, tokens_E = torch.full_like(expert_ids_TK, -1), torch.zeros_like(tokens_E)
+        elif limit is not None:
             expert_ids_TK = drop_overflow(
                 expert_ids_TK, weights_TK.detach(), limit, self.num_experts, config.drop_policy
             )

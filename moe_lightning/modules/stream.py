@@ -49,6 +49,8 @@ class SampleStream:
         first_sample: position of this rank's first sample inside the step's global batch.
         num_samples: samples of this rank in the running micro-batch; 0 when unknown (rows are then counted from
             first_sample).
+        is_stand_in: the batch is no sample of this rank, and only lets it take part in collectives: its tokens are
+            routed to no expert.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -56,11 +58,21 @@ class SampleStream:
         self.step = 0
         self.first_sample = 0
         self.num_samples = 0
+        self.is_stand_in = False
         self._is_driven = False
 
+    def __deepcopy__(self, memo: dict[int, object]) -> SampleStream:
+        """The copy of a module that a strategy drives follows the same samples; any other draws for itself."""
+        if self._is_driven:
+            return self
+        copied = SampleStream(self.seed)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def advance(self, *, step: int, first_sample: int, num_samples: int) -> None:
-        """Enter a micro-batch."""
+        """Enter a micro-batch; one of no samples is a stand-in."""
         self.step, self.first_sample, self.num_samples = step, first_sample, num_samples
+        self.is_stand_in = num_samples == 0
         self._is_driven = True
 
     def global_rows(self, num_rows: int, device: torch.device) -> Tensor:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.values import Range, described, fits, shown
 
 RoutingKind = Literal["uniform", "zipf", "trace"]
+Exponent = Annotated[float, Range(least=0, most=100)]
 _SCALE = 1 << 20
 
 
@@ -65,8 +68,8 @@ def make_routing(
         raise ConfigurationError(f"routing.kind={kind!r} is unknown: use one of {list(get_args(RoutingKind))}")
     if (kind == "trace") != (path is not None):
         raise ConfigurationError(f"routing.kind={kind} with path={path}: a trace, and only it, has a path")
-    if exponent < 0:
-        raise ConfigurationError(f"routing.exponent={exponent} must be 0 (uniform) or more")
+    if not fits(exponent, Exponent):
+        raise ConfigurationError(f"routing.exponent={shown(exponent)} must be {described(Exponent)}")
     if path is not None:
         return trace_routing(Path(path), num_experts=num_experts, num_layers=num_layers)
     weights = (1.0 + np.arange(num_experts)) ** (-exponent if kind == "zipf" else 0.0)
@@ -80,13 +83,8 @@ def trace_routing(path: Path, *, num_experts: int, num_layers: int) -> Routing:
     Raises:
         ConfigurationError: no such trace, or one with fewer experts than the model.
     """
-    if not path.is_file():
-        raise ConfigurationError(f"{path} is not a file: give a routing trace (.npz with counts and iteration)")
-    with np.load(path, allow_pickle=False) as archive:
-        if not {"counts", "iteration"} <= set(archive.files):
-            raise ConfigurationError(f"{path} has no counts and iteration: record a trace with RoutingRecorder")
-        counts = archive["counts"].astype(np.int64).sum(axis=2)
-        steps = archive["iteration"].astype(np.int64)
+    counts_SLNE, steps = read_routing_trace(path)
+    counts = counts_SLNE.sum(axis=2)
     if counts.shape[2] < num_experts:
         raise ConfigurationError(
             f"{path} has {counts.shape[2]} experts, the model {num_experts}: use routing.kind=zipf, or fewer experts"

@@ -82,7 +82,10 @@ class SavedState:
             self._raise_k()
 
     def _predicted_plt(self, k: int, *, interval: int, total_steps: int) -> float:
-        return worst_case_plt(num_experts=self.shape[1], k=k, interval=interval, total_steps=total_steps)
+        copied = max(k, self.k_snapshot)
+        return worst_case_plt(
+            num_experts=self.shape[1], k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
+        )
 
     @property
     def plt(self) -> float:

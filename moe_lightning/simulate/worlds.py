@@ -115,7 +115,8 @@ class Worlds:
         state_bytes = self._workload.expert_state_bytes
         bytes_per_s, latency_s = self._hardware.link_bytes_per_s, self._hardware.latency_s
         if missing.size <= _MAX_PLANNED_CELLS:
-            planned = plan_migration(held, world.placements)
+            nodes = np.repeat(world.nodes, self._hardware.ranks_per_node).tolist()
+            planned = plan_migration(held, world.placements, nodes)
             seconds = self._scale * planned.predicted_s(state_bytes, bytes_per_s, latency_s)
         else:
             receives = int(missing.sum(axis=(0, 1)).max())

@@ -35,7 +35,7 @@ from moe_lightning.checkpoint.training_state import ExpertLayer, TrainingState
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
 from moe_lightning.strategies.placed_experts import PlacedExperts
-from moe_lightning.strategies.step_data import StepData, loader_states
+from moe_lightning.strategies.step_data import StepData, loader_states, states_of_stateful
 from moe_lightning.strategies.zero import DenseOptimizerShards
 
 LOADERS_KEY = "step_loaders"
@@ -100,7 +100,11 @@ class CheckpointingStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write on rank 0, with the position of the training data: Lightning itself leaves it out between epochs."""
         assert self.lightning_module is not None
-        checkpoint[LOADERS_KEY] = loader_states(self.lightning_module.trainer.train_dataloader)
+        loaders = self.lightning_module.trainer.train_dataloader
+        checkpoint[LOADERS_KEY] = loader_states(loaders)
+        loop = _fit_loop_state(checkpoint)
+        if "combined_loader" in loop:  # stock Lightning looks for the positions of loaders that have one there
+            loop["combined_loader"] = states_of_stateful(loaders)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -120,7 +124,10 @@ class CheckpointingStrategy(DDPStrategy):
             checkpoint = self.restored_checkpoint.read_object("trainer")
         else:
             checkpoint = read_checkpoint(path)
-        self._step_data().restore(checkpoint.get(LOADERS_KEY, []))
+        positions = checkpoint.get(LOADERS_KEY, [])
+        self._step_data().restore(positions)
+        if positions:
+            _fit_loop_state(checkpoint).pop("combined_loader", None)  # Lightning would restore some of them once more
         return checkpoint
 
     @override
@@ -191,6 +198,12 @@ class CheckpointingStrategy(DDPStrategy):
             yield
         finally:
             self._without_state = False
+
+
+def _fit_loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Of Lightning's fit loop itself, without its parts; empty where a checkpoint holds weights only."""
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
 
 
 def _newest_whole(path: Path) -> Checkpoint:

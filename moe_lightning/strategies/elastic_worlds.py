@@ -366,7 +366,7 @@ class ElasticWorlds:
         # Another fault in this exchange leaves live rows as they were; what follows does not wait for peers, except
         # where optimizer shards change hands.
         self._is_torn |= plan.level != "live"
-        strategy.experts.enter_world(world, repair.placements, plan.held, strategy.optimizers)
+        strategy.experts.enter_world(world, repair.placements, plan.held, strategy.optimizers, plan.nodes)
         self._is_torn = True
         strategy.take_place(world)
         if plan.level == "live" and saved is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,9 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -27,16 +28,20 @@ from moe_lightning.comm.world import World, join_launched_world
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
+from moe_lightning.elastic.settings import ElasticTask
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, resolve_placements
 from moe_lightning.strategies.step_data import StepData
+from moe_lightning.strategies.step_weights import StepWeights
 from moe_lightning.strategies.stepping import SteppingStrategy
 from moe_lightning.strategies.zero import DenseOptimizerShards
+from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
+@validated
 class ExpertParallelStrategy(SteppingStrategy):
     """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
     placement.
@@ -67,8 +72,8 @@ class ExpertParallelStrategy(SteppingStrategy):
         entered_world: called when this rank has entered another world, before the fit loop goes on.
 
     Raises:
-        ConfigurationError: sizes that do not fit the world or the model, fp16 precision, or a gradient-accumulation
-            schedule.
+        ConfigurationError: sizes that do not fit the world or the model, fp16 precision, a gradient-accumulation
+            schedule, or a module under torch.compile.
     """
 
     strategy_name = "expert_parallel"
@@ -76,21 +81,16 @@ class ExpertParallelStrategy(SteppingStrategy):
     def __init__(
         self,
         *,
-        ep_size: int | None = None,
-        copies: int | None = None,
+        ep_size: PositiveInt | None = None,
+        copies: PositiveInt | None = None,
         placement: str | os.PathLike[str] | Sequence[Any] | None = None,
-        slots: int | None = None,
+        slots: PositiveInt | None = None,
         quota: QuotaPolicy = "balanced",
         zero1: bool = False,
-        seed: int | None = None,
-        timeout_s: float = 600.0,
+        seed: NonNegativeInt | None = None,
+        timeout_s: Seconds = 600.0,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-            raise ConfigurationError(f"timeout_s={timeout_s!r} must be a finite number of seconds above 0")
-        for name, value in (("ep_size", ep_size), ("copies", copies), ("slots", slots)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"{name}={value!r} must be an integer of at least 1, or null for the default")
         if kwargs.get("start_method", "popen") != "popen":
             raise ConfigurationError(
                 f"start_method={kwargs['start_method']!r} would bring back one rank's experts as the whole model: "
@@ -116,6 +116,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         self._optimizer_groups: list[list[list[nn.Parameter]]] = []
         self._sync_blocked = False
         self._slice: StepSlice | None = None
+        self._weights = StepWeights()
         self.last_gradient_norm: Tensor | None = None
         self.before_replacing: list[Callable[[], None]] = []
         self.entered_world: list[Callable[[], None]] = []
@@ -135,6 +136,12 @@ class ExpertParallelStrategy(SteppingStrategy):
         """The experts under their placements; available once the strategy is set up."""
         assert self._experts is not None
         return self._experts
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes > 1 or ElasticTask.from_environment() is not None:
+            super()._configure_launcher()
+        # One process starts no other: without a launcher Lightning runs it in notebooks and at the prompt too.
 
     @override
     def setup_distributed(self) -> None:
@@ -200,8 +207,21 @@ class ExpertParallelStrategy(SteppingStrategy):
             )
         if self._ddp_comm_hook is not None:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
-        assert self.lightning_module is not None
-        return self.lightning_module
+        module = self.lightning_module
+        assert module is not None
+        if module._compiler_ctx is not None:
+            raise ConfigurationError(
+                "torch.compile of the whole module cannot follow tokens, whose numbers are known at run time only: "
+                "give the Trainer the module itself, and CompileDense() among the callbacks"
+            )
+        if trainer.world_size > 1 and any(
+            isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules()
+        ):
+            rank_zero_warn(
+                "BatchNorm takes its statistics from each rank's part of the batch, so the loss depends on the number "
+                "of ranks: use LayerNorm or GroupNorm, or on GPUs sync_batchnorm=True"
+            )
+        return module
 
     # ------------------------------------------------------------------ placement
 

@@ -34,7 +34,7 @@ def global_gradient_norm(
         if rows is not None:
             stacks.append(_squared_norms(parameter, rows))
         elif parameter.grad is not None:
-            dense.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).square())
+            dense.append(_norm(parameter.grad).square())
     total = torch.stack(dense).sum() if dense else torch.zeros((), device=world.device)
     if stacks:
         squares = torch.cat(stacks)
@@ -52,10 +52,15 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
+def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
+    """In float32, summed in the gradient's own precision where that is higher."""
+    return torch.linalg.vector_norm(gradient, dim=dim, dtype=torch.promote_types(gradient.dtype, torch.float32)).float()
+
+
 def _squared_norms(parameter: nn.Parameter, rows: ExpertRows) -> Tensor:
     squares_E = torch.zeros(rows.placement.num_experts, dtype=torch.float32, device=parameter.device)
     if parameter.grad is not None:
-        per_slot = torch.linalg.vector_norm(parameter.grad.flatten(1), dim=1, dtype=torch.float32).square()
+        per_slot = _norm(parameter.grad.flatten(1), dim=1).square()
         for slot, expert in rows.owned():
             squares_E[expert] = per_slot[slot]
     return squares_E

@@ -50,7 +50,7 @@ def hand_over(strategy: ExpertParallelStrategy, engine: ElasticEngine, nodes: Se
             min_replicas=min_replicas,
             max_slots=strategy.slots_limit,
         )
-        strategy.experts.hand_over(staying, repair.placements, strategy.optimizers)
+        strategy.experts.hand_over(staying, repair.placements, strategy.optimizers, nodes)
     notice = notices[world.rank]
     if notice is not None:
         raise Preempted(notice)

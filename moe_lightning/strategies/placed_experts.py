@@ -133,7 +133,12 @@ class PlacedExperts:
         return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began)
 
     def enter_world(
-        self, world: World, placements: Sequence[Placement], held: BoolArray, optimizers: Sequence[Optimizer]
+        self,
+        world: World,
+        placements: Sequence[Placement],
+        held: BoolArray,
+        optimizers: Sequence[Optimizer],
+        nodes: Sequence[str] | None = None,
     ) -> MigrationReport:
         """Live in another world: the same rows, new peers; experts move to where the placements want them. Collective.
 
@@ -145,6 +150,7 @@ class PlacedExperts:
             held: bool [L, E, N], what each rank still holds, whole; an expert that nobody holds keeps a row of zeros
                 to be filled by whoever restores it.
             optimizers: whose states move along; every rank must have made them.
+            nodes: of the ranks; experts come from the own node where they can.
         """
         began = time.perf_counter()
         self.world, self._groups = world, dispatch_groups(world.size, world.size)
@@ -158,23 +164,29 @@ class PlacedExperts:
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
             after = next_slots(before[-1], placement.experts_on(world.rank))
             dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after))
-        return self._move(placements, dispatchers, before, held, optimizers, began)
+        return self._move(placements, dispatchers, before, held, optimizers, began, nodes)
 
     def hand_over(
-        self, staying: Sequence[int], placements: Sequence[Placement], optimizers: Sequence[Optimizer]
+        self,
+        staying: Sequence[int],
+        placements: Sequence[Placement],
+        optimizers: Sequence[Optimizer],
+        nodes: Sequence[str] | None = None,
     ) -> MigrationReport:
         """Bring the experts that only leaving ranks hold to the others, still in the present world; collective.
 
         Args:
             staying: the ranks that stay.
             placements: over those, in their order.
+            optimizers: whose states move along.
+            nodes: of all ranks of the present world.
         """
         wide = []
         for placement in placements:
             replicas = np.zeros((placement.num_experts, self.world.size), dtype=np.int64)
             replicas[:, list(staying)] = placement.replicas
             wide.append(Placement(replicas=replicas))
-        return self.enter_world(self.world, wide, held_states(self.placements), optimizers)
+        return self.enter_world(self.world, wide, held_states(self.placements), optimizers, nodes)
 
     def _move(
         self,
@@ -184,9 +196,10 @@ class PlacedExperts:
         held: BoolArray,
         optimizers: Sequence[Optimizer],
         began: float,
+        nodes: Sequence[str] | None = None,
     ) -> MigrationReport:
         """Carry rows to the placements' ranks and let the layers go on under their new dispatchers."""
-        migration = plan_migration(held, placements)
+        migration = plan_migration(held, placements, nodes)
         moving = []
         for layer, dispatcher, slots in zip(self.layers, dispatchers, before, strict=True):
             parameters = layer.experts.stacked_parameters().values()

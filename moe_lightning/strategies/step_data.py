@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _Stateful
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from moe_lightning.data.step_loader import StepLoader
-from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.data.step_loader import StepLoader, reason_not_to_cut
+from moe_lightning.data.step_sampler import StepSampler, StepSlice
 from moe_lightning.errors import ConfigurationError
 
 
@@ -20,15 +21,18 @@ class StepData:
     Args:
         rank, world_size: whose slices.
         seed: of the order of stock loaders.
+        is_elastic: other ranks may join.
     """
 
-    def __init__(self, *, rank: int, world_size: int, seed: int) -> None:
+    def __init__(self, *, rank: int, world_size: int, seed: int, is_elastic: bool) -> None:
         self._world = {"rank": rank, "world_size": world_size}
+        self._is_elastic = is_elastic
         self._seed = seed
         self._restored: list[dict[str, Any]] = []
 
     def cut(self, loader: object, trainer: pl.Trainer) -> object:
-        """The loader's part for this rank; its batch_size is the global batch.
+        """The loader's part for this rank; its batch_size is the global batch. A rank that stays alone takes loaders
+        that cannot be cut as they are.
 
         Raises:
             ConfigurationError: a loader that cannot be cut exactly.
@@ -44,12 +48,15 @@ class StepData:
         if isinstance(loader, StepLoader):
             loader.bind(**self._world)
             return loader
+        is_alone = self._world["world_size"] == 1 and not self._is_elastic
         if isinstance(loader, DataLoader):
+            if is_alone and reason_not_to_cut(loader) is not None:
+                return loader
             micros = trainer.accumulate_grad_batches if trainer.training else 1
             return StepLoader.from_dataloader(
                 loader, **self._world, num_micros=micros, seed=self._seed, training=trainer.training
             )
-        if self._world["world_size"] == 1:
+        if is_alone:
             return loader
         raise ConfigurationError(
             f"a loader of type {type(loader).__name__} cannot be cut over {self._world['world_size']} ranks: "
@@ -73,6 +80,12 @@ def loader_states(loaders: object) -> list[dict[str, Any]]:
     return [loader.state_dict() for loader in pytree.tree_leaves(loaders) if isinstance(loader, StepLoader)]
 
 
+def states_of_stateful(loaders: object) -> list[dict[str, Any]]:
+    """The positions of the loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
+    stateful = [loader for loader in pytree.tree_leaves(loaders) if isinstance(loader, _Stateful)]
+    return [loader.state_dict() for loader in stateful if not getattr(loader, "replaces_stock", False)]
+
+
 def training_slice(loaders: object) -> StepSlice | None:
     """Which samples a training batch holds: those of the first loader, where a batch joins several.
 
@@ -80,14 +93,25 @@ def training_slice(loaders: object) -> StepSlice | None:
         ConfigurationError: ranks and micro-batches take unlike shares of the loaders, so that no weight fits them all.
     """
     stepping = [loader for loader in pytree.tree_leaves(loaders) if isinstance(loader, StepLoader)]
-    sizes = {loader.step_sampler.global_batch_size for loader in stepping}
-    parts = max((loader.step_sampler.world_size * loader.step_sampler.num_micros for loader in stepping), default=1)
+    if len(stepping) > 1:
+        _require_common_weight([loader.step_sampler for loader in stepping])
+    return stepping[0].current if stepping else None
+
+
+def _require_common_weight(samplers: Sequence[StepSampler]) -> None:
+    parts = max(sampler.world_size * sampler.num_micros for sampler in samplers)
+    sizes = sorted({sampler.global_batch_size for sampler in samplers})
+    lengths = {(sampler.global_batch_size, sampler.epoch_size) for sampler in samplers}
     if len(sizes) > 1 and any(size % parts for size in sizes):
         raise ConfigurationError(
-            f"training loaders of {sorted(sizes)} samples a step cannot be cut into {parts} parts alike, so their "
+            f"training loaders of {sizes} samples a step cannot be cut into {parts} parts alike, so their "
             f"losses have no common weight: use one batch size, or multiples of {parts}"
         )
-    return stepping[0].current if stepping else None
+    if parts > 1 and len(lengths) > 1 and any(epoch % batch for batch, epoch in lengths):
+        raise ConfigurationError(
+            f"training loaders of {sorted(epoch for _, epoch in lengths)} samples end in partial batches at unlike "
+            f"steps, so their losses have no common weight in {parts} parts: set drop_last=True"
+        )
 
 
 def running_slice(loaders: object, index: int) -> StepSlice | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -14,7 +15,9 @@ from typing_extensions import override
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.modules.stream import SampleStream
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
+from moe_lightning.strategies.stand_ins import nothing_of, without_traces
 from moe_lightning.strategies.step_data import StepData, running_slice, training_slice
+from moe_lightning.strategies.step_weights import StepWeights
 from moe_lightning.strategies.world_changing import WorldChangingStrategy
 
 
@@ -29,15 +32,22 @@ class SteppingStrategy(WorldChangingStrategy):
     _data: StepData | None
     _seed: int | None
     _stream: SampleStream
+    _weights: StepWeights
 
     # ------------------------------------------------------------------ data
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # Lightning would replace the sampler of every training loader by one that shuffles.
+        self.trainer._accelerator_connector.use_distributed_sampler = False
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Cut a loader over the ranks: its batch_size is the global batch.
 
         Raises:
-            ConfigurationError: a loader that cannot be cut exactly (an iterable dataset, a sampler of the user's own,
+            ConfigurationError: a loader that cannot be cut exactly (an iterable dataset, batches of the user's own,
                 ...).
         """
         assert self.lightning_module is not None
@@ -45,7 +55,12 @@ class SteppingStrategy(WorldChangingStrategy):
 
     def _step_data(self) -> StepData:
         if self._data is None:
-            self._data = StepData(rank=self.global_rank, world_size=self.world_size, seed=self._run_seed())
+            self._data = StepData(
+                rank=self.global_rank,
+                world_size=self.world_size,
+                seed=self._run_seed(),
+                is_elastic=self._elastic is not None,
+            )
         return self._data
 
     def _run_seed(self) -> int:
@@ -56,19 +71,26 @@ class SteppingStrategy(WorldChangingStrategy):
         """Learn which samples the running batch holds, and let keyed randomness follow them."""
         self._slice = here
         if here is not None:
-            assert self.lightning_module is not None
-            step = self.lightning_module.trainer.global_step
+            step = self.trainer.global_step
             self._stream.advance(step=step, first_sample=here.offset, num_samples=here.count)
+
+    def _leave_batch(self) -> None:
+        self._slice = None
+        self._stream.is_stand_in = False
 
     # ------------------------------------------------------------------ one step
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        self._enter_batch(training_slice(self.lightning_module.trainer.train_dataloader))
-        output = super().training_step(*args, **kwargs)
+        self._enter_batch(training_slice(self.trainer.train_dataloader))
+        self._weights.begin(self._slice)
+        with without_traces(self.lightning_module) if self._stream.is_stand_in else nullcontext():
+            output = super().training_step(*args, **kwargs)
+        if self.world.size > 1:
+            self._weights.warn_of_ignored_targets(args)
         if not self.lightning_module.automatic_optimization:
-            self._slice = None
+            self._leave_batch()
         return output
 
     @override
@@ -86,11 +108,22 @@ class SteppingStrategy(WorldChangingStrategy):
     def _evaluate(self, step: Callable[..., Any], loaders: str, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
-        self._enter_batch(running_slice(getattr(self.lightning_module.trainer, loaders), index))
+        self._enter_batch(running_slice(getattr(self.trainer, loaders), index))
         try:
-            return step(*args, **kwargs)
+            if not self._stream.is_stand_in:
+                return step(*args, **kwargs)
+            with without_traces(self.lightning_module):
+                return nothing_of(step(*args, **kwargs))
         finally:
-            self._slice = None
+            self._leave_batch()
+
+    def weigh(self, loss: Tensor, weight: Tensor | float) -> Tensor:
+        """See `moe_lightning.modules.losses.global_mean`; collective."""
+        return self._weights.weigh(loss, weight, self._slice, self.world)
+
+    def scale_sum(self, loss: Tensor) -> Tensor:
+        """See `moe_lightning.modules.losses.global_sum`."""
+        return self._weights.scale_sum(loss, self._slice, self.world)
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
@@ -105,14 +138,15 @@ class SteppingStrategy(WorldChangingStrategy):
             return super().reduce(tensor * (here.count / here.micro_total), group, "sum")
         return super().reduce(tensor, group, reduce_op)
 
-    def _loss_weight(self) -> float:
-        """This rank's share of the step's mean loss, undoing Lightning's division by the number of micro-batches."""
+    def _loss_weight(self) -> float | Tensor:
+        """This rank's share of the step's loss, undoing Lightning's division by the number of micro-batches."""
         here = self._slice
         if here is None:
             return 1.0 / self.world.size
         assert self.lightning_module is not None
-        divided = here.num_micros if self.lightning_module.automatic_optimization else 1
-        return here.count * divided / here.step_total
+        if not self.lightning_module.automatic_optimization:
+            return here.count / here.step_total
+        return self._weights.share(here) * self.trainer.accumulate_grad_batches
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -120,21 +154,21 @@ class SteppingStrategy(WorldChangingStrategy):
 
         Under manual optimization what earlier calls left in the gradients is summed already: it steps aside.
         """
-        weight = self._loss_weight()
         assert self.lightning_module is not None
+        weight = torch.as_tensor(self._loss_weight(), dtype=closure_loss.dtype, device=closure_loss.device)
         is_automatic = self.lightning_module.automatic_optimization
         earlier = {} if is_automatic else _take_gradients(self.lightning_module)
         self.pre_backward(closure_loss)
-        loss = self.precision_plugin.pre_backward(
-            closure_loss if weight == 1.0 else closure_loss * weight, self.lightning_module
-        )
+        loss = self.precision_plugin.pre_backward(closure_loss * weight, self.lightning_module)
         if self.experts.visits is not None:
             self.experts.visits.is_last_backward = not self._sync_blocked
         self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         if is_automatic:
-            self._slice = None
+            self._leave_batch()
         if not self._sync_blocked:
             self.experts.sum_replica_gradients()
+            if is_automatic:
+                self._weights.finish(self.lightning_module)
         _add_gradients(earlier)
         self.precision_plugin.post_backward(loss, self.lightning_module)
         self.post_backward(closure_loss)

@@ -144,6 +144,12 @@ class WorldChangingStrategy(CheckpointingStrategy):
         return self._elastic.engine.node if self._elastic is not None else ""
 
     @property
+    def world_number(self) -> int:
+        """Number of the present world, above those of all worlds before it; 0 where nobody numbers them."""
+        members = self._elastic.members if self._elastic is not None else None
+        return int(getattr(members, "number", 0))
+
+    @property
     def node_of(self) -> tuple[int, ...]:
         """The number of each rank's node."""
         if self._elastic is None or self._elastic.members is None:

@@ -59,3 +59,14 @@ def test_upcycling(tmp_path: Path) -> None:
     last = next((tmp_path / "outputs" / "small" / "checkpoints").glob("*.ckpt"))
     assert moe_ckpt(["export-hf", str(last), str(tmp_path / "offline")]) == 2
     assert not (tmp_path / "offline").exists()
+
+
+def test_an_upcycled_llama_leaves_as_a_mixtral(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "llama", vocab_size=256)
+    (tmp_path / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(800)))
+    recipe = ["recipes=upcycle_llama", "model.pretrained=llama", "data.source=words.txt", "data.cache_dir=cache"]
+    trained = moe_train(tmp_path, *recipe, "data.val_samples=4", "trainer.max_steps=2", "ranks=1", *COMMON)
+    assert trained.returncode == 0, trained.stderr
+    last = next((tmp_path / "outputs" / "small" / "checkpoints").glob("*.ckpt"))
+    assert moe_ckpt(["export-hf", str(last), str(tmp_path / "mixtral")]) == 0
+    assert reloaded(tmp_path / "mixtral").config.model_type == "mixtral"

@@ -264,6 +264,68 @@ def test_experts_that_move_are_saved_under_their_own_names(root: Path) -> None:
     np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
 
 
+class WaitForCommit(pl.Callback):
+    """Ends the epoch when its last checkpoint is committed."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+        session.settle()  # type: ignore[union-attr]
+        wait_until(lambda: session.status().committed_step == trainer.global_step, "it was not committed")  # type: ignore[union-attr]
+
+
+def test_the_last_step_is_saved_whole_though_a_part_of_it_is_committed(root: Path) -> None:
+    whole = run(1, [], steps=8)[0]
+    run(2, [saver(root, every_n_steps=1, k_snapshot=1), WaitForCommit()], steps=5)
+    resumed = run(2, [], steps=8, ckpt_path=str(root))[0]
+    np.testing.assert_allclose(resumed["losses"], whole["losses"][5:], rtol=0, atol=1e-5)
+
+
+class SessionLog(pl.Callback):
+    """Writes after every step which session is open, and the copied bytes of its last snapshot (rank 0)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
+        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+        if trainer.global_rank == 0 and session is not None:
+            report = session._snapshotter.finish()
+            with self.path.open("a") as file:
+                file.write(json.dumps([trainer.global_step, session._session, report.copied_bytes]) + "\n")  # type: ignore[union-attr]
+
+
+class ReplaceExperts(pl.Callback):
+    """Says after a step that every expert has a new place: the one that it has, or one on another rank."""
+
+    def __init__(self, step: int, *, elsewhere: bool) -> None:
+        self.step, self.elsewhere = step, elsewhere
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        if trainer.global_step == self.step:
+            turn = -1 if self.elsewhere else 1
+            strategy.replace_experts([Placement(replicas=p.replicas[:, ::turn]) for p in strategy.experts.placements])
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_rebalance_opens_no_session_and_copies_only_what_changed_hands(
+    root: Path, tmp_path: Path, elsewhere: bool
+) -> None:
+    whole = run(1, [], steps=10)[0]
+    path = tmp_path / "sessions"
+    callbacks = [saver(root, every_n_steps=1, k_snapshot=1), ReplaceExperts(3, elsewhere=elsewhere), SessionLog(path)]
+    run(2, callbacks, steps=7)
+    steps, sessions, copied = zip(*map(json.loads, path.read_text().splitlines()), strict=True)
+    assert len(set(sessions)) == 1
+    sizes = dict(zip(steps, copied, strict=True))
+    partial_bytes = max(sizes[step] for step in (2, 4, 5, 6))
+    assert partial_bytes < 0.8 * sizes[1]
+    assert (sizes[3] > partial_bytes) == elsewhere
+    resumed = run(2, [], steps=10, ckpt_path=str(root))[0]
+    np.testing.assert_allclose(resumed["losses"], whole["losses"][7:], rtol=0, atol=1e-5)
+
+
 class Hoarder(pl.Callback):
     """Has much to remember, and more at every step."""
 

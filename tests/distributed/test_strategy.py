@@ -264,9 +264,12 @@ class TwoSources(OwnModule):
         return super().training_step(batch["a"], batch_idx) + 0.5 * super().training_step(batch["b"], batch_idx)
 
 
-def fit_two_loaders(rank: int, world_size: int, sizes: tuple[int, int]) -> dict[str, np.ndarray] | str:
+def fit_two_loaders(
+    rank: int, world_size: int, sizes: tuple[int, int], drop_last: bool = True
+) -> dict[str, np.ndarray] | str:
     trainer = make_trainer(rank, world_size, {}, max_steps=5)
-    loaders = {"a": train_loader(sizes[0]), "b": train_loader(sizes[1], size=60)}
+    data = {"a": (RandomTokens(96), sizes[0]), "b": (RandomTokens(60), sizes[1])}
+    loaders = {name: DataLoader(d, batch_size=b, shuffle=True, drop_last=drop_last) for name, (d, b) in data.items()}
     try:
         trainer.fit(TwoSources(), loaders)
     except ValueError as error:
@@ -284,6 +287,10 @@ def test_joined_loaders_that_no_weight_fits_are_refused() -> None:
     for message in run_ranks(2, fit_two_loaders, (8, 5)):
         assert "training loaders of [5, 8] samples a step cannot be cut into 2 parts alike" in message
         assert "use one batch size" in message
+    for message in run_ranks(2, fit_two_loaders, (7, 7), False):
+        assert "training loaders of [60, 96] samples end in partial batches at unlike steps" in message
+        assert "set drop_last=True" in message
+    assert not isinstance(run_ranks(1, fit_two_loaders, (7, 7), False)[0], str)
 
 
 # ---------------------------------------------------------------------- Lightning's own callbacks

@@ -51,7 +51,16 @@ FITTED = {  # what a smaller world needs besides
     "pro_prophet": ["model.num_experts=4"],
     "callbacks=compile": ["callbacks.compile_dense.backend=eager"],
 }
-ELSEWHERE = ("olmoe_finetune", "upcycle_gpt2", "model.pretrained", "swin", "data.path", "--config-dir", "lighthouse")
+ELSEWHERE = (
+    "olmoe_finetune",
+    "upcycle_gpt2",
+    "upcycle_llama",
+    "model.pretrained",
+    "swin",
+    "data.path",
+    "--config-dir",
+    "lighthouse",
+)
 QUICK = ("strategy.copies=2", "recipes=trace_routing model.router.forced.path=trace.npz callbacks=load_balancer")
 KNOWN = (
     "moe-train|moe-bench|moe-ckpt|moe-sim|pip install|python -m moe_lightning|python docs/api.py|wandb|ruff|pytest"
@@ -159,7 +168,14 @@ def run(source: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_snippet_is_run_here() -> None:
-    known = ("class Classifier", "DynamicK(0.0375)", "kernels.set_backend", "ThroughputMonitor", "class Counting")
+    known = (
+        "class Classifier",
+        "DynamicK(0.0375)",
+        "kernels.set_backend",
+        "ThroughputMonitor",
+        "class Counting",
+        "class Masked",
+    )
     for page in PAGES:
         for block in blocks(page, "python"):
             assert sum(part in block for part in known) == 1, f"{page.name}:\n{block}"
@@ -177,6 +193,18 @@ def test_checkpoints_in_a_script(tmp_path: Path) -> None:
 def test_kernels_can_be_chosen() -> None:
     run(snippet("docs/kernels.md", "kernels.set_backend"), {})
     kernels.set_backend("auto")
+
+
+def test_a_masked_mean_in_the_own_module() -> None:
+    names = run(snippet("README.md", "class Classifier"), {"__name__": "example"})
+    run(snippet("docs/lightning.md", "class Masked"), names)
+    x = torch.randn(32, 32)
+    y = x[:, :4].argmax(dim=1).masked_fill(x[:, 0] > 0, -100)
+    data = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+    options = {"max_steps": 4, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(strategy="expert_parallel", accelerator="cpu", devices=1, **options)
+    trainer.fit(names["Masked"](), data)
+    assert 0 < float(trainer.callback_metrics["loss"]) < 10
 
 
 def test_throughput_of_the_own_module() -> None:

@@ -19,7 +19,7 @@ from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.train import main
 from tests.agents import ForkedAgent
 
-ELSEWHERE = {"olmoe_finetune", "upcycle_gpt2"}
+ELSEWHERE = {"olmoe_finetune", "upcycle_gpt2", "upcycle_llama"}
 IMAGES = {"swinv2_moe", "moc_swinv2_moe"}
 SLOW = {"lazarus_gpt_m", "lazarus_gpt_l", "slurm"}  # alike recipes are run by default
 RECIPES = sorted({path.stem for path in (CONFIG_DIR / "recipes").glob("*.yaml")} - ELSEWHERE)

@@ -44,6 +44,16 @@ def test_same_seed_same_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+def test_only_a_recipe_of_moe_sim_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipes" / "mine.yaml"
+    assert main(["recommend", *FAST, f"recipe={path}"]) == 0
+    assert main(["recommend", *FAST, f"recipe={path}"]) == 0
+    path.write_text("# @package _global_\ntrainer:\n  max_steps: 7\n")
+    assert main(["recommend", *FAST, f"recipe={path}"]) == 2
+    assert "exists and is not moe-sim's own: name another file" in capsys.readouterr().err
+    assert "max_steps: 7" in path.read_text()
+
+
 @pytest.mark.parametrize("extra", [[], ["global_batch=64", "rank_batch=null", "policy.min_replicas=1"]])
 def test_moe_train_accepts_what_is_recommended(
     extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -103,7 +113,7 @@ MISTAKES = [
     (["routing.kind=trace", "routing.path=no.npz"], "no.npz is not a file"),
     (["routing.exponent=-1"], "routing.exponent=-1"),
     (["failures.kind=trace", "failures.path=no.csv"], "no.csv is not a file"),
-    (["failures.kind=sometimes"], "failures.kind='sometimes' is unknown"),
+    (["failures.kind=sometimes"], "kind='sometimes' of Failures must be 'none' or"),
     (["failures.repair_s=0"], "failures.repair_s=0 must be above 0, or null"),
     (["picture=no/where.svg"], "no is not a folder"),
     (["recommend", "recipe=here.yaml"], "must be recipes/NAME.yaml"),

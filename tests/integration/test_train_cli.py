@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.commands import moe_train, users_environment
 
@@ -159,6 +160,45 @@ def test_anew_keeps_the_earlier_run(folder: Path) -> None:
     assert [path.name for path in (folder / "outputs" / "tiny" / "checkpoints").iterdir()] == ["step-0000002.ckpt"]
 
 
+@pytest.mark.parametrize("mistake", ["strategy.copies=abc", "model.num_layers=100000000000000"])
+def test_a_command_that_cannot_train_moves_nothing(folder: Path, mistake: str) -> None:
+    before = (folder / "outputs" / "tiny" / "config.yaml").read_text()
+    result = _fork(folder, "ranks=1", "resume=false", mistake)
+    assert result.returncode == 2
+    assert mistake.split("=")[0] in result.stderr
+    assert not (folder / "outputs" / "tiny.1").exists()
+    assert (folder / "outputs" / "tiny" / "config.yaml").read_text() == before
+
+
+def test_a_resume_with_other_settings_is_asked_for(folder: Path) -> None:
+    run = folder / "outputs" / "tiny"
+    before = (run / "config.yaml").read_text()
+    changed = ("trainer.max_steps=6", "ranks=1", "optimizer.lr=1.0e-5", "optimizer.decay=constant")
+    refused = _fork(folder, *changed)
+    assert refused.returncode == 2
+    assert "optimizer.lr 0.006 -> 1e-05" in refused.stderr
+    assert "resume_overrides=true" in refused.stderr
+    assert (run / "config.yaml").read_text() == before
+
+    result = _fork(folder, *changed, "resume_overrides=true", "optimizer.warmup_steps=0")
+    assert result.returncode == 0, result.stderr
+    assert "optimizer.lr 0.006 -> 1e-05" in result.stdout
+    assert (run / "config.1.yaml").read_text() == before
+    checkpoint = torch.load(run / "checkpoints" / "step-0000006.ckpt", weights_only=True)
+    assert [group["lr"] for group in checkpoint["optimizer_states"][0]["param_groups"]] == [1e-5, 1e-5]
+    assert checkpoint["hyper_parameters"]["optimizer"]["lr"] == 1e-5
+
+
+@pytest.mark.parametrize("name", ["run_name=", "run_name=..", "run_name=null", "run_name=."])
+def test_a_name_that_leads_elsewhere_moves_nothing(folder: Path, name: str) -> None:
+    before = sorted(path.name for path in (folder / "outputs").iterdir())
+    result = _fork(folder, name, "resume=false")
+    assert result.returncode == 2
+    assert result.stderr.startswith("moe-train: error: run_name=")
+    assert set(before) <= {path.name for path in (folder / "outputs").iterdir()}
+    assert (folder / "words.txt").is_file()
+
+
 def test_torchrun_starts_the_ranks_itself(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "moe_lightning.cli.train"]
     result = _run(folder, "run_name=torchrun", "trainer.max_steps=2", command=torchrun)
@@ -172,6 +212,7 @@ class Running:
     """A run without an end, past its first steps, and a descriptor of each of its ranks."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         endless = ["run_name=endless", "trainer.max_steps=1000000", "ranks=2"]
         self.process = subprocess.Popen(
             [*COMMAND, *TINY, *endless],
@@ -218,6 +259,14 @@ def test_ctrl_c_ends_everything(running: Running) -> None:
     assert running.process.returncode == 130
     assert err.splitlines() == ["moe-train: ended by SIGINT; the same command goes on from the last checkpoint"]
     assert running.ranks_end(timeout_s=0)
+
+
+def test_a_second_command_of_the_same_run_is_refused(running: Running) -> None:
+    for resume in ("true", "false"):
+        result = _fork(running.folder, "run_name=endless", "ranks=1", f"resume={resume}")
+        assert result.returncode == 2
+        assert f"outputs/endless is in use by process {running.process.pid}" in result.stderr
+    assert running.process.poll() is None
 
 
 def test_no_rank_outlives_the_command(running: Running) -> None:

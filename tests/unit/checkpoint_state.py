@@ -62,9 +62,17 @@ class Node:
     """Snapshotters of all ranks and an agent, in this process."""
 
     def __init__(
-        self, base: Path, *, world_size: int = 2, session: str = "1", run: str = "run", **agent: float
+        self,
+        base: Path,
+        *,
+        world_size: int = 2,
+        session: str = "1",
+        run: str = "run",
+        world: int = 0,
+        root: Path | None = None,
+        **agent: float,
     ) -> None:
-        self.arenas, self.root, self.world_size = base / "arenas", base / "checkpoints", world_size
+        self.arenas, self.root, self.world_size = base / "arenas", root or base / "checkpoints", world_size
         self.arenas.mkdir(exist_ok=True, mode=0o700)
         self.ranks = [
             Snapshotter(
@@ -76,6 +84,7 @@ class Node:
                 state=state_of(rank, world_size, 0),
                 object_bytes=4096,
                 objects=2,
+                world=world,
             )
             for rank in range(world_size)
         ]

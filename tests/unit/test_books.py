@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -55,3 +57,29 @@ def test_a_dump_never_outgrows_its_room(layers: int, experts: int) -> None:
         if step in (0, 69):
             assert len(dump_object(books.dump())) <= books.largest_dump_bytes
     assert len(dump_object(books.dump())) > 0.5 * books.largest_dump_bytes - (16 << 10)
+
+
+def test_losses_are_never_told_too_low_where_storage_stood_still_for_long() -> None:
+    """Nothing was committed for more checkpoints than are remembered, and then all of them are needed."""
+    rng, shape = np.random.default_rng(0), (2, 4)
+    books, tokens = new_books(*shape), {}
+    for step in range(1, 101):
+        books.ledger.record(rng.integers(1, 1000, shape))
+        tokens[step] = books.ledger.processed.copy()
+        books.begin(step, books.plan(2, 1, full=step == 1))
+    for version in (1, 20, 36, 37, 90):
+        lost = new_books(*shape).restore(books.dump(), 100, np.full(shape, version))
+        exact = tokens[100] - tokens[version]
+        assert (lost >= exact).all()
+        assert version < 37 or (lost == exact).all()
+
+
+def test_books_stay_small_however_many_checkpoints_are_begun() -> None:
+    def size(checkpoints: int) -> int:
+        books = new_books(8, 64)
+        for step in range(1, checkpoints + 1):
+            books.ledger.record(np.ones((8, 64), dtype=np.int64))
+            books.begin(step, books.plan(1, 1))
+        return len(pickle.dumps(books))
+
+    assert size(300) < 1.1 * size(100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_lightning.callbacks.checkpoint import LatestCheckpoint
 from moe_lightning.callbacks.console import Console
 from moe_lightning.callbacks.summary import Summary, ngram_losses, render
 from moe_lightning.callbacks.telemetry import Telemetry
+from moe_lightning.cli.worker import Run, measure
 from moe_lightning.data.ngram import ngram_cross_entropy
 from moe_lightning.data.text import TextData
 from tests.distributed.training import TINY, RandomTokens
@@ -76,6 +78,25 @@ def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 160])
+def test_the_count_of_steps_is_shown_at_any_width(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _fit([Telemetry(), Console("bar")])
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n").splitlines()
+    shown = [line for line in lines if "4/4" in line]
+    assert shown
+    assert "loss " in shown[-1]
+    assert len(shown[-1].rstrip()) <= columns
+    assert ("imbalance" in shown[-1]) == (columns > 60)
+
+
 def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     _fit([Console("none")])
     assert capsys.readouterr().out == ""
@@ -121,6 +142,26 @@ def test_summary_after_validation(text: TextData, tmp_path: Path, capsys: pytest
     assert f"{numbers['order_1_loss']:.4f}" in out
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000004.ckpt"]
     assert "step-0000004.ckpt" in out
+
+
+def test_a_model_that_was_just_validated_is_summed_up_as_it_is(
+    text: TextData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = Summary(str(tmp_path / "summary.json"), [])
+    trainer = _trainer([Console("none"), summary], val_check_interval=2, check_val_every_n_epoch=None, max_steps=3)
+    module, validations = GPTModule(TINY | {"vocab_size": 256}), []
+    module.on_validation_start = lambda: validations.append(trainer.global_step)  # type: ignore[method-assign]
+    trainer.fit(module, datamodule=text)
+    run = Run(trainer=trainer, module=module, data=text)
+    measure(run)
+    assert validations == [2, 3], "the last step had not been validated"
+    trainer = _trainer([Console("none"), summary], val_check_interval=2, check_val_every_n_epoch=None)
+    trainer.fit(module, datamodule=text)
+    capsys.readouterr()
+    measure(Run(trainer=trainer, module=module, data=text))
+    assert validations == [2, 3, 2, 4]
+    assert "validation loss" in capsys.readouterr().out
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
 
 
 def test_summary_lines_are_aligned() -> None:

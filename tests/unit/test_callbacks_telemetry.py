@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig
 from moe_lightning.callbacks import telemetry
 from moe_lightning.callbacks.telemetry import Metric, Telemetry, imbalance, layer_metrics, reduced
+from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import LayerStatistics
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import TINY, RandomTokens
+from tests.distributed.training import TINY, RandomTokens, make_trainer
+
+LENGTH = RandomTokens().length
 
 
 class Logged(pl.Callback):
@@ -32,25 +37,25 @@ class Logged(pl.Callback):
             self.steps[trainer.global_step] = metrics
 
 
-def _fit(callbacks: list[pl.Callback], *, steps: int = 6, world_size: int = 1, **options: Any) -> pl.Trainer:
+def _fit(callbacks: list[pl.Callback], *, steps: int = 6, **options: Any) -> pl.Trainer:
     pl.seed_everything(3, verbose=False)
+    checkpoint = options.pop("ckpt_path", None)
     trainer = pl.Trainer(
         strategy=ExpertParallelStrategy(),
         callbacks=callbacks,
         accelerator="cpu",
-        devices=world_size,
+        devices=1,
         max_steps=steps,
         log_every_n_steps=3,
         gradient_clip_val=1.0,
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"num_sanity_val_steps": 0, **options},
+        **{"num_sanity_val_steps": 0, "logger": False, **options},
     )
     module = GPTModule(TINY, OptimizerConfig(lr=2e-3, warmup_steps=0, decay="constant"))
     held_out = DataLoader(RandomTokens(24), batch_size=12) if options.get("num_sanity_val_steps") else None
-    trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12), held_out)
+    trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12), held_out, ckpt_path=checkpoint)
     return trainer
 
 
@@ -117,6 +122,73 @@ def test_logs_every_n_steps(tmp_path: Path) -> None:
     assert all(len(row) == 2 + TINY["num_experts"] for row in rows)
 
 
+class Recorded(Logger):
+    """What a run writes down, by step."""
+
+    name, version = "recorded", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.parameters: dict[str, Any] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.metrics.setdefault(step, {}).update(metrics)
+
+    def log_hyperparams(self, params: dict[str, Any], *_: Any) -> None:
+        self.parameters |= params
+
+
+def test_perplexity_tokens_and_the_size_of_the_model(tmp_path: Path) -> None:
+    recorded = Recorded()
+    options = {"logger": recorded, "num_sanity_val_steps": 1, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    trainer = _fit([Telemetry()], **options)
+    assert [recorded.metrics[step]["train/tokens_seen"] for step in (2, 5)] == [36 * LENGTH, 72 * LENGTH]
+    assert [step for step, row in recorded.metrics.items() if "val/perplexity" in row] == [2, 5]
+    for row in (recorded.metrics[2], recorded.metrics[5]):
+        assert row["val/perplexity"] == pytest.approx(math.exp(row["val/loss"]), rel=1e-5)
+    sizes = model_size(trainer.lightning_module)
+    assert recorded.parameters["parameters/whole"] == sizes.whole > recorded.parameters["parameters/active"]
+
+
+def test_tokens_are_counted_on_over_a_resume(tmp_path: Path) -> None:
+    """As if the run had never stopped."""
+    trainer = _fit([Telemetry()], steps=3)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed, recorded = Telemetry(), Recorded()
+    _fit([resumed], steps=6, logger=recorded, ckpt_path=tmp_path / "a.ckpt")
+    assert resumed.tokens_seen == 72 * LENGTH
+    assert recorded.metrics[5]["train/tokens_seen"] == 72 * LENGTH
+
+
+def _tokens_on_ranks(rank: int, world_size: int) -> int:
+    counted = Telemetry()
+    trainer = make_trainer(rank, world_size, callbacks=[counted], max_steps=6, log_every_n_steps=3)
+    trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(96), batch_size=12))
+    return counted.tokens_seen
+
+
+def test_tokens_of_all_ranks_count() -> None:
+    assert run_ranks(2, _tokens_on_ranks) == [72 * LENGTH] * 2
+
+
+class Diverging(pl.Callback):
+    """Breaks the model before a step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 1:
+            with torch.no_grad():
+                next(pl_module.parameters()).fill_(float("nan"))
+
+
+def test_a_loss_that_is_no_number_is_told_once(recwarn: pytest.WarningsRecorder) -> None:
+    _fit([Telemetry(), Diverging()], steps=9)
+    told = [str(warning.message) for warning in recwarn if "is nan" in str(warning.message)]
+    assert len(told) == 1
+    assert told[0].startswith("the loss of step 3 is nan")
+
+
 def test_steps_that_do_not_log_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = telemetry.layer_metrics
@@ -175,7 +247,7 @@ def test_no_mfu_where_the_peak_or_the_work_is_not_known() -> None:
     _fit([Telemetry(), logged])
     assert not any("train/mfu_ratio" in metrics for metrics in logged.steps.values())
     assert telemetry.known_peak(torch.device("cpu"), "32-true") is None
-    with pytest.raises(ConfigurationError, match="peak_flops_per_s=0 must be above 0"):
+    with pytest.raises(ConfigurationError, match="peak_flops_per_s=0 of Telemetry must be a number above 0"):
         Telemetry(peak_flops_per_s=0)
 
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import wandb
 
 from moe_lightning.callbacks.wandb_logger import QuietWandbLogger, has_wandb_login, lasting_run_id
 
@@ -43,9 +44,11 @@ def test_offline_unless_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_options_reach_wandb(tmp_path: Path) -> None:
-    logger = QuietWandbLogger(save_dir=str(tmp_path), name="run", project="books", group="g")
+    logger = QuietWandbLogger(save_dir=str(tmp_path), name="run", project="books", group="g", tags=["a", "b"])
     assert logger._wandb_init["project"] == "books"
     assert logger._wandb_init["group"] == "g"
+    assert logger._wandb_init["tags"] == ["a", "b"]
+    assert not {"group", "tags"} & set(QuietWandbLogger(save_dir=str(tmp_path))._wandb_init), "W&B's variables count"
     assert "anonymous" not in logger._wandb_init
 
 
@@ -58,3 +61,17 @@ def test_one_folder_has_one_run_id(tmp_path: Path) -> None:
 def test_a_damaged_run_id_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "wandb_run_id").write_text("../../somewhere else\n")
     assert re.fullmatch("[0-9a-f]{8}", lasting_run_id(tmp_path))
+
+
+def test_a_run_begins_with_its_first_numbers(tmp_path: Path) -> None:
+    """Lightning asks for the experiment before it has checked anything: a command that fails then leaves no run."""
+    logger = QuietWandbLogger(save_dir=str(tmp_path), offline=True)
+    assert logger.experiment is not None
+    logger.log_hyperparams({"lr": 0.5})
+    assert list(tmp_path.iterdir()) == []
+    logger.log_metrics({"loss": 1.0}, 0)
+    assert logger.experiment.config["lr"] == 0.5
+    assert logger.experiment.id == lasting_run_id(tmp_path)
+    logger.log_hyperparams({"seed": 3})
+    assert logger.experiment.config["seed"] == 3
+    wandb.finish()

@@ -74,3 +74,20 @@ def test_wide_bars_carry_their_values() -> None:
     assert {"0.0162", "3,590"} <= set(texts)
     crowded = bar_chart({str(i): {"a": 1.234} for i in range(40)}, "t", "ms")
     assert "1.23</text>" not in crowded
+
+
+def test_a_line_that_nearly_hides_another_has_gaps_too() -> None:
+    below = [(1.0, 8.0), (50.0, 8.0), (99.0, 8.0)]
+    near, far = [(x, y - 0.02) for x, y in below], [(x, y - 0.5) for x, y in below]
+    picture = line_chart({"below": below, "near": near, "far": far}, "t", "x", "y")
+    lines = re.findall(r"<polyline[^>]*>", picture)
+    assert ["stroke-dasharray" in line for line in lines] == [False, True, False]
+
+
+def test_the_label_of_an_axis_keeps_out_of_the_title() -> None:
+    texts = ET.fromstring(line_chart({"a": [(0.0, 1.0)]}, "a title", "x", "a rather long label of y")).iter(
+        "{http://www.w3.org/2000/svg}text"
+    )
+    label = next(text for text in texts if text.text == "a rather long label of y")
+    assert "rotate(-90" in label.get("transform", "")
+    assert label.get("text-anchor") == "middle"

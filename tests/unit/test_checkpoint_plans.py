@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.algorithms.checkpoint_size import (
@@ -21,7 +22,8 @@ from moe_lightning.algorithms.checkpoint_size import (
     parameter_count,
 )
 from moe_lightning.algorithms.overhead import OverheadModel, adapt, free_k, partial_wins
-from moe_lightning.algorithms.selection import Selection, parse_scopes, sequential_selection
+from moe_lightning.algorithms.parts import cut
+from moe_lightning.algorithms.selection import Selection, full_selection, parse_scopes, sequential_selection
 from moe_lightning.algorithms.sharding import (
     Module,
     balanced_expert_writers,
@@ -102,6 +104,26 @@ def test_every_row_is_written_once(shapes: list[tuple[int, int]], ranks: int, ex
     assert sum(plan.rank_bytes) == sum(m.nbytes for m in modules) + 700 * experts
 
 
+@settings(deadline=None, max_examples=100)
+@example([(400, 5), (1000, 3)], 2)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 5)), min_size=1, max_size=6), st.integers(1, 8))
+def test_modules_of_few_rows_stay_where_the_greedy_assignment_put_them(
+    shapes: list[tuple[int, int]], ranks: int
+) -> None:
+    """Rows of 60 bytes each: parts of unlike size must not change their ranks when a rank's rows become one range."""
+    modules = [Module(name=f"m{i}", nbytes=60 * n * rows, rows=rows) for i, (n, rows) in enumerate(shapes)]
+    fair_share = -(-sum(m.nbytes for m in modules) // ranks)
+    sizes = []
+    for module in modules:
+        bounds = cut(module.rows, min(module.rows, -(-module.nbytes // fair_share)))
+        sizes += [module.nbytes * (b - a) // module.rows for a, b in itertools.pairwise(bounds)]
+    loads = [0] * ranks
+    for size, rank in zip(sizes, longest_processing_time(sizes, ranks), strict=True):
+        loads[rank] += size
+    plan = shard_checkpoint({}, expert_bytes=1, modules=modules, num_ranks=ranks)
+    assert list(plan.rank_bytes) == loads
+
+
 def test_adaptive_sharding_fills_the_ranks_without_experts() -> None:
     modules = [Module(name=f"m{i}", nbytes=10) for i in range(8)]
     writers = {(0, 0): 0, (1, 0): 0}
@@ -118,6 +140,19 @@ def test_writers_under_any_placement() -> None:
     writers = balanced_expert_writers(selection, holders, 3)
     assert all(rank in holders[layer][expert] for (layer, expert), rank in writers.items())
     assert Counter(writers.values()) == {0: 2, 1: 2, 2: 2}
+
+
+def test_who_writes_an_expert_goes_on_where_it_still_holds_it() -> None:
+    rng, shape = random.Random(0), (3, 8)
+    everything = full_selection(*shape)
+    holders = [[sorted(rng.sample(range(4), 2)) for _ in range(shape[1])] for _ in range(shape[0])]
+    before = balanced_expert_writers(everything, holders, 4)
+    assert balanced_expert_writers(everything, holders, 4, before) == before
+    lost = before[1, 5]
+    holders[1][5] = [rank for rank in holders[1][5] if rank != lost]
+    after = balanced_expert_writers(everything, holders, 4, before)
+    assert {pair for pair in before if after[pair] != before[pair]} == {(1, 5)}
+    assert after[1, 5] in holders[1][5]
 
 
 def test_bytes_per_rank_of_a_full_checkpoint() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from moe_lightning.cli.instantiation import build_object, check_arguments, described, matches, shown
+from moe_lightning.cli.composition import CONFIG_DIR
+from moe_lightning.cli.instantiation import build_object, check_arguments
 from moe_lightning.cli.mistakes import nearest, one_line
+from moe_lightning.cli.worker import with_one_checkpoint
 from moe_lightning.errors import ConfigurationError
 
 HERE = "tests.unit.test_cli_instantiation"
@@ -28,59 +32,6 @@ def broken(size: int) -> int:
     return size + undefined  # type: ignore[name-defined]  # noqa: F821
 
 
-@pytest.mark.parametrize(
-    ("value", "hint", "fits"),
-    [
-        (1, int, True),
-        (True, int, False),
-        (1.5, int, False),
-        ("1", int, False),
-        (1, float, True),
-        (True, float, False),
-        ("a", str, True),
-        (1, str, False),
-        (None, int | None, True),
-        ("a", int | None, False),
-        ("bf16", Literal["bf16", 32], True),
-        (32, Literal["bf16", 32], True),
-        (True, Literal[1], False),
-        ([1, 2], Sequence[int], True),
-        ([1, "b"], Sequence[int], False),
-        ("ab", Sequence[str], False),
-        ([0.9, 0.95], tuple[float, float], True),
-        ([0.9], tuple[float, float], False),
-        ([1, 2, 3], tuple[int, ...], True),
-        ({"a": 1}, Mapping[str, int], True),
-        ([], Mapping[str, int], False),
-        ("a/b", Path, True),
-        (3, Path, False),
-        ({"_target_": "x.Y"}, int, True),
-        (object(), Any, True),
-    ],
-)
-def test_matches(value: object, hint: Any, fits: bool) -> None:
-    assert matches(value, hint) is fits
-
-
-@pytest.mark.parametrize(
-    ("hint", "words"),
-    [
-        (int | None, "an integer or null"),
-        (float, "a number"),
-        (Literal["a", 3, True], "'a' or 3 or true"),
-        (Sequence[int], "a list"),
-        (Mapping[str, int], "a mapping"),
-        (str | Path, "text or a path"),
-    ],
-)
-def test_described(hint: Any, words: str) -> None:
-    assert described(hint) == words
-
-
-def test_shown_as_typed() -> None:
-    assert [shown(value) for value in (None, True, "a", 1.5, [1])] == ["null", "true", "'a'", "1.5", "[1]"]
-
-
 def test_build() -> None:
     built = build_object({"_target_": f"{HERE}.Engine", "size": 3, "parts": ["a"]}, "engine", name="x")
     assert isinstance(built, Engine)
@@ -90,9 +41,9 @@ def test_build() -> None:
 @pytest.mark.parametrize(
     ("node", "sentence"),
     [
-        ({"size": "big"}, "car.engine.size='big' has the wrong type: use an integer"),
+        ({"size": "big"}, "car.engine.size='big' must be an integer"),
         ({"size": 1, "factr": 2.0}, "car.engine.factr is not an argument of Engine (did you mean 'factor'?): "),
-        ({"size": 1, "parts": ["a", 2]}, "car.engine.parts=['a', 2] has the wrong type: use a list"),
+        ({"size": 1, "parts": ["a", 2]}, "car.engine.parts=['a', 2] must be a list, each item text"),
     ],
 )
 def test_wrong_arguments(node: dict[str, Any], sentence: str) -> None:
@@ -115,7 +66,7 @@ def test_wrong_targets(target: str, sentence: str) -> None:
 
 
 def test_a_refusal_of_the_constructor_is_a_mistake() -> None:
-    with pytest.raises(ConfigurationError, match="engine cannot be built: size=-1 is negative"):
+    with pytest.raises(ConfigurationError, match=r"^engine cannot be built: size=-1 is negative"):
         build_object({"_target_": f"{HERE}.Engine", "size": -1}, "engine")
 
 
@@ -141,3 +92,15 @@ def test_nearest(typed: str, meant: str | None) -> None:
 
 def test_one_line_takes_the_first_paragraph() -> None:
     assert one_line("a\n  b\n\nc") == "a b"
+
+
+def test_partial_checkpoints_replace_full_ones_whatever_stands_beside_them(tmp_path: Path) -> None:
+    for choices in ("[partial_experts,routing_recorder]", "[routing_recorder,partial_experts]", "fault_recovery"):
+        with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+            composed = compose("train", [f"callbacks={choices}", "run_name=x", f"run_dir={tmp_path}"])
+        callbacks = OmegaConf.to_container(composed.callbacks, resolve=True)
+        kept = with_one_checkpoint(callbacks)  # type: ignore[arg-type]
+        assert kept["checkpoint"] is None, choices
+        assert kept["partial_experts_checkpoint"]["dirpath"] == str(tmp_path / "checkpoints")
+    elsewhere = {"checkpoint": {"dirpath": "a"}, "partial_experts_checkpoint": {"dirpath": "b"}}
+    assert with_one_checkpoint(elsewhere) == elsewhere

@@ -35,16 +35,64 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     assert _with_checkpoints(tmp_path, "last.ckpt").newest_checkpoint() is None
 
 
+def _trained(folder: Path, content: str) -> RunDirectory:
+    directory = RunDirectory(folder)
+    directory.create()
+    directory.record({"run_name": content})
+    return directory
+
+
 def test_earlier_runs_move_to_the_first_free_number(tmp_path: Path) -> None:
-    places = []
-    for content in ("first", "second"):
-        directory = RunDirectory(tmp_path / "run")
-        directory.create()
-        (directory.path / "content").write_text(content)
-        places.append(directory.move_aside())
+    places = [_trained(tmp_path / "run", content).move_aside() for content in ("first", "second")]
     assert places == [tmp_path / "run.1", tmp_path / "run.2"]
-    assert (tmp_path / "run.1" / "content").read_text() == "first"
-    assert (tmp_path / "run.2" / "content").read_text() == "second"
+    assert (tmp_path / "run.1" / "config.yaml").read_text() == "run_name: first\n"
+    assert (tmp_path / "run.2" / "config.yaml").read_text() == "run_name: second\n"
+
+
+def test_only_a_folder_of_a_run_is_moved(tmp_path: Path) -> None:
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter.tex").touch()
+    with pytest.raises(ConfigurationError, match=r"resume=false would move .*thesis aside, but no run .* lies in it"):
+        RunDirectory(folder).move_aside()
+    assert (folder / "chapter.tex").exists()
+
+
+def test_a_folder_of_several_runs_is_not_moved(tmp_path: Path) -> None:
+    outputs = _trained(tmp_path / "outputs", "by mistake")
+    _trained(tmp_path / "outputs" / "other", "other")
+    with pytest.raises(ConfigurationError, match="and with it the run other"):
+        outputs.move_aside()
+    assert outputs.config.is_file()
+
+
+@pytest.mark.parametrize("below", ["", "data"])
+def test_the_folder_one_stands_in_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str) -> None:
+    directory = _trained(tmp_path / "run", "here")
+    (directory.path / below).mkdir(exist_ok=True)
+    monkeypatch.chdir(directory.path / below)
+    with pytest.raises(ConfigurationError, match="the folder that this command was started in"):
+        directory.move_aside()
+
+
+def test_what_a_failed_command_left_is_no_run(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    directory.command.write_text("run_name: wrong")
+    directory.lock.touch()
+    assert directory.move_aside() is None
+    assert directory.command.is_file()
+
+
+def test_another_configuration_keeps_the_former_one(tmp_path: Path) -> None:
+    directory = _trained(tmp_path / "run", "a")
+    directory.record({"run_name": "a"})
+    assert sorted(path.name for path in directory.path.glob("config*")) == ["config.yaml"]
+    directory.record({"run_name": "b"})
+    directory.record({"run_name": "c"})
+    contents = {path.name: path.read_text() for path in directory.path.glob("config*")}
+    names = {"config.1.yaml": "a", "config.2.yaml": "b", "config.yaml": "c"}
+    assert contents == {name: f"run_name: {content}\n" for name, content in names.items()}
 
 
 def test_an_empty_directory_stays(tmp_path: Path) -> None:

@@ -96,9 +96,9 @@ def test_every_line_is_used_once_and_the_split_follows_the_seed(tmp_path: Path) 
 
 def test_loaders_serve_whole_batches(tmp_path: Path) -> None:
     path = write(tmp_path / "some.jsonl", *[{"prompt": "p", "response": str(i)} for i in range(20)])
-    made = data(path, global_batch_size=4, val_fraction=0.1, num_workers=1)
+    made = data(path, context_length=32, global_batch_size=4, val_fraction=0.1, num_workers=1)
     batches = list(made.train_dataloader())
-    assert [tuple(x.shape) for x, _ in batches] == [(4, 24)] * 4
+    assert [tuple(x.shape) for x, _ in batches] == [(4, 32)] * 4
     assert sum(len(x) for x, _ in made.val_dataloader()) == 2
 
 
@@ -143,11 +143,11 @@ def test_wrong_lines_are_named(line: str, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context_length": 0}, "context_length=0 must be at least 1"),
-        ({"global_batch_size": 0}, "global_batch_size=0 must be at least 1"),
+        ({"context_length": 0}, "context_length=0 of InstructionData must be an integer of at least 1"),
+        ({"global_batch_size": 0}, "global_batch_size=0 of InstructionData must be an integer of at least 1"),
         ({"global_batch_size": 3}, "leaves 1 conversations for training, fewer than global_batch_size=3"),
-        ({"val_fraction": 1.0}, "val_fraction=1.0 must be above 0 and below 1"),
-        ({"end_token": ""}, "end_token is empty"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0 of InstructionData must be a number above 0 and below 1"),
+        ({"end_token": ""}, "end_token='' of InstructionData must be text"),
         ({"tokenizer": "bpe:300"}, "tokenizer='bpe:300' is not the model's"),
         ({"tokenizer": "nowhere.json"}, "neither 'bytes'"),
     ],

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning import LightningModule, Trainer
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,8 +22,10 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from moe_lightning.data.step_loader import StepLoader
@@ -83,7 +86,7 @@ def test_the_next_iterator_begins_the_next_epoch() -> None:
 
 
 def test_evaluation_always_begins_at_the_first_sample() -> None:
-    loader = step_loader(drop_last=False, shuffle=False)
+    loader = step_loader(evaluation=True, drop_last=False, shuffle=False)
     assert len(list(islice(loader, 2))) == 2
     for _ in range(2):
         assert [index for batch in read(loader) for index in batch] == list(range(23))
@@ -148,15 +151,11 @@ def test_a_stock_loader_keeps_its_shuffling(build: Any, shuffle: bool) -> None:
     assert isinstance(loader, _Stateful)
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_what_lightning_makes_of_a_loader_is_undone(shuffle: bool) -> None:
-    data = Numbers(24)
-    own = RandomSampler(data) if shuffle else SequentialSampler(data)
-    for wrapped in (DistributedSamplerWrapper(own, 2, 0), UnrepeatedDistributedSamplerWrapper(own, 2, 0)):
-        batches = _IndexBatchSamplerWrapper(BatchSampler(wrapped, 4, False))
-        loader = convert(DataLoader(data, batch_sampler=batches), training=False)
-        assert loader.step_sampler.shuffle is shuffle
-        assert loader.step_sampler.global_batch_size == 4
+def test_what_lightning_makes_of_a_loader_it_predicts_with_is_undone() -> None:
+    data = Numbers(23)
+    batches = _IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(data), 4, False))
+    loader = convert(DataLoader(data, batch_sampler=batches), training=False)
+    assert read(loader) == [list(range(first, min(first + 4, 23))) for first in range(0, 23, 4)]
 
 
 def test_a_stock_loader_keeps_its_options() -> None:
@@ -190,10 +189,99 @@ def test_a_stock_loader_keeps_its_options() -> None:
     assert loader.worker_init_fn is print
 
 
-def test_evaluation_ignores_drop_last_and_accumulation() -> None:
-    stock = DataLoader(Numbers(10), batch_size=4, drop_last=True)
-    loader = convert(stock, training=False, num_micros=4)
-    assert read(loader) == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_the_last_partial_batch_is_what_the_loader_says(training: bool, drop_last: bool) -> None:
+    stock = DataLoader(Numbers(7), batch_size=4, drop_last=drop_last)
+    assert read(convert(stock, training=training)) == read(stock)
+    assert len(convert(stock, training=training)) == len(stock)
+
+
+@pytest.mark.parametrize("num_micros", [1, 2, 4])
+def test_evaluation_does_not_accumulate(num_micros: int) -> None:
+    stock = DataLoader(Numbers(10), batch_size=4)
+    assert read(convert(stock, training=False, num_micros=num_micros)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+WEIGHTS = [0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 9.0]
+
+
+def samplers_of_users(data: Dataset[Any]) -> list[Any]:
+    return [
+        WeightedRandomSampler(WEIGHTS, 11),
+        WeightedRandomSampler(WEIGHTS, 11, generator=torch.Generator().manual_seed(5)),
+        RandomSampler(data, replacement=True),
+        RandomSampler(data, num_samples=5),
+        SubsetRandomSampler([1, 2, 6]),
+        Reversed(),
+        ByNumpy(),
+    ]
+
+
+class Reversed(Sampler[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(6 - index + self.epoch) % 7 for index in range(7)])
+
+
+class ByNumpy(Reversed):
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(7).tolist())  # noqa: NPY002
+
+
+@pytest.mark.parametrize("kind", range(7))
+def test_a_sampler_of_the_users_own_is_cut_alike_on_all_ranks(kind: int) -> None:
+    data = Numbers(7)
+
+    def epochs(world_size: int, rank: int, skip: int = 0) -> list[list[list[int]]]:
+        torch.manual_seed(100 + rank)  # ranks differ in what a sampler would draw from
+        np.random.seed(100 + rank)  # noqa: NPY002
+        before = torch.get_rng_state()
+        loader = convert(
+            DataLoader(data, batch_size=4, sampler=samplers_of_users(data)[kind]), rank=rank, world_size=world_size
+        )
+        loader.load_state_dict({"consumed": skip * loader.step_sampler.epoch_size})
+        batches = [read(loader) for _ in range(3 - skip)]
+        assert torch.equal(torch.get_rng_state(), before)
+        return batches
+
+    alone = epochs(1, 0)
+    assert len({str(epoch) for epoch in alone}) == 3
+    for epoch in alone:
+        assert sum(len(batch) for batch in epoch) == len(samplers_of_users(data)[kind])
+    halves = zip(epochs(2, 0), epochs(2, 1), strict=True)
+    joined = [[first + second for first, second in zip(*epoch, strict=True)] for epoch in halves]
+    assert [[sorted(set(batch)) for batch in epoch] for epoch in joined] == [
+        [sorted(set(batch)) for batch in epoch] for epoch in alone
+    ]
+    assert epochs(1, 0, skip=1) == alone[1:]
+
+
+class Private(Reversed):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.SystemRandom().sample(range(7), 7))
+
+
+class Short(Reversed):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(int, 1)
+
+
+class Named(Reversed):
+    def __iter__(self) -> Iterator[Any]:
+        return iter("abcdefg")
 
 
 class Stream(IterableDataset[int]):
@@ -219,12 +307,13 @@ DATA = Numbers(24)
         (DataLoader(Stream(), batch_size=2), "use a map-style Dataset"),
         (DataLoader(DATA, batch_size=None), "integer batch_size"),
         (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), "batch sampler OwnBatches"),
-        (DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), "sampler SubsetRandomSampler"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "sampler RandomSampler"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=5)), "sampler RandomSampler"),
+        (DataLoader(DATA, batch_size=4, sampler=Private()), "Private keeps random numbers of its own"),
+        (DataLoader(DATA, batch_size=4, sampler=Short()), "Short yields 1 indices in epoch 0, but its length is 7"),
+        (DataLoader(DATA, batch_size=4, sampler=Endless()), "Endless has no length"),
+        (DataLoader(DATA, batch_size=4, sampler=Named()), r"Named yields \['a'\] where an index is expected"),
         (OwnIteration(DATA, batch_size=2), "OwnIteration iterates in its own way"),
         (DataLoader(DATA, batch_size=2), "leaves 2 samples for 3 ranks"),
-        (DataLoader(DATA, batch_size=25), "fewer than one step of 25"),
+        (DataLoader(DATA, batch_size=25, drop_last=True), "fewer than one step of 25"),
     ],
 )
 def test_loaders_that_cannot_be_exact_are_refused(stock: DataLoader[Any], sentence: str) -> None:
@@ -272,7 +361,7 @@ def fit(path: Path, resume: Path | None = None, limit: int | None = None, **opti
     )
     loader = step_loader()
     loader.bind_to(trainer)
-    trainer.fit(module, loader, step_loader(size=7, drop_last=False, shuffle=False), ckpt_path=resume)
+    trainer.fit(module, loader, step_loader(size=7, evaluation=True, drop_last=False, shuffle=False), ckpt_path=resume)
     return module
 
 
@@ -342,5 +431,7 @@ def test_prediction_writers_get_the_indices_of_their_rank(tmp_path: Path) -> Non
         enable_model_summary=False,
         callbacks=[writer],
     )
-    trainer.predict(Recorder(), step_loader(size=7, drop_last=False, shuffle=False, rank=1, world_size=2))
-    assert writer.indices == [[2, 3], [6]]
+    trainer.predict(
+        Recorder(), step_loader(size=7, evaluation=True, drop_last=False, shuffle=False, rank=1, world_size=4)
+    )
+    assert writer.indices == [[1], [5]]

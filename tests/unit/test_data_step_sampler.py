@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
 
-from moe_lightning.data.step_sampler import StepSampler
+from moe_lightning.data.step_sampler import StandIn, StepSampler
 from moe_lightning.errors import ConfigurationError
 
 PROPERTY = settings(deadline=None, max_examples=60)
@@ -61,22 +63,68 @@ def test_every_world_sees_the_same_ordered_steps(
     assert steps_of(world_size, num_micros, 5, **options) == steps_of(1, 1, 5, **options)
 
 
-@given(n=st.integers(1, 200), batch=st.integers(1, 64), world_size=st.integers(1, 5))
+@given(
+    n=st.integers(1, 60),
+    batch=st.integers(1, 20),
+    world_size=st.integers(1, 5),
+    drop_last=st.booleans(),
+    evaluation=st.booleans(),
+)
 @PROPERTY
-def test_evaluation_sees_every_sample_once_in_equally_many_batches(n: int, batch: int, world_size: int) -> None:
-    batches = -(-n // batch)
-    options = {"num_samples": n, "global_batch_size": batch, "shuffle": False, "drop_last": False}
-    if n // batches < world_size:
-        with pytest.raises(ConfigurationError, match="use fewer ranks"):
+def test_every_sample_of_an_epoch_comes_once_in_the_batches_of_a_stock_loader(
+    n: int, batch: int, world_size: int, drop_last: bool, evaluation: bool
+) -> None:
+    options = {"num_samples": n, "global_batch_size": batch, "shuffle": False}
+    options |= {"drop_last": drop_last, "evaluation": evaluation}
+    if (drop_last and n < batch) or (not evaluation and batch < world_size):
+        with pytest.raises(ConfigurationError, match=r"fewer than one step|use fewer ranks"):
             StepSampler(world_size=world_size, **options)
         return
+    stock = list(BatchSampler(range(n), batch, drop_last))
     ranks = [list(StepSampler(rank=rank, world_size=world_size, **options)) for rank in range(world_size)]
-    assert {len(slices) for slices in ranks} == {batches}
-    in_order = [index for parts in zip(*ranks, strict=True) for part in parts for index in part]
-    assert in_order == list(range(n))
-    sizes = [sum(map(len, parts)) for parts in zip(*ranks, strict=True)]
-    assert max(sizes) <= batch
-    assert max(sizes) - min(sizes) <= 1
+    for parts, whole in zip(zip(*ranks, strict=True), stock, strict=True):
+        assert [index for part in parts if not isinstance(part, StandIn) for index in part] == whole
+        assert all(set(part) <= set(whole) for part in parts)
+        assert all(len(part) == 1 for part in parts if isinstance(part, StandIn))
+
+
+@given(
+    n=st.integers(1, 60),
+    micro=st.integers(1, 9),
+    num_micros=st.integers(1, 4),
+    world_size=st.integers(1, 3),
+    limit=st.none() | st.integers(1, 3),
+)
+@PROPERTY
+def test_the_last_step_holds_the_micro_batches_that_a_stock_loader_would_give_it(
+    n: int, micro: int, num_micros: int, world_size: int, limit: int | None
+) -> None:
+    micro = max(micro, world_size)
+    stock = [len(batch) for batch in BatchSampler(range(n), micro, drop_last=False)]
+    options = {"num_samples": n, "global_batch_size": micro * num_micros, "num_micros": num_micros, "drop_last": False}
+    samplers = [StepSampler(rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    assert {len(sampler) for sampler in samplers} == {len(stock)}
+    steps = -(-len(stock) // num_micros)
+    if limit is not None:
+        steps = min(limit, steps)
+        stock = stock[: steps * num_micros]
+        for sampler in samplers:
+            sampler.limit_epoch(steps)
+    for epoch in range(2):
+        for number, size in enumerate(stock):
+            slices = [sampler.slice_at(sampler.consumed) for sampler in samplers]
+            assert {here.micro_total for here in slices} == {size} == {sum(here.count for here in slices)}
+            assert {here.step for here in slices} == {epoch * steps + number // num_micros}
+            in_step = stock[number // num_micros * num_micros :][:num_micros]
+            assert {(here.step_total, here.num_micros) for here in slices} == {(sum(in_step), len(in_step))}
+            for sampler in samplers:
+                sampler.consumed += size
+
+
+def test_an_order_of_the_users_own_is_followed_and_resumed() -> None:
+    options = {"num_samples": 5, "global_batch_size": 4, "drop_last": False}
+    sampler = StepSampler(order=lambda epoch: torch.tensor([7, 7, 3, 1, 9]) + 10 * epoch, **options)
+    assert epoch_order(sampler) + epoch_order(sampler) == [7, 7, 3, 1, 9, 17, 17, 13, 11, 19]
 
 
 @given(

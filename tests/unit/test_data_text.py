@@ -510,11 +510,11 @@ def test_the_data_module_under_a_trainer(book: Path, cache: Path, tmp_path: Path
     trainer.fit(module, data)
     assert trainer.global_step == 4
     assert data.train_dataloader().step_sampler.num_micros == 3
-    assert module.held_out == [10, 10] + [10, 10, 10] * 2  # the sanity check sees two batches, each validation all
+    assert module.held_out == [12, 12] + [12, 12, 6] * 2  # the sanity check sees two batches, each validation all
     module.held_out.clear()
     trainer.test(module, data)
-    assert module.held_out == [10, 10, 10]
-    assert trainer.predict(module, data) == [10, 10, 10]
+    assert module.held_out == [12, 12, 6]
+    assert trainer.predict(module, data) == [12, 12, 6]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

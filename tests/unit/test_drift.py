@@ -36,5 +36,5 @@ def test_every_turn_has_the_zipf_shares_in_another_order() -> None:
 
 
 def test_a_period_below_a_step() -> None:
-    with pytest.raises(ConfigurationError, match="period=0 must be at least 1 step"):
+    with pytest.raises(ConfigurationError, match="period=0 of ForcedRouting must be an integer of at least 1"):
         ForcedRouting(kind="drift", period=0)

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from moe_lightning.algorithms.dynamic_k import DynamicK
 from moe_lightning.algorithms.ledger import Ledger, Source, expected_plt, worst_case_plt
-from moe_lightning.algorithms.selection import full_selection, sequential_selection
+from moe_lightning.algorithms.selection import full_selection, parse_scopes, sequential_selection
+from moe_lightning.callbacks.dynamic_k import DynamicK as DynamicKCallback
+from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.plan import Order
 from moe_lightning.errors import ConfigurationError
 from tests.unit.test_ledger import load_trace
 
@@ -92,6 +95,104 @@ def test_state_survives_a_restart_and_a_smaller_model() -> None:
     small = make(num_experts=dynamic.k - 1)
     small.load_state_dict(dynamic.state_dict())
     assert small.k == dynamic.k - 1
+
+
+def new_books(experts: int, order: Order, ranks: int = 1) -> Books:
+    return Books(
+        num_layers=2,
+        num_experts=experts,
+        planned_assignments=2000 * 64,
+        owners=np.broadcast_to(np.arange(experts) % ranks, (2, experts)),
+        num_ranks=ranks,
+        scopes=parse_scopes("full"),
+        order=order,
+    )
+
+
+@pytest.mark.parametrize("experts", [3, 4, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 16))])
+def test_the_bound_is_what_the_schedule_reaches_for_every_k(experts: int) -> None:
+    for k_snapshot in range(1, experts + 1):
+        for k_persist in range(1, k_snapshot + 1):
+            books, version, oldest = new_books(experts, "sequential"), np.zeros((2, experts), np.int64), 0
+            books.begin(0, books.plan(k_snapshot, k_persist, full=True))
+            for step in range(1, 2 * experts * experts + 1):
+                plan = books.plan(k_snapshot, k_persist)
+                books.begin(step, plan)
+                version[plan.persist.mask()] = step
+                oldest = max(oldest, step - int(version.min()))
+            bound = worst_case_plt(num_experts=experts, k=k_persist, k_snapshot=k_snapshot, interval=1, total_steps=1)
+            assert bound == oldest, (k_snapshot, k_persist)
+
+
+def test_the_bound_where_k_persist_does_not_divide_k_snapshot() -> None:
+    shape = {"num_experts": 16, "interval": 10, "total_steps": 1000}
+    assert worst_case_plt(k=3, k_snapshot=4, **shape) == pytest.approx(0.07), "not 0.05"
+    assert worst_case_plt(k=2, k_snapshot=4, **shape) == pytest.approx(0.07)
+    assert worst_case_plt(k=16, k_snapshot=16, **shape) == 0
+
+
+@pytest.mark.parametrize("order", ["load_aware", "load_aware_global"])
+@pytest.mark.parametrize("routing", ["random", "one expert is seldom chosen"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_budget_holds_under_load_aware_selection(order: Order, routing: str, ranks: int) -> None:
+    """A restore after any checkpoint, and of any, keeps the losses below the threshold."""
+    rng, experts, threshold = np.random.default_rng(0), 8, 0.02
+    books = new_books(experts, order, ranks)
+    dynamic = DynamicK(k0=1, num_experts=experts, predicted_plt=lambda _: 0.0, threshold=threshold)
+    books.begin(0, books.plan(1, 1, full=True))
+    version, faults, rose = np.zeros((2, experts), np.int64), 0, False
+    for step in range(1, 800):
+        shares = rng.dirichlet(np.full(experts, 0.3))
+        if routing != "random":
+            shares[0] = 0.0 if step % 40 else 0.9
+        counts = np.stack([rng.multinomial(64, shares / shares.sum()) for _ in range(2)])
+        books.ledger.record(counts)
+        dynamic.before_checkpoint(lambda k, books=books: books.cost(books.plan(k, k)))
+        plan = books.plan(dynamic.k, dynamic.k)
+        books.begin(step, plan)
+        version[plan.persist.mask()] = step
+        if rng.random() < 0.02:
+            saved, plt = books.dump(), books.ledger.plt
+            books = new_books(experts, order, ranks)
+            books.restore(saved, step, version)
+            dynamic.after_fault(books.ledger.plt - plt)
+            faults += 1
+            books.begin(step, books.plan(1, 1, full=True))
+            version[:] = step
+        assert books.ledger.plt <= threshold
+        rose |= dynamic.k > 1
+    assert faults > 5
+    assert rose
+    assert books.ledger.plt > 0
+
+
+def test_the_callback_keeps_what_was_spent_however_often_a_session_opens() -> None:
+    cost = predictor(16, 5, 10_000, expected_plt)
+    start = partial(DynamicKCallback.start, k0=1, num_experts=16, predicted_plt=cost)
+    survivor, newcomer = DynamicKCallback(0.0375), DynamicKCallback(0.0375)
+    start(survivor)
+    for _ in range(40):
+        survivor.after_fault(cost(1))
+    state = survivor.state_dict()
+    assert state["total"] > 0
+    k = start(survivor)
+    assert survivor.state_dict() == state
+    newcomer.load_state_dict(state)
+    assert start(newcomer) == k > 1
+    survivor.after_fault(0.001)
+    survivor.load_state_dict(state)  # a rollback
+    assert start(survivor) == k
+    assert survivor.state_dict() == state
+
+
+def test_a_longer_interval_after_a_resume_raises_k() -> None:
+    before, after = DynamicKCallback(0.0375), DynamicKCallback(0.0375)
+    k = before.start(k0=2, num_experts=16, predicted_plt=predictor(16, 5, 10_000))
+    assert k == 2
+    after.load_state_dict(before.state_dict())
+    longer = predictor(16, 200, 10_000)
+    k = after.start(k0=2, num_experts=16, predicted_plt=longer)
+    assert longer(2) > 0.0375 >= longer(k)
 
 
 def test_wrong_input_is_named() -> None:

@@ -31,12 +31,12 @@ from tests.forks import FORKS
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"heartbeat_timeout_s": 0.05}, "heartbeat_timeout_s=0.05 is below 0.1"),
-        ({"silence_timeout_s": 0}, "silence_timeout_s=0 must be a number of seconds above 0"),
-        ({"join_timeout_s": "long"}, "join_timeout_s='long' must be"),
-        ({"join_window_s": True}, "join_window_s=True must be"),
+        ({"heartbeat_timeout_s": 0.05}, "heartbeat_timeout_s=0.05 of ElasticSettings must be a number"),
+        ({"silence_timeout_s": 0}, "silence_timeout_s=0 of ElasticSettings must be a number above 0"),
+        ({"join_timeout_s": "long"}, "join_timeout_s='long' of ElasticSettings must be"),
+        ({"join_window_s": True}, "join_window_s=true of ElasticSettings must be"),
         ({"build_timeout_s": 20.0}, "must be below hang_timeout_s=10.0"),
-        ({"min_ranks": 0}, "min_ranks=0 must be an integer of at least 1"),
+        ({"min_ranks": 0}, "min_ranks=0 of ElasticSettings must be an integer of at least 1"),
         ({"notice_url": "file:///etc/passwd"}, "must begin with http"),
     ],
 )

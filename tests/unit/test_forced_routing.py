@@ -119,19 +119,19 @@ def test_wrong_traces_are_one_sentence(tmp_path: Path) -> None:
     full = write_trace(tmp_path / "full.npz", good, [1, 2])
     (tmp_path / "cut.npz").write_bytes(Path(full).read_bytes()[:200])
     cases = {
-        str(tmp_path / "none.npz"): "does not exist: give the path",
-        str(tmp_path): "does not exist",
+        str(tmp_path / "none.npz"): "is not a file: give the path",
+        str(tmp_path): "is not a file",
         str(tmp_path / "text.npz"): "is not a routing trace",
         str(tmp_path / "other.npz"): "is not a routing trace",
         str(tmp_path / "objects.npz"): "is not a routing trace",
         str(tmp_path / "cut.npz"): "is not a routing trace",
         str(tmp_path / "array.npy"): "is not a routing trace",
         write_trace(tmp_path / "flat.npz", np.ones((2, 4)), [1, 2]): r"needs counts .* not \(2, 4\)",
-        write_trace(tmp_path / "order.npz", good, [2, 1]): "ascending iteration",
-        write_trace(tmp_path / "length.npz", good, [1, 2, 3]): "ascending iteration",
-        write_trace(tmp_path / "scalar.npz", good, 1): "ascending iteration",
-        write_trace(tmp_path / "words.npz", good, ["a", "b"]): "is not a routing trace",
-        write_trace(tmp_path / "negative.npz", -good, [1, 2]): "negative",
+        write_trace(tmp_path / "order.npz", good, [2, 1]): "does not ascend",
+        write_trace(tmp_path / "length.npz", good, [1, 2, 3]): "needs counts",
+        write_trace(tmp_path / "scalar.npz", good, 1): "needs counts",
+        write_trace(tmp_path / "words.npz", good, ["a", "b"]): "no numbers",
+        write_trace(tmp_path / "negative.npz", -good, [1, 2]): "no numbers of 0 or more",
     }
     for path, message in cases.items():
         with pytest.raises(ConfigurationError, match=message) as caught:
@@ -144,8 +144,8 @@ def test_wrong_traces_are_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "normal"}, "kind='normal' is not known: use 'uniform', 'zipf', 'drift' or 'trace'"),
-        ({"kind": "zipf", "exponent": -1.0}, r"exponent=-1.0 must be 0 \(uniform\) or more"),
+        ({"kind": "normal"}, "kind='normal' of ForcedRouting must be 'uniform' or 'zipf' or 'drift' or 'trace'"),
+        ({"kind": "zipf", "exponent": -1.0}, "exponent=-1.0 of ForcedRouting must be a number of at least 0"),
         ({"kind": "trace"}, "kind='trace' needs path="),
     ],
 )

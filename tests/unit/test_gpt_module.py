@@ -112,14 +112,14 @@ def test_prediction_is_the_likeliest_token() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": 0.0}, "lr=0.0 must be above 0"),
-        ({"betas": (0.9,)}, r"betas=\[0.9\] must be two numbers"),
-        ({"betas": (0.9, 1.0)}, r"betas=\[0.9, 1.0\]"),
-        ({"eps": 0.0}, "eps=0.0 must be above 0"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1 must be 0 or more"),
-        ({"warmup_steps": -1}, "warmup_steps=-1 must be 0 or more"),
-        ({"decay": "exp"}, "decay='exp' is not known: use 'cosine', 'linear' or 'constant'"),
-        ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5 must be between 0 and 1"),
+        ({"lr": 0.0}, "lr=0.0 of OptimizerConfig must be a number above 0"),
+        ({"betas": (0.9,)}, r"betas=\(0.9,\) of OptimizerConfig must be a list of 2"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\)"),
+        ({"eps": 0.0}, "eps=0.0 of OptimizerConfig must be a number above 0"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 of OptimizerConfig must be a number of at least 0"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 of OptimizerConfig must be an integer of at least 0"),
+        ({"decay": "exp"}, "decay='exp' of OptimizerConfig must be 'cosine' or 'linear' or 'constant'"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5 of OptimizerConfig must be a number of at least 0 and at most 1"),
     ],
 )
 def test_wrong_optimizers(options: dict[str, Any], message: str) -> None:

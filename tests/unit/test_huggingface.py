@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lightning import CheckpointError, ConfigurationError
-from moe_lightning.modules.losses import mean_over_samples
+from moe_lightning.modules.losses import mean_over_targets
 from tests.huggingface_models import (
     SPARSE,
     files_equal,
@@ -67,8 +67,8 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs, inputs = make_checkpoint(name, tmp_path), inputs_for(name)
     module = load(tmp_path)
     targets = inputs.roll(-1, dims=1)
-    mean_over_samples(theirs(inputs).logits, targets).backward()
-    mean_over_samples(module(inputs), targets).backward()
+    mean_over_targets(theirs(inputs).logits, targets).backward()
+    mean_over_targets(module(inputs), targets).backward()
     expected = {key: parameter.grad for key, parameter in theirs.named_parameters()}
     actual: dict[str, torch.Tensor | None] = {}
     for key, parameter in module.model.named_parameters():
@@ -236,22 +236,6 @@ def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.Capture
     assert "exists already" in capsys.readouterr().err
 
 
-def test_the_loss_is_a_mean_over_samples() -> None:
-    torch.manual_seed(0)
-    logits, targets = torch.randn(4, 7, 11), torch.randint(11, (4, 7))
-    targets[0, :5] = targets[2] = -100
-    kept = [[i for i in range(7) if targets[b, i] >= 0] for b in range(4)]
-    by_hand = [
-        sum(-float(logits[b, i].log_softmax(-1)[targets[b, i]]) for i in rows) / max(1, len(rows))
-        for b, rows in enumerate(kept)
-    ]
-    assert float(mean_over_samples(logits, targets)) == pytest.approx(sum(by_hand) / 4, rel=1e-5)
-    halves = [mean_over_samples(logits[part], targets[part]) for part in (slice(0, 1), slice(1, 4))]
-    assert float(halves[0] + 3 * halves[1]) / 4 == pytest.approx(sum(by_hand) / 4, rel=1e-5)
-    classes = mean_over_samples(logits[:, 0], torch.tensor([3, 1, 0, 10]))
-    torch.testing.assert_close(classes, torch.nn.functional.cross_entropy(logits[:, 0], torch.tensor([3, 1, 0, 10])))
-
-
 def edited(folder: Path, **values: Any) -> None:
     """Change config.json."""
     file = folder / "config.json"
@@ -266,7 +250,7 @@ def edited(folder: Path, **values: Any) -> None:
         ({"hidden_act": "relu"}, {}, "hidden_act='relu' .* is not known"),
         ({"hidden_size": "wide"}, {}, "transformers refuses this configuration"),
         ({}, {"context_length": 65}, "context_length=65 exceeds the 64 positions"),
-        ({}, {"context_length": 0}, "context_length=0 must be at least 1"),
+        ({}, {"context_length": 0}, "context_length=0 of HuggingFaceConfig must be an integer of at least 1"),
         ({}, {"router": {"top_k": 1}}, "router.top_k is fixed by the pretrained model"),
         ({}, {"router": {"aux_loss_coef": -1.0}}, "aux_loss_coef=-1.0 must be 0"),
         ({}, {"router": {"bias_update_rate": 0.1}}, "needs a selection bias, which mixtral has no room for"),
@@ -371,6 +355,31 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
         fit(OwnModule(), callbacks=[HuggingFaceExport(tmp_path / "ours")])
     with pytest.raises(ConfigurationError, match="dtype='float8' is not known"):
         fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(tmp_path / "ours", dtype="float8")])
+
+
+def test_a_run_that_goes_on_replaces_its_own_export_only(tmp_path: Path) -> None:
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+
+    make_checkpoint("olmoe", tmp_path / "theirs")
+    module, target = load(tmp_path / "theirs"), tmp_path / "deep" / "ours"
+    for steps in (1, 2):
+        fit(module, steps=steps, callbacks=[HuggingFaceExport(target)], default_root_dir=tmp_path)
+        assert torch.equal(reloaded(target).state_dict()["lm_head.weight"], module.state_dict()["model.lm_head.weight"])
+    assert [path.name for path in target.parent.iterdir()] == ["ours"]
+    with pytest.raises(ConfigurationError, match="ours exists already"):
+        fit(load(tmp_path / "theirs"), callbacks=[HuggingFaceExport(target)], default_root_dir=tmp_path / "other")
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    from moe_lightning.callbacks.huggingface_export import HuggingFaceExport
+
+    make_checkpoint("olmoe", tmp_path / "theirs")
+    (tmp_path / "file").write_text("")
+    module = load(tmp_path / "theirs")
+    before = module.state_dict()["model.lm_head.weight"].clone()
+    with pytest.raises(ConfigurationError, match=r"file/ours cannot be written \(.*\): name a folder"):
+        fit(module, callbacks=[HuggingFaceExport(tmp_path / "file" / "ours")])
+    assert torch.equal(before, module.state_dict()["model.lm_head.weight"])
 
 
 def test_other_modules_cannot_be_exported(tmp_path: Path) -> None:

@@ -165,16 +165,16 @@ def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rebalance_every": -1}, "rebalance_every=-1 must be 0"),
+        ({"rebalance_every": -1}, "rebalance_every=-1 of LoadBalancer must be an integer of at least 0"),
         ({"placement": "best"}, "placement rule 'best' is unknown"),
         ({"shadows": "all"}, "shadows='all' is unknown: use one of"),
-        ({"forecast": "next"}, "forecast='next' is unknown"),
-        ({"alpha": -0.5}, "alpha=-0.5 can never be met"),
-        ({"min_replicas": 0}, "min_replicas=0 would lose experts"),
-        ({"replan_threshold": -1.0}, "tolerance=-1.0"),
-        ({"max_replan_interval": 0}, "max_interval=0"),
+        ({"forecast": "next"}, "forecast='next' of LoadBalancer must be 'ema' or 'last'"),
+        ({"alpha": -0.5}, "alpha=-0.5 of LoadBalancer must be a number of at least 0"),
+        ({"min_replicas": 0}, "min_replicas=0 of LoadBalancer must be an integer of at least 1"),
+        ({"replan_threshold": -1.0}, "replan_threshold=-1.0"),
+        ({"max_replan_interval": 0}, "max_replan_interval=0"),
         ({"ranks_per_node": 0}, "ranks_per_node=0"),
-        ({"bytes_per_s": 0.0}, "bytes_per_s=0.0 must be finite and above 0"),
+        ({"bytes_per_s": 0.0}, "bytes_per_s=0.0 of LoadBalancer must be a number above 0"),
         ({"flops_per_s": float("inf")}, "flops_per_s=inf"),
     ],
 )

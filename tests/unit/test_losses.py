@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
-from moe_lightning.modules.losses import auxiliary_loss, load_balancing_loss, router_z_loss
+from moe_lightning.modules.losses import (
+    auxiliary_loss,
+    global_mean,
+    global_sum,
+    load_balancing_loss,
+    mean_over_targets,
+    num_targets,
+    router_z_loss,
+)
 from moe_lightning.modules.moe_layer import MoELayer
 
 
@@ -77,3 +86,24 @@ def test_evaluation_has_no_auxiliary_loss() -> None:
     loss = auxiliary_loss(layer)
     assert loss.shape == ()
     assert float(loss) == 0.0
+
+
+def test_a_mean_over_targets_leaves_out_the_ignored_ones() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(4, 7, 11), torch.randint(11, (4, 7))
+    targets[0, :5] = targets[2] = -100
+    by_hand = [-logits[b, i].log_softmax(-1)[targets[b, i]] for b in range(4) for i in range(7) if targets[b, i] >= 0]
+    torch.testing.assert_close(mean_over_targets(logits, targets), torch.stack(by_hand).mean())
+    parts = [(mean_over_targets(logits[b], targets[b]), num_targets(targets[b])) for b in range(4)]
+    weighed = torch.stack([loss * count for loss, count in parts]).sum() / num_targets(targets)
+    torch.testing.assert_close(weighed, torch.stack(by_hand).mean())
+    assert float(parts[2][0]) == 0.0
+    assert int(num_targets(targets)) == len(by_hand) == 16
+
+
+def test_without_a_strategy_a_loss_is_what_it_is() -> None:
+    module, loss = pl.LightningModule(), torch.tensor(2.0, requires_grad=True)
+    for trainer in (None, pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")):
+        module._trainer = trainer
+        assert global_mean(module, loss, weight=0) is loss
+        assert global_sum(nn.Linear(2, 2), loss) is loss

@@ -83,6 +83,44 @@ def test_alignment_renames_ranks_within_renamed_nodes_and_optimal_moves_least(
     assert moved["optimal"] <= min(moved["greedy"], moved["none"])
 
 
+@st.composite
+def small_nodes(draw: st.DrawFn) -> tuple[np.ndarray, list[Placement], Cluster]:
+    experts = draw(st.integers(2, 5))
+    tables = draw(hnp.arrays(np.int64, (1, experts, 4), elements=st.integers(0, 1)))
+    tables[..., 0] = np.maximum(tables[..., 0], tables.sum(axis=2) == 0)
+    return draw(hnp.arrays(np.bool_, tables.shape)), [Placement(replicas=tables[0])], Cluster.of(4, 5, 2)
+
+
+@settings(deadline=None, max_examples=150)
+@given(world=small_nodes())
+def test_of_equal_moves_between_nodes_the_fewest_transfers_are_taken(
+    world: tuple[np.ndarray, list[Placement], Cluster],
+) -> None:
+    """Against every renaming of two nodes of two ranks."""
+    held, planned, cluster = world
+
+    def moves(table: np.ndarray) -> tuple[int, int]:
+        by_node = [cluster.by_node(side.astype(np.int64)) > 0 for side in (table > 0, held[0])]
+        return int((by_node[0] & ~by_node[1]).sum()), int(((table > 0) & ~held[0]).sum())
+
+    within = [(0, 1), (1, 0)]
+    orders = [
+        tuple([2 * nodes[0] + i for i in a] + [2 * nodes[1] + i for i in b])
+        for nodes in within
+        for a in within
+        for b in within
+    ]
+    best = min(moves(planned[0].replicas[:, list(order)]) for order in orders)
+    aligned = align_placements(held, planned, cluster)
+    assert moves(aligned[0].replicas) == best
+    assert len(plan_migration(held, aligned).transfers) == best[1] - _lost(held, aligned)
+
+
+def _lost(held: np.ndarray, placements: list[Placement]) -> int:
+    """States that nobody can send."""
+    return int((held_states(placements) & ~held.any(axis=2, keepdims=True)).sum())
+
+
 def test_cost_counts_what_the_planned_node_needs_and_the_node_lacks() -> None:
     held = np.array([[[True, False], [False, False]]])
     needed = np.array([[[True, False], [True, True]]])
@@ -124,6 +162,15 @@ def test_sources_take_turns_and_rare_experts_choose_first() -> None:
         Transfer(layer=0, expert=0, source=1, target=2),
     )
     assert plan_migration(held_states(planned), planned).predicted_s(10, 1.0, latency_s=5.0) == 0.0
+
+
+def test_a_source_on_the_same_node_comes_before_an_idle_one_on_another() -> None:
+    held = np.array([[[1, 0, 1, 0], [1, 0, 1, 0]]], dtype=np.bool_)
+    planned = [Placement(replicas=np.array([[1, 1, 1, 0], [1, 1, 1, 0]]))]
+    assert [t.source for t in plan_migration(held, planned).transfers] == [0, 2]
+    assert [t.source for t in plan_migration(held, planned, ["a", "a", "b", "b"]).transfers] == [0, 0]
+    elsewhere = [Placement(replicas=np.array([[1, 0, 1, 1], [1, 0, 1, 1]]))]
+    assert [t.source for t in plan_migration(held, elsewhere, ["a", "b", "c", "d"]).transfers] == [0, 2]
 
 
 def test_wrong_input_is_one_sentence() -> None:

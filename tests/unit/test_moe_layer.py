@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.modules.stream import StreamDropout
 
 D_MODEL = 8
 
@@ -177,9 +179,45 @@ def test_layers_are_found_in_order_and_once() -> None:
         ({"num_experts": 1}, "top_k=2 is more than the 1 experts"),
         ({"router": {"top_q": 1}}, "did you mean 'top_k'"),
         ({"router": "top2"}, "RouterConfig is made from keyword arguments, not from 'top2'"),
-        ({"num_experts": 0}, "num_experts=0 must be at least 1"),
+        ({"num_experts": 0}, "num_experts=0 of MoELayer must be an integer of at least 1"),
     ],
 )
 def test_wrong_layers(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make(**options)
+
+
+def test_a_layer_can_be_copied_after_a_forward_pass() -> None:
+    layer = MoELayer(8, 8, 4, {"aux_loss_coef": 0.5, "bias_update_rate": 0.1})
+    x = torch.randn(10, 8)
+    out = layer(x)
+    copied = copy.deepcopy(nn.Sequential(layer, layer))
+    assert copied[0] is copied[1]
+    assert copied[0].auxiliary_loss is None
+    assert layer.auxiliary_loss is not None
+    torch.testing.assert_close(copied[0](x), out)
+    with torch.no_grad():
+        copied[0].experts.w_up.zero_()
+    torch.testing.assert_close(layer(x), out)
+
+
+def test_a_copy_draws_for_itself_unless_a_strategy_drives_it() -> None:
+    dropout = StreamDropout(0.5)
+    x = torch.ones(50, 4)
+    copied = copy.deepcopy(dropout)
+    assert torch.equal(dropout(x), copied(x))
+    dropout.stream.advance(step=3, first_sample=0, num_samples=50)
+    follower = copy.deepcopy(dropout)
+    dropout.stream.advance(step=4, first_sample=0, num_samples=50)
+    assert torch.equal(dropout(x), follower(x))
+
+
+def test_a_stand_in_is_routed_to_no_expert() -> None:
+    layer = MoELayer(8, 8, 4, {"aux_loss_coef": 0.5, "bias_update_rate": 0.1}, num_shared_experts=1)
+    layer.router.stream.advance(step=0, first_sample=0, num_samples=0)
+    x = torch.randn(10, 8)
+    out = layer(x)
+    assert layer.statistics is not None
+    assert int(layer.statistics.tokens_NE.sum()) == 0
+    assert layer.shared_expert is not None
+    torch.testing.assert_close(out, layer.shared_expert(x))

@@ -18,6 +18,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.pictures import heat_map, time_line
 
 SVG = "{http://www.w3.org/2000/svg}"
+SHADES = 20  # of the scale below a heat map
 
 
 def boxes(picture: str) -> list[ElementTree.Element]:
@@ -28,15 +29,25 @@ def boxes(picture: str) -> list[ElementTree.Element]:
 def test_a_heat_map_has_a_cell_for_every_expert_and_sample() -> None:
     shares = np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]])
     cells = boxes(heat_map(shares, [1, 11], "a < b"))
-    assert len(cells) == 6
+    assert len(cells) == 6 + SHADES
     colors = [cell.get("fill") for cell in cells]
     assert colors[2] == "rgb(255,255,255)", "no load is white"
     assert colors[5] == "rgb(30,90,175)", "the largest share is darkest"
     assert colors[0] == colors[1]
 
 
+def test_a_heat_map_has_a_scale() -> None:
+    picture = heat_map(np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]]), [1, 11], "x")
+    words = [text.text for text in ElementTree.fromstring(picture).iter(f"{SVG}text")]
+    assert {"0 %", "35 %", "70 %"} <= set(words)
+    assert [box.get("fill") for box in boxes(picture)[-SHADES:]][:: SHADES - 1] == [
+        "rgb(255,255,255)",
+        "rgb(30,90,175)",
+    ]
+
+
 def test_many_samples_are_averaged() -> None:
-    assert len(boxes(heat_map(np.full((1000, 4), 0.25), list(range(1000)), "x"))) == 120 * 4
+    assert len(boxes(heat_map(np.full((1000, 4), 0.25), list(range(1000)), "x"))) == 120 * 4 + SHADES
 
 
 def test_a_time_line_has_a_bar_for_every_span_in_its_place() -> None:
@@ -73,7 +84,7 @@ def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.Capture
     steps, shares = pictures.read_loads(trace)
     assert (steps, shares.tolist()) == ([1], [[[0.375, 0.625]]])
     assert pictures.run(argparse.Namespace(source=table, out=tmp_path / "out")) == 0
-    assert len(boxes((tmp_path / "out" / "layer01.svg").read_text())) == 4
+    assert len(boxes((tmp_path / "out" / "layer01.svg").read_text())) == 4 + SHADES
     assert capsys.readouterr().out.count(".svg") == 2
 
 

@@ -69,10 +69,18 @@ def test_every_picture_is_drawn_and_named(run: Path, capsys: pytest.CaptureFixtu
 
 def test_the_later_start_counts_where_steps_were_repeated(run: Path) -> None:
     metrics = plot.read_metrics([run / "csv" / f"version_{version}" / "metrics.csv" for version in (2, 10)])
-    assert metrics["moe/layer00/rank_imbalance_ratio"] == {10: 1.0, 20: 4.0}
+    assert metrics["moe/layer00/rank_imbalance_ratio"] == {11: 1.0, 21: 4.0}
     assert metrics["checkpoint/stall_ms"] == {20: 0.75}
-    assert metrics["val/loss"] == {30: 2.0}
+    assert metrics["val/loss"] == {31: 2.0}
     assert "step" not in metrics
+
+
+def test_all_pictures_count_the_steps_that_were_made(tmp_path: Path) -> None:
+    """Lightning writes the metrics of the tenth step into row 9; checkpoints and loads of experts say 10."""
+    row = {"moe/layer00/rank_imbalance_ratio": 1.0, "moe/layer00/expert_imbalance_ratio": 2.0}
+    write_metrics(tmp_path, 0, [{"step": 9, **row}, {"step": 10, "checkpoint/plt": 0.5}])
+    metrics = plot.read_metrics([tmp_path / "csv" / "version_0" / "metrics.csv"])
+    assert set(metrics["moe/layer00/rank_imbalance_ratio"]) == set(metrics["checkpoint/plt"]) == {10}
 
 
 def test_the_starts_are_taken_in_the_order_of_their_numbers(run: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.packing import packed_placement
 from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.repair import repair_placements
 from moe_lightning.errors import ConfigurationError
+from tests.unit.flows import max_flow
 
 
 def _held(experts: int, ranks: int, copies: int, layers: int = 2) -> np.ndarray:
@@ -51,6 +54,89 @@ def test_without_a_limit_all_replicas_asked_for_are_there(world: tuple[np.ndarra
     held, nodes, wanted = world
     repair = repair_placements(held, nodes=nodes, min_replicas=wanted)
     assert repair.min_replicas == min(wanted, len(set(nodes)))
+
+
+def _most_replicas(experts: int, nodes: list[str], slots: int, wanted: int) -> int:
+    """The most distinct nodes that can hold every expert, by maximum flow."""
+    for floor in range(wanted, 1, -1):
+        edges = {("source", e): floor for e in range(experts)}
+        edges |= {(e, node): 1 for e in range(experts) for node in nodes}
+        edges |= {(node, "sink"): slots * nodes.count(node) for node in nodes}
+        if max_flow(edges, "source", "sink") == experts * floor:
+            return floor
+    return 1
+
+
+def _fewest_copies(held: np.ndarray, nodes: list[str], slots: int, floor: int) -> int:
+    """A bound of the copies that bring every expert of a layer to `floor` nodes: what the held ones cannot give."""
+    experts, ranks = held.shape
+    edges = {("source", ("expert", e)): floor for e in range(experts)}
+    for e, n in np.argwhere(held).tolist():
+        edges |= {(("expert", e), (e, nodes[n])): 1, ((e, nodes[n]), ("rank", n)): 1}
+    edges |= {(("rank", n), "sink"): slots for n in range(ranks)}
+    return experts * floor - max_flow(edges, "source", "sink")
+
+
+def _copies(held: np.ndarray, repaired: np.ndarray) -> int:
+    return int(((repaired > 0) & ~held).sum())
+
+
+@st.composite
+def _any_worlds(draw: st.DrawFn) -> tuple[np.ndarray, list[str], int, int]:
+    ranks, experts = draw(st.integers(1, 7)), draw(st.integers(1, 7))
+    cells = st.lists(st.booleans(), min_size=2 * experts * ranks, max_size=2 * experts * ranks)
+    nodes = [str(draw(st.integers(0, 3))) for _ in range(ranks)]
+    slots = -(-experts // ranks) + draw(st.integers(0, 2))
+    return np.array(draw(cells)).reshape(2, experts, ranks), nodes, slots, draw(st.integers(1, 3))
+
+
+@settings(deadline=None, max_examples=300)
+@example(
+    (
+        np.array([[[0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1], [1, 1, 0, 0, 0, 0]]], dtype=bool),
+        list("aabbcc"),
+        1,
+        2,
+    )
+)
+@given(_any_worlds())
+def test_as_many_nodes_hold_every_expert_as_can(world: tuple[np.ndarray, list[str], int, int]) -> None:
+    """Whatever is held, wherever; nodes of any sizes."""
+    held, nodes, slots, wanted = world
+    repair = repair_placements(held, nodes=nodes, min_replicas=wanted, max_slots=slots)
+    assert repair.min_replicas == _most_replicas(held.shape[1], nodes, slots, wanted)
+    for placement in repair.placements:
+        assert placement.replicas.max() == 1
+        assert placement.replicas.sum(axis=0).max() <= slots
+        for expert in range(held.shape[1]):
+            assert len({nodes[rank] for rank in placement.holders(expert)}) >= repair.min_replicas
+
+
+def test_a_lost_node_of_five_costs_no_redundancy_and_little_more_than_must_be_copied() -> None:
+    """8 ranks a node, 2 slots, 32 experts: the slots that are left are exactly those that 2 replicas need."""
+    nodes = [str(rank // 8) for rank in range(32)]
+    copied, needed = 0, 0
+    for seed in range(40):
+        generator = np.random.default_rng(seed)
+        load = generator.zipf(1.5, 32).clip(max=100)
+        before = packed_placement(load, Cluster.of(40, 2, ranks_per_node=8), 2).replicas > 0
+        lost = 8 * int(generator.integers(0, 5))
+        held = np.delete(before, np.arange(lost, lost + 8), axis=1)[None]
+        repair = repair_placements(held, nodes=nodes, min_replicas=2, max_slots=2)
+        assert repair.min_replicas == 2
+        copied += _copies(held[0], repair.placements[0].replicas)
+        needed += _fewest_copies(held[0], nodes, 2, 2)
+    assert needed <= copied <= 1.03 * needed
+
+
+def test_a_crowded_layer_does_not_lower_the_others() -> None:
+    """The first layer holds one expert everywhere; what fits the second fits it, too."""
+    held = np.zeros((2, 4, 4), dtype=bool)
+    held[0, 0] = True
+    held[1] = uniform_placement(4, 4, 2).replicas > 0
+    repair = repair_placements(held, nodes=list("abcd"), min_replicas=2, max_slots=2)
+    assert repair.min_replicas == 2
+    assert (repair.placements[1].replicas > 0).tolist() == held[1].tolist()
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(4, 8), (4, 7), (3, 8), (6, 16)])

@@ -4,6 +4,7 @@ it does not.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import combinations, product
 
@@ -198,6 +199,29 @@ def test_sampling_agrees_with_enumeration_over_all_layers_together() -> None:
     assert sampled_recovery(tables, 3, samples=20_000, seed=1) == pytest.approx(exact[3], abs=0.02)
     with pytest.raises(ConfigurationError, match="7 failed nodes"):
         sampled_recovery(tables, 7)
+
+
+@pytest.mark.parametrize("failures", [0, 1, 3, 5, 6])
+def test_sampled_sets_are_drawn_uniformly_and_judged_exactly(failures: int) -> None:
+    """Against every failed set; 100 samples are no whole number of words."""
+    table = np.array([[1, 1, 0, 0, 0, 0], [0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 1, 1]])
+    exact = recovery_probabilities([table, table[::-1]])[failures]
+    found = [sampled_recovery([table, table[::-1]], failures, samples=100, seed=seed) for seed in range(40)]
+    assert np.mean(found) == pytest.approx(exact, abs=0.03)
+    assert sampled_recovery([table], failures, samples=5000, seed=3) == pytest.approx(exact, abs=0.04)
+
+
+def test_an_expert_that_nobody_holds_never_recovers() -> None:
+    assert sampled_recovery([np.array([[1, 1], [0, 0]])], 0, samples=64) == 0.0
+
+
+def test_thousands_of_nodes_are_sampled_within_a_time_that_a_planner_has() -> None:
+    """Integer products of all samples with all experts would take minutes."""
+    table = np.zeros((512, 4096), dtype=np.int64)
+    table[np.arange(8192) % 512, np.arange(8192) // 2] = 1
+    began = time.process_time()
+    assert sampled_recovery([table] * 4, 64) == 1.0
+    assert time.process_time() - began < 5
 
 
 def test_too_many_nodes_to_enumerate_says_so() -> None:

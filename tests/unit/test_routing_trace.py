@@ -1,236 +1,80 @@
-"""Published and own figures on a recorded routing trace: a sample of it by default, all of it with -m slow.
-
-The trace is third-party data outside the repository: set MOE_LIGHTNING_TRACES to its folder.
-"""
+"""Routing traces from disk: whole ones, damaged ones, and files that hold something else."""
 
 from __future__ import annotations
 
-import argparse
-import os
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from moe_lightning.algorithms.allocation import allocate_replicas
-from moe_lightning.algorithms.balancing import SHADOW_POLICIES, PlacementPolicy, plan_placement, replan_placement
-from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.metrics import balance_ratio, imbalance
-from moe_lightning.algorithms.migration import MappingMethod, align_placements, held_states, plan_migration
-from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.quota import balanced_quota
-from moe_lightning.algorithms.recovery_probability import recovery_probabilities
-from moe_lightning.algorithms.replica_placement import PLACEMENT_RULES, mro_plus
-from moe_lightning.algorithms.shadow_search import search_shadows
-from moe_lightning.algorithms.shadows import (
-    ShadowPlan,
-    fastermoe_shadows,
-    no_shadows,
-    predict_plan,
-    shadow_quota,
-)
-from moe_lightning.bench import balance_trace
+from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.forced_routing import ForcedRouting, Popularity
+from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.simulate.routing import make_routing
 
-FOLDER = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
-PATH = FOLDER / "routing_trace_gpt_32e.npz"
-
-STRIDES = [pytest.param(60, id="sample"), pytest.param(2, id="whole", marks=pytest.mark.slow)]
-"""Samples between two that are looked at."""
-
-NODES, SLOTS = 10, 6
-SIXTEEN = uniform_placement(16, 16)
-COSTS = replace(balance_trace.reference_costs(), transfer="average")
-
-
-@pytest.fixture(scope="module")
-def trace() -> balance_trace.RoutingTrace:
-    if not PATH.is_file():
-        pytest.skip(f"no routing trace at {PATH}: set MOE_LIGHTNING_TRACES to the folder that holds it")
-    return balance_trace.load_trace(PATH)
+COUNTS = np.arange(2 * 3 * 2 * 4).reshape(2, 3, 2, 4)
+READERS: list[Callable[[Path], object]] = [
+    read_routing_trace,
+    load_trace,
+    lambda path: make_routing("trace", num_experts=4, num_layers=3, path=str(path)),
+    lambda path: Popularity(ForcedRouting(kind="trace", path=str(path)), 4, 0),
+]
 
 
-def hottest(trace: balance_trace.RoutingTrace, sample: int, layer: int, experts: int) -> np.ndarray:
-    """int64 [experts]: loads of a layer's hottest experts, descending."""
-    return np.sort(trace.counts[sample, layer].sum(axis=0))[::-1][:experts]
+def _saved(path: Path, **arrays: Any) -> Path:
+    np.savez_compressed(path, **({"counts": COUNTS, "iteration": [1, 5]} | arrays))
+    return path
 
 
-def sixteen(trace: balance_trace.RoutingTrace, sample: int, layer: int) -> np.ndarray:
-    """int64 [16, 16]: tokens [expert, rank] with neighbouring experts merged, one expert per rank as in Pro-Prophet."""
-    counts: np.ndarray = trace.counts[sample, layer].T
-    return counts.reshape(16, 2, 16).sum(axis=1)
+def test_a_whole_trace(tmp_path: Path) -> None:
+    counts, iterations = read_routing_trace(_saved(tmp_path / "trace.npz", counts=COUNTS.astype(np.float32)))
+    assert np.array_equal(counts, COUNTS)
+    assert counts.dtype == iterations.dtype == np.int64
+    assert iterations.tolist() == [1, 5]
 
 
-@pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("experts", "eq1", "waterfill"), [(8, 1.28, 1.08), (16, 1.64, 1.40)])
-def test_water_filling_lowers_the_busiest_replica(
-    trace: balance_trace.RoutingTrace, stride: int, experts: int, eq1: float, waterfill: float
-) -> None:
-    for policy, expected in (("eq1", eq1), ("waterfill", waterfill)):
-        busiest = []
-        for sample in range(0, len(trace.counts), stride):
-            for layer in range(trace.counts.shape[1]):
-                load = hottest(trace, sample, layer, experts)
-                replicas = allocate_replicas(load, slots=NODES * SLOTS, num_nodes=NODES, policy=policy)  # type: ignore[arg-type]
-                busiest.append((load / replicas).max() * NODES * SLOTS / load.sum())
-        assert np.mean(busiest) == pytest.approx(expected, abs=0.03)
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"counts": COUNTS[0]},
+        {"counts": COUNTS[:0], "iteration": []},
+        {"counts": COUNTS - 5},
+        {"counts": COUNTS * np.nan},
+        {"counts": COUNTS.astype(str)},
+        {"counts": COUNTS.astype(float) * 1e30},
+        {"iteration": [1, 1]},
+        {"iteration": [1, np.inf]},
+        {"iteration": [[1], [2]]},
+        {"iteration": ["a", "b"]},
+        {"counts": np.array({"pickled": 1}, dtype=object)},
+    ],
+    ids=str,
+)
+def test_arrays_of_something_else(tmp_path: Path, read: Callable[[Path], object], arrays: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"trace\.npz") as caught:
+        read(_saved(tmp_path / "trace.npz", **arrays))
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("layers", [range(12), range(0, 24, 2)], ids=["first", "every-second"])
-def test_recovery_of_sixteen_experts_matches_lazarus(trace: balance_trace.RoutingTrace, layers: range) -> None:
-    """Iteration 201: 40.5 percent against 12.7 for spread with five failures; the paper prints 41 and 12 (for four)."""
-    sample = int(np.flatnonzero(trace.iteration == 201)[0])
-    loads = [hottest(trace, sample, layer, 16) for layer in layers]
-    replicas = [allocate_replicas(load, slots=NODES * SLOTS, num_nodes=NODES, policy="eq1") for load in loads]
-    recovery = {
-        name: recovery_probabilities([PLACEMENT_RULES[name](counts, np.full(NODES, SLOTS)) for counts in replicas])
-        for name in ("mro", "mro+", "spread", "compact")
-    }
-    assert recovery["mro"][[4, 5]] * [210, 252] == pytest.approx([129, 102])
-    assert recovery["spread"][[4, 5]] * [210, 252] == pytest.approx([80, 32])
-    assert recovery["compact"][3] == 0
-    assert (recovery["mro+"] >= recovery["mro"]).all()
-
-
-def test_optimal_mapping_moves_a_tenth_less_than_greedy_after_failures(trace: balance_trace.RoutingTrace) -> None:
-    moved: dict[MappingMethod, int] = {"optimal": 0, "greedy": 0}
-    for sample, dead in ((20, [0, 5]), (120, [2, 3]), (220, [7, 9]), (320, [1, 8]), (420, [4, 6])):
-        loads = [hottest(trace, sample, layer, 16) for layer in range(12)]
-        old, new = (
-            [
-                Placement(
-                    replicas=mro_plus(
-                        allocate_replicas(load, slots=nodes * SLOTS, num_nodes=nodes, policy="eq1"),
-                        np.full(nodes, SLOTS),
-                    )
-                )
-                for load in loads
-            ]
-            for nodes in (NODES, NODES - 2)
-        )
-        held = np.delete(held_states(old), dead, axis=2)
-        for method in moved:
-            aligned = align_placements(held, new, Cluster.of(NODES - 2, SLOTS), method)
-            moved[method] += len(plan_migration(held, aligned).transfers)
-    assert 0 < moved["optimal"] <= 0.93 * moved["greedy"]
-
-
-@pytest.mark.parametrize("stride", STRIDES)
-@pytest.mark.parametrize(("slots", "limit"), [(4, 1.02), (3, 1.16)])
-def test_quotas_are_balanced_with_plans_fifty_iterations_old(
-    trace: balance_trace.RoutingTrace, stride: int, slots: int, limit: float
-) -> None:
-    packed, plain = (
-        balance_trace.judge(trace, name, slots_per_rank=slots, step=stride) for name in ("packed", "plain")
-    )
-    assert packed.imbalance <= limit
-    assert packed.imbalance < 0.25 * plain.imbalance
-    assert packed.plan_s < 0.1
-
-
-def test_replanning_keeps_the_balance_with_a_fraction_of_the_migrations(trace: balance_trace.RoutingTrace) -> None:
-    cluster, policy = Cluster.of(16, 4), PlacementPolicy(min_replicas=1)
-    samples = range(60, len(trace.counts), 60)
-    current = kept = plan_placement(trace.counts[samples[0]].sum(axis=1), cluster, policy)
-    moved_always = moved = 0
-    for sample in samples[1:]:
-        loads = trace.counts[sample].sum(axis=1)
-        fresh = plan_placement(loads, cluster, policy, held_states(current))
-        moved_always += len(plan_migration(held_states(current), fresh).transfers)
-        current = fresh
-        again = replan_placement(loads, cluster, policy, kept)
-        moved += len(plan_migration(held_states(kept), again).transfers)
-        kept = again
-        busiest = [imbalance(balanced_quota(load, p.replicas).sum(axis=0)) for load, p in zip(loads, kept, strict=True)]
-        assert np.mean(busiest) <= 1.02
-    assert moved < 0.3 * moved_always
-
-
-@pytest.mark.parametrize("stride", [60, pytest.param(5, marks=pytest.mark.slow)])
-def test_predicted_speedups_of_shadow_policies(trace: balance_trace.RoutingTrace, stride: int) -> None:
-    """Order of Pro-Prophet's comparison: searched n, FasterMoE, top-3, top-2, a wrong fixed n; plain is far behind."""
-    seconds: dict[str, list[float]] = {}
-    for sample in range(30, len(trace.counts), stride):
-        for layer in range(0, 24, 3):
-            tokens = sixteen(trace, sample, layer)
-            plans = {name: choose(tokens, SIXTEEN, COSTS) for name, choose in SHADOW_POLICIES.items()}
-            plans["search"] = search_shadows(tokens, SIXTEEN, COSTS, scheduled=False)
-            wrong = search_shadows(tokens, SIXTEEN, COSTS, skipped_ranks=8, scheduled=False)
-            plans["n=8"] = replace(wrong, quota_rule="local")
-            for name, plan in plans.items():
-                seconds.setdefault(name, []).append(predicted_s(tokens, plan))
-    speedup = {name: float(np.mean(np.array(seconds["none"]) / values)) for name, values in seconds.items()}
-    assert speedup["search"] == pytest.approx(4.87, rel=0.05)
-    assert speedup["fastermoe"] == pytest.approx(4.1, rel=0.05)
-    assert speedup["top3"] == pytest.approx(3.37, rel=0.05)
-    assert speedup["n=8"] == pytest.approx(1.75, rel=0.05)
-    assert speedup["search"] > speedup["fastermoe"] > speedup["top3"] > speedup["top2"] > speedup["n=8"] > 1.5
-
-
-def predicted_s(tokens: np.ndarray, plan: ShadowPlan, costs: BlockCosts = COSTS) -> float:
-    return float(predict_plan(tokens, SIXTEEN, plan, costs, scheduled=False).total_s)
-
-
-def kept_speedup(trace: balance_trace.RoutingTrace, samples: range, age: int) -> float:
-    """Speed-up with plans `age` samples old over that with fresh ones."""
-    stale, fresh = [], []
-    for sample in samples:
-        for layer in range(0, 24, 4):
-            tokens = sixteen(trace, sample, layer)
-            plain_s = predicted_s(tokens, no_shadows(tokens, SIXTEEN))
-            for when, speedups in ((sample - age, stale), (sample, fresh)):
-                plan = search_shadows(sixteen(trace, when, layer), SIXTEEN, COSTS, scheduled=False)
-                speedups.append(plain_s / predicted_s(tokens, plan))
-    return float(np.mean(stale) / np.mean(fresh))
-
-
-def test_settled_routing_keeps_plans_good_and_early_routing_does_not(trace: balance_trace.RoutingTrace) -> None:
-    assert kept_speedup(trace, range(201, 501, 60), age=20) > 0.97
-    assert kept_speedup(trace, range(1, 60, 12), age=1) < 0.92
-
-
-def test_the_search_balances_better_than_fastermoe(trace: balance_trace.RoutingTrace) -> None:
-    ratios = []
-    for sample in range(60, len(trace.counts), 80):
-        for layer in range(0, 24, 4):
-            tokens = sixteen(trace, sample, layer)
-            plans = (
-                no_shadows(tokens, SIXTEEN),
-                fastermoe_shadows(tokens, SIXTEEN, COSTS),
-                search_shadows(tokens, SIXTEEN, COSTS),
-            )
-            before, theirs, ours = (shadow_quota(tokens, SIXTEEN, plan).sum(axis=0) for plan in plans)
-            ratios.append(balance_ratio(before, ours) / balance_ratio(before, theirs))
-    assert np.median(ratios) > 1.55
-
-
-def test_the_benchmark_prints_a_row_per_strategy(
-    trace: balance_trace.RoutingTrace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = argparse.ArgumentParser()
-    balance_trace.add_arguments(parser)
-    arguments = [str(PATH), "--slots", "4", "--strategies", "plain", "packed", "--step", "200"]
-    assert balance_trace.run(parser.parse_args(arguments)) == 0
-    printed = capsys.readouterr().out
-    assert [line.split()[0] for line in printed.splitlines()[1:]] == ["strategy", "plain", "packed"]
-
-
-def test_traces_that_cannot_be_judged_say_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is not a file"):
-        balance_trace.load_trace(tmp_path / "absent.npz")
-    counts = np.ones((3, 2, 4, 8), dtype=np.uint16)
-    np.savez(tmp_path / "bare.npz", counts=counts)
-    with pytest.raises(ConfigurationError, match="'iteration'"):
-        balance_trace.load_trace(tmp_path / "bare.npz")
-    np.savez(tmp_path / "short.npz", counts=counts, iteration=np.arange(2))
-    with pytest.raises(ConfigurationError, match=r"must be \[samples, layers, ranks, experts\]"):
-        balance_trace.load_trace(tmp_path / "short.npz")
-    np.savez(tmp_path / "small.npz", counts=counts, iteration=np.array([1, 101, 201]))
-    small = balance_trace.load_trace(tmp_path / "small.npz")
-    with pytest.raises(ConfigurationError, match="no sample from iteration 600"):
-        balance_trace.judge(small, "packed", slots_per_rank=4)
-    with pytest.raises(ConfigurationError, match="'best' is unknown"):
-        balance_trace.judge(small, "best", slots_per_rank=4)
-    assert balance_trace.judge(small, "packed", slots_per_rank=4, first=0, step=1).imbalance == 1.0
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("damage", ["cut", "flipped", "text", "empty", "npy", "folder", "missing"])
+def test_damaged_files(tmp_path: Path, read: Callable[[Path], object], damage: str) -> None:
+    path = _saved(tmp_path / "trace.npz")
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 4] ^= 0xFF
+    contents = {"cut": whole[: len(whole) // 2], "flipped": whole, "text": b"step,layer\n", "empty": b""}
+    path.unlink()
+    if damage in contents:
+        path.write_bytes(contents[damage])
+    elif damage == "npy":
+        np.save(tmp_path / "array.npy", COUNTS)
+        (tmp_path / "array.npy").rename(path)
+    elif damage == "folder":
+        path.mkdir()
+    with pytest.raises(ConfigurationError, match=r"trace\.npz") as caught:
+        read(path)
+    assert "\n" not in str(caught.value)

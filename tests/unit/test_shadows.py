@@ -16,6 +16,7 @@ from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import (
     ShadowPlan,
     choose_homes,
+    fastermoe_best_shadows,
     fastermoe_shadows,
     no_shadows,
     predict_plan,
@@ -151,6 +152,17 @@ def test_fastermoe_estimate_by_hand() -> None:
     # rows left after k copies: 300, 120, 90, 0; each row 1 s, each copy 100 s: 300, 220, 290, 300
     costs = BlockCosts(row_bytes=0, weight_bytes=100, gradient_bytes=0, bytes_per_s=1, rows_per_s=3)
     assert fastermoe_shadows(tokens, placement, costs).moved_experts == (0,)
+    assert fastermoe_best_shadows(tokens, placement, costs).moved_experts == (0,)
+
+
+def test_fastermoe_stops_at_the_first_rise_as_published() -> None:
+    """Two experts a rank: shadowing the second hottest relieves nobody alone, with the third it does."""
+    placement = Placement(replicas=np.array([[1, 0], [0, 1], [1, 0], [0, 1]]))
+    tokens = np.array([[100, 100], [99, 99], [98, 98], [97, 97]])
+    # rows left after k copies: 396, 392, 196, 194, 0; each row 1 s, each copy 50 s: 396, 442, 296, 344, 200
+    costs = BlockCosts(row_bytes=0, weight_bytes=50, gradient_bytes=0, bytes_per_s=1, rows_per_s=3)
+    assert fastermoe_shadows(tokens, placement, costs).num_copies == 0
+    assert fastermoe_best_shadows(tokens, placement, costs).moved_experts == (0, 1, 2, 3)
 
 
 def test_wrong_input_is_one_sentence() -> None:

@@ -96,7 +96,7 @@ def test_images_train(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "upcycling", "message"),
     [
-        ("gpt2", {}, {"num_experts": 0}, "num_experts=0 must be at least 1"),
+        ("gpt2", {}, {"num_experts": 0}, "num_experts=0 of UpcyclingConfig must be an integer of at least 1"),
         ("gpt2", {}, {"moe_every": 3}, "moe_every=3 and num_dense_layers=0 leave no MoE layer among 2"),
         (
             "gpt2",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,9 @@ from moe_lightning.models.huggingface.weights import INDEX, SINGLE, dtype_named,
 
 _KEPT_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
 """Of the files beside the weights that an export takes over: tokenizers, templates, generation defaults."""
+
+_MARK = "moe_lightning_export.json"
+"""Lies in a folder that an export wrote and names the run, which may write it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +46,39 @@ class Export:
     blocks: tuple[str, ...]
     dtype: torch.dtype
 
-    def write(self, path: Path, dense: Mapping[str, Tensor], experts: Iterable[Mapping[str, Tensor]]) -> int:
+    def write(
+        self,
+        path: Path,
+        dense: Mapping[str, Tensor],
+        experts: Iterable[Mapping[str, Tensor]],
+        *,
+        run: str | None = None,
+    ) -> int:
         """Write the checkpoint into a new folder, which gets its name when it is whole; returns the bytes of tensors.
 
         Args:
             path: of the folder.
             dense: the tensors by the names in our model.
             experts: for each block the full stacks [E, ...] by parameter; only one block's are held at a time.
+            run: names the run that exports; it may replace what it exported before. None: nothing is replaced.
 
         Raises:
             ConfigurationError: the folder exists already.
         """
-        if path.exists():
+        if path.exists() and not is_export_of(run, path):
             raise existing(path)
-        staged = path.with_name(f".{path.name}.{os.getpid()}.new")
+        staged, former = (path.with_name(f".{path.name}.{os.getpid()}.{what}") for what in ("new", "old"))
         staged.mkdir(parents=True)
         try:
             self.config.save_pretrained(staged)
             written = write_weights(staged, self._files(dense, experts))
+            (staged / _MARK).write_text(json.dumps({"run": run}) + "\n")
+            if path.exists():
+                os.rename(path, former)
             os.rename(staged, path)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
         return written
 
     def _files(
@@ -96,9 +113,36 @@ def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None 
     return Export(config=config, family=family, dense=names, blocks=tuple(architecture.layers), dtype=chosen)
 
 
+def is_export_of(run: str | None, path: Path) -> bool:
+    """Whether a run wrote a folder by an export; of no run nothing is."""
+    try:
+        said = json.loads((path / _MARK).read_text())
+    except (OSError, ValueError):
+        return False
+    return run is not None and isinstance(said, dict) and said.get("run") == run
+
+
 def existing(path: Path) -> ConfigurationError:
     """What an export answers where it would overwrite something."""
     return ConfigurationError(f"{path} exists already: name another folder")
+
+
+def check_target(path: Path, run: str | None) -> None:
+    """Refuse a place for an export before anything is trained for it.
+
+    Raises:
+        ConfigurationError: it holds something else than an earlier export of the run, or cannot be written.
+    """
+    if path.exists() and not is_export_of(run, path):
+        raise existing(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent):
+            return
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written ({error.strerror}): name a folder where you may write"
+        ) from None
 
 
 def copy_companions(source: Path, target: Path) -> None:

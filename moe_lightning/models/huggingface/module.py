@@ -19,9 +19,11 @@ from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import config_from, load_model, read_config, recompute_activations
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
-from moe_lightning.modules.losses import mean_over_samples
+from moe_lightning.modules.losses import mean_over_targets
+from moe_lightning.values import PositiveInt, validated
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig:
     """Which checkpoint is trained, and how.
@@ -42,7 +44,7 @@ class HuggingFaceConfig:
     """
 
     pretrained: str
-    context_length: int = 1024
+    context_length: PositiveInt = 1024
     router: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     gradient_checkpointing: bool = False
@@ -53,8 +55,6 @@ class HuggingFaceConfig:
             object.__setattr__(self, "upcycling", build_config(UpcyclingConfig, self.upcycling))
             if any(value is not None for value in self.router.values()):
                 raise ConfigurationError("router belongs to pretrained experts: set upcycling.router instead")
-        if self.context_length < 1:
-            raise ConfigurationError(f"context_length={self.context_length} must be at least 1")
 
     @property
     def folder(self) -> Path:
@@ -86,8 +86,8 @@ class HuggingFaceModule(SupervisedModule):
     """Trains a Hugging Face model on batches (inputs, targets): token ids [B, L] and next tokens [B, L], where -100 is
     not predicted; or images [B, C, H, W] and classes [B].
 
-    Logs `train/loss`, `val/loss` and `test/loss`: the mean over the samples of the global batch of each one's mean
-    cross-entropy in nats, auxiliary losses not included. A mean over samples does not depend on how the batch is cut.
+    Logs `train/loss`, `val/loss` and `test/loss`: the mean cross-entropy in nats over the targets of the global batch,
+    auxiliary losses not included.
 
     Args:
         config: the checkpoint, as a HuggingFaceConfig or its keyword arguments.
@@ -148,7 +148,7 @@ class HuggingFaceModule(SupervisedModule):
     @override
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
-        return mean_over_samples(self(inputs), targets)
+        return mean_over_targets(self(inputs), targets)
 
 
 def _attention_width(config: Any) -> int | None:

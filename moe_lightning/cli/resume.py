@@ -1,0 +1,150 @@
+"""What a command changes about the run that it goes on with: what takes effect, what must be asked for, what cannot be.
+
+A checkpoint holds the optimizer's own values, so that other ones in the command would be recorded and not used; and
+other data than the run began with break the order in which every sample comes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import shown
+
+_UNCHANGEABLE = ("model", "data.tokenizer", "data._target_", "optimizer._target_", "module._target_")
+_FREE_OF_MODEL = (
+    "dropout",
+    "drop_path_rate",
+    "gradient_checkpointing",
+    *(
+        f"router.{name}"
+        for name in (
+            "aux_loss_coef",
+            "aux_loss_scope",
+            "bias_update_rate",
+            "capacity_factor",
+            "drop_policy",
+            "forced",
+            "jitter",
+            "top_k",
+            "z_loss_coef",
+        )
+    ),
+)
+"""No checkpoint holds anything that depends on them."""
+_ON_REQUEST = ("optimizer", "data", "seed")
+_FREE_OF_DATA = ("num_workers", "cache_dir", "val_samples", "seed", "context_length")  # the last two are set elsewhere
+_UNTOLD = ("run_name", "run_dir", "resume", "resume_overrides", "task", "module.config", "module.optimizer")
+_MOST_TOLD = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A key whose value is another one than the run was trained with."""
+
+    key: str
+    former: Any
+    given: Any
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the checkpoint fits both values."""
+        return not _is_below(self.key, _UNCHANGEABLE) or _is_below(self.key, _below("model", _FREE_OF_MODEL))
+
+    @property
+    def is_on_request(self) -> bool:
+        """Whether the checkpoint would silently keep the former value, or the run would see other samples."""
+        return _is_below(self.key, _ON_REQUEST) and not _is_below(self.key, _below("data", _FREE_OF_DATA))
+
+    def __str__(self) -> str:
+        return f"{self.key} {shown(self.former)} -> {shown(self.given)}"
+
+
+def changes(former: Mapping[str, Any], given: Mapping[str, Any]) -> list[Change]:
+    """Leaves that both configurations have, with different values, in the order of the given one; paths below the run
+    directory are the same wherever it lies.
+    """
+    before = dict(_leaves(former))
+    places = str(former.get("run_dir")), str(given.get("run_dir"))
+    return [
+        Change(key=key, former=before[key], given=value)
+        for key, value in _leaves(given)
+        if key in before and not _is_below(key, _UNTOLD) and _moved(before[key], *places) != value
+    ]
+
+
+def check_changes(found: list[Change], *, overrides: bool) -> None:
+    """Refuse to go on where the command would not do what it says.
+
+    Args:
+        found: see `changes`.
+        overrides: the command asks for what is on request.
+
+    Raises:
+        ConfigurationError: what differs, and what to do about it.
+    """
+    impossible = [change for change in found if not change.is_possible]
+    if impossible:
+        raise ConfigurationError(
+            f"the checkpoint of this run has another shape or meaning: {_told(impossible)}; leave it as it was, "
+            "give this run another run_name, or start anew with resume=false"
+        )
+    asked = [change for change in found if change.is_on_request]
+    if asked and not overrides:
+        raise ConfigurationError(
+            f"this run was trained with other settings: {_told(asked)}; give resume_overrides=true to go on with the "
+            "new ones, leave them as they were, or start anew with resume=false"
+        )
+
+
+def told(found: list[Change]) -> str:
+    """What takes effect, for the headline; "" for nothing."""
+    return f"; changed: {_told(found)}" if found else ""
+
+
+def config_of(checkpoint: Path) -> dict[str, Any] | None:
+    """The configuration that a checkpoint was trained with, from its run directory; None where it has none of ours."""
+    for folder in list(checkpoint.absolute().parents)[:2]:
+        path = folder / "config.yaml"
+        if path.is_file():
+            try:
+                config = OmegaConf.to_container(OmegaConf.load(path))
+            except (OSError, YAMLError, OmegaConfBaseException) as error:
+                raise ConfigurationError(
+                    f"{path} cannot be read ({type(error).__name__}): put it right, or remove it to go on unchecked"
+                ) from error
+            if isinstance(config, dict):
+                return {str(name): value for name, value in config.items()}
+    return None
+
+
+def _told(found: list[Change]) -> str:
+    rest = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
+    return ", ".join(map(str, found[:_MOST_TOLD])) + rest
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping) and node:
+        for name, child in node.items():
+            yield from _leaves(child, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, node
+
+
+def _moved(value: Any, former: str, given: str) -> Any:
+    return value.replace(former, given, 1) if isinstance(value, str) and value.startswith(former) else value
+
+
+def _below(group: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{group}.{name}" for name in names)
+
+
+def _is_below(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

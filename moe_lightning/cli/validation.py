@@ -1,0 +1,134 @@
+"""What a composed configuration must be before anything is built from it or moved for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from moe_lightning.cli.instantiation import check_arguments
+from moe_lightning.cli.mistakes import suggestion
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import TARGET, Range, described, fits, shown
+
+_GROUPS = ("model", "optimizer", "data", "strategy", "trainer", "module")
+_COLLECTIONS = ("callbacks", "logger", "elastic")
+_PLAIN: dict[str, Any] = {
+    "run_name": str,
+    "run_dir": str,
+    "ranks": Annotated[int, Range(least=-1)] | Literal["auto", "-1"] | list[int],
+    "seed": Annotated[int, Range(least=0, most=2**32 - 1)],
+    "resume": bool | str,
+    "resume_overrides": bool,
+    "task": Literal["train", "validate"],
+}
+KEYS = (*_PLAIN, *_GROUPS, *_COLLECTIONS)
+"""Top-level keys of moe-train."""
+
+_LONGEST_NAME = 200  # bytes of a folder's name; file systems allow 255, and moe-train appends .1, .2, ...
+_REFERENCE = re.compile(r"\$\{\.*([A-Za-z_]\w*)")
+
+
+def check_recipe(raw: Mapping[str, Any]) -> None:
+    """Refuse top-level keys that nobody reads: neither moe-train nor an interpolation.
+
+    Args:
+        raw: the configuration before interpolations are resolved.
+
+    Raises:
+        ConfigurationError: a recipe without its package line, or such a key.
+    """
+    if "recipes" in raw:
+        raise ConfigurationError(
+            "the recipe's keys stand below 'recipes' and would change nothing: "
+            "begin its file with the line '# @package _global_'"
+        )
+    referred = set(_REFERENCE.findall(str(raw)))
+    for key in raw:
+        if key not in KEYS and key not in referred:
+            raise ConfigurationError(
+                f"{key} is no key of moe-train and nothing refers to ${{{key}}}{suggestion(str(key), KEYS)}: "
+                f"use one of {', '.join(KEYS)}"
+            )
+
+
+def check_top_level(config: Mapping[str, Any]) -> None:
+    """Check the keys that no constructor will see.
+
+    Raises:
+        ConfigurationError: one of them has a value it cannot have.
+    """
+    for name, hint in _PLAIN.items():
+        if not fits(config[name], hint):
+            raise ConfigurationError(f"{name}={shown(config[name])} must be {described(hint)}")
+    check_run_name(config["run_name"])
+    check_groups(config)
+    for name in _GROUPS:
+        if TARGET not in config[name]:
+            raise ConfigurationError(f"{name} names no class: choose a {name} of the group, or give {name}.{TARGET}")
+
+
+def check_groups(config: Mapping[str, Any]) -> None:
+    """Refuse plain values in place of groups, before interpolations look into them.
+
+    Raises:
+        ConfigurationError: the group.
+    """
+    for name in (*_GROUPS, *_COLLECTIONS):
+        value = config[name]
+        if not isinstance(value, Mapping) and not _REFERENCE.search(str(value)):
+            raise ConfigurationError(f"{name}={shown(value)} must be a group's choice or a mapping, not a plain value")
+
+
+def check_run_name(name: str) -> None:
+    """Refuse names that are no folder of their own below outputs.
+
+    Raises:
+        ConfigurationError: an empty part, a part that leads elsewhere, or one that no file system takes.
+    """
+    for part in name.split("/"):
+        if part.strip() in ("", ".", "..") or part.startswith("-"):
+            raise ConfigurationError(
+                f"run_name={name!r} is no name of a folder below outputs: use words such as run_name=first_try, "
+                "or hydra.run.dir=FOLDER for another place"
+            )
+        if not part.isprintable() or len(part.encode()) > _LONGEST_NAME:
+            raise ConfigurationError(
+                f"run_name={shown(name)} cannot name a folder: use at most {_LONGEST_NAME} printable characters"
+            )
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Check every name and value against the constructors, in the order in which users think of them.
+
+    Raises:
+        ConfigurationError: one sentence about the first thing that is wrong.
+    """
+    for name in (*_GROUPS, *_COLLECTIONS):
+        check_arguments(config[name], name)
+    trainer = config["trainer"]
+    if trainer.get("max_steps", -1) == -1 and trainer.get("max_epochs") == -1 and trainer.get("max_time") is None:
+        raise ConfigurationError(
+            "trainer.max_steps=-1 with trainer.max_epochs=-1 would train without an end: give one of them, "
+            "or trainer.max_time=DD:HH:MM:SS"
+        )
+    check_group(config, "callbacks")
+    check_group(config, "logger")
+
+
+def check_group(config: Mapping[str, Any], group: str) -> None:
+    """Refuse entries of a group of named objects that name no class.
+
+    Raises:
+        ConfigurationError: a key was set of an entry that the chosen group does not have.
+    """
+    for name, node in config[group].items():
+        if node is None:
+            continue
+        if not isinstance(node, Mapping):
+            raise ConfigurationError(f"{group}.{name}={shown(node)} must be a mapping, or null to leave it out")
+        if TARGET not in node:
+            raise ConfigurationError(
+                f"{group}.{name} has {', '.join(map(str, node)) or 'no keys'} but no {TARGET}: the chosen {group} do "
+                f"not include it{suggestion(name, config[group])}, drop the key or give {group}.{name}.{TARGET}"
+            )

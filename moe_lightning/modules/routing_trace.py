@@ -1,0 +1,46 @@
+"""Recorded routing as it lies on disk: an .npz of `counts` [samples, layers, ranks, experts] and `iteration` [samples].
+
+Whatever reads one reads it here, so that a damaged file is told in the same words everywhere.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lightning.errors import ConfigurationError
+
+_DAMAGE = (ValueError, KeyError, TypeError, OSError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
+
+
+def read_routing_trace(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """counts [samples, layers, ranks, experts], none negative, and iteration [samples], ascending.
+
+    Raises:
+        ConfigurationError: no such file, a damaged one, or one that holds something else.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"the routing trace {path} is not a file: give the path of an .npz")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            counts, iterations = archive["counts"], archive["iteration"]
+    except _DAMAGE as error:
+        raise ConfigurationError(
+            f"{path} is not a routing trace (.npz with counts and iteration), or damaged "
+            f"({' '.join(str(error).split())}): record one with RoutingRecorder"
+        ) from error
+    if counts.ndim != 4 or iterations.shape != counts.shape[:1] or 0 in counts.shape:
+        raise ConfigurationError(
+            f"{path} needs counts [samples, layers, ranks, experts] and iteration [samples], not {counts.shape} and "
+            f"{iterations.shape}"
+        )
+    for name, array in (("counts", counts), ("iteration", iterations)):
+        if array.dtype.kind not in "iuf" or not (np.isfinite(array) & (array >= 0)).all() or array.max() > 2**53:
+            raise ConfigurationError(f"{path} holds {name} that are no numbers of 0 or more: record it anew")
+    if (np.diff(iterations.astype(np.int64)) <= 0).any():
+        raise ConfigurationError(f"{path} has an iteration that does not ascend: record it anew")
+    return counts.astype(np.int64), iterations.astype(np.int64)

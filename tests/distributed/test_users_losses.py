@@ -1,0 +1,146 @@
+"""Losses of users that are not means over samples: masked means and sums are those of the global batch."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from moe_lightning import auxiliary_loss, global_mean, global_sum
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
+
+
+class Masked(Dataset[tuple[Tensor, Tensor]]):
+    """Samples whose targets are ignored in unlike numbers, every fifth one's altogether."""
+
+    def __init__(self, size: int = 45) -> None:
+        self.tokens = RandomTokens(size)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.tokens[index]
+        kept = 0 if index % 5 == 0 else 1 + index * 7 % 16
+        return x, y.masked_fill(torch.arange(len(y)) >= kept, -100)
+
+
+class MaskedMean(OwnModule):
+    """The mean over the targets that are not ignored, with the load-balancing loss beside it."""
+
+    def losses(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        h = self.embed(x)
+        logits = self.out(h + self.moe(h)).flatten(0, 1)
+        return functional.cross_entropy(logits, y.flatten()), (y != -100).sum()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = global_mean(self, *self.losses(batch))
+        self.log("train/loss", loss)
+        return loss + auxiliary_loss(self)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        loss, count = self.losses(batch)
+        self.log("val/loss", global_mean(self, loss, count), sync_dist=True)
+        if count:
+            self.log("val/by_target", loss, sync_dist=True, batch_size=int(count))
+
+
+class MaskedManually(MaskedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class SumOfSamples(OwnModule):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.embed(x)
+        logits = self.out(h + self.moe(h)).flatten(0, 1)
+        loss = global_sum(self, functional.cross_entropy(logits, y.flatten(), reduction="sum"))
+        self.log("train/loss", loss, sync_dist=True)
+        return loss + auxiliary_loss(self)
+
+
+class PlainMaskedMean(MaskedMean):
+    """What breaks the law unless it is said."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss, _ = self.losses(batch)
+        self.log("train/loss", loss.nan_to_num(), sync_dist=True)
+        return loss.nan_to_num() + auxiliary_loss(self)
+
+
+MODULES = {"mean": MaskedMean, "manual": MaskedManually, "sum": SumOfSamples, "plain": PlainMaskedMean}
+
+
+def fit(rank: int, world_size: int, kind: str, strategy: dict[str, Any], micros: int = 1) -> dict[str, Any]:
+    recorder = Recorder()
+    trainer = make_trainer(
+        rank, world_size, strategy, callbacks=[recorder], max_steps=20, accumulate_grad_batches=micros
+    )
+    data = RandomTokens(45) if kind == "sum" else Masked()
+    held_out = None if kind in ("sum", "plain") else DataLoader(Masked(13), batch_size=6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(MODULES[kind](), DataLoader(data, batch_size=12 // micros, shuffle=True), held_out)
+    return {
+        "losses": recorder.losses,
+        "validations": recorder.validations,
+        "state": {name: t.numpy() for name, t in trainer.strategy.lightning_module_state_dict().items()},
+        "warnings": [str(w.message) for w in caught if "unlike numbers of targets" in str(w.message)],
+    }
+
+
+@cache
+def reference(kind: str, micros: int = 1) -> dict[str, Any]:
+    result: dict[str, Any] = run_ranks(1, fit, kind, {}, micros)[0]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "strategy", "micros"),
+    [
+        ("mean", 2, {}, 1),
+        ("mean", 3, {"copies": 2}, 1),
+        ("mean", 4, {"zero1": True}, 1),
+        ("mean", 2, {"copies": 2}, 3),
+        ("mean", 4, {}, 2),
+        ("manual", 3, {}, 1),
+        ("sum", 2, {}, 1),
+        ("sum", 3, {"copies": 2}, 1),
+        ("sum", 4, {}, 3),
+    ],
+)
+def test_it_is_the_loss_of_the_global_batch(kind: str, world_size: int, strategy: dict[str, Any], micros: int) -> None:
+    alone = reference(kind, micros)
+    ranks = run_ranks(world_size, fit, kind, strategy, micros)
+    scale = 200.0 if kind == "sum" else 1.0  # a sum over 192 tokens
+    for result in ranks:
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-5 * scale)
+        np.testing.assert_allclose(result["validations"], alone["validations"], rtol=0, atol=1e-5)
+        assert not result["warnings"]
+    for name, values in alone["state"].items():
+        np.testing.assert_allclose(ranks[0]["state"][name], values, rtol=0, atol=5e-5, err_msg=name)
+
+
+def test_a_masked_mean_that_nobody_speaks_of_is_named_once() -> None:
+    alone, ranks = reference("plain"), run_ranks(2, fit, "plain", {})
+    assert len(ranks[0]["warnings"]) == 1
+    assert "moe_lightning.global_mean" in ranks[0]["warnings"][0]
+    assert not alone["warnings"]
+    assert np.abs(np.subtract(ranks[0]["losses"], alone["losses"])).max() > 1e-3

@@ -1,0 +1,418 @@
+"""Modules, loaders and callbacks as users write them: the same as in stock Lightning on one device, on any ranks."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torchmetrics import MeanMetric
+
+from moe_lightning import ConfigurationError, auxiliary_loss
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet
+
+Options = dict[str, Any]
+
+
+class Seen(pl.Callback):
+    """Every metric after every batch and every validation."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, float]] = []
+
+    def _look(self, trainer: pl.Trainer) -> None:
+        self.values += [(name, float(value)) for name, value in sorted(trainer.callback_metrics.items())]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._look(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, _: Any) -> None:
+        self._look(trainer)
+
+
+class Base(OwnModule):
+    """Logs on steps and on epochs, with a metric of its own, and validates on any number of loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def nats(self, batch: Any) -> Tensor:
+        x, y = batch
+        h = self.embed(x)
+        return functional.cross_entropy(self.out(h + self.moe(h)).flatten(0, 1), y.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.nats(batch)
+        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss + auxiliary_loss(self)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.nats(batch)
+        self.log("val", loss, sync_dist=True)
+        self.mean.update(loss, len(batch[0]))
+        self.log("mean", self.mean)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.out(self.embed(batch[0])).argmax(dim=-1)
+
+
+class TwoPlayers(Base):
+    """Manual optimization with two optimizers that take turns, as a GAN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(32, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        player, critic = self.optimizers()  # type: ignore[misc, attr-defined]
+        hidden = self.embed(batch[0])
+        self.toggle_optimizer(player)
+        loss = self.nats(batch) + 0.1 * functional.softplus(-self.critic(hidden + self.moe(hidden))).mean()
+        self.log("train", loss, sync_dist=True)
+        self.manual_backward(loss + auxiliary_loss(self))
+        player.step()
+        player.zero_grad()
+        self.untoggle_optimizer(player)
+        self.toggle_optimizer(critic)
+        h = self.embed(batch[0])
+        opposite = functional.softplus(self.critic((h + self.moe(h)).detach())).mean()
+        self.log("critic", opposite, sync_dist=True)
+        self.manual_backward(opposite)
+        critic.step()
+        critic.zero_grad()
+        self.untoggle_optimizer(critic)
+
+    def configure_optimizers(self) -> Any:
+        player = [*self.embed.parameters(), *self.moe.parameters(), *self.out.parameters()]
+        return [torch.optim.AdamW(player, lr=3e-3), torch.optim.SGD(self.critic.parameters(), lr=0.1)]
+
+
+class Named(Base):
+    """Batches are dictionaries."""
+
+    def nats(self, batch: Any) -> Tensor:
+        return super().nats((batch["x"], batch["y"]))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.nats(batch), sync_dist=True, batch_size=len(batch["x"]))
+
+
+class Ragged(Base):
+    """Batches are lists of sequences of unlike lengths; the loss is a mean over samples."""
+
+    def nats(self, batch: Any) -> Tensor:
+        return torch.stack([super(Ragged, self).nats((x[None], y[None])) for x, y in zip(*batch, strict=True)]).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.nats(batch)
+        self.log("train", loss, sync_dist=True, batch_size=len(batch[0]))
+        return loss
+
+
+class Average(pl.Callback):
+    """An exponential moving average of the module, copied after its first step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        if trainer.global_step == 1:
+            self.copy = copy.deepcopy(module).eval()
+        with torch.no_grad():
+            for mine, theirs in zip(self.copy.parameters(), module.parameters(), strict=True):
+                mine.lerp_(theirs, 0.3)
+            module.log("average", self.copy.nats(batch), sync_dist=True)
+
+
+def as_dict(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack(part) for name, part in zip("xy", zip(*samples, strict=True), strict=True)}
+
+
+def as_lists(samples: list[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
+    lengths = [4 + int(x[0]) % 9 for x, _ in samples]
+    return [
+        [x[:n] for (x, _), n in zip(samples, lengths, strict=True)],
+        [y[:n] for (_, y), n in zip(samples, lengths, strict=True)],
+    ]
+
+
+def tokens(size: int, batch: int, **options: Any) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(RandomTokens(size), batch_size=batch, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    module: type[Base] = Base
+    train: Callable[[], Any]
+    val: tuple[Callable[[], Any], ...] = ()
+    options: Options = field(default_factory=dict)
+    callbacks: tuple[type[pl.Callback], ...] = ()
+    strategy: Options = field(default_factory=dict)
+
+
+CASES = {
+    "in order": Case(train=tokens(24, 6)),
+    "seven samples": Case(train=tokens(7, 4)),
+    "fewer than a batch": Case(train=tokens(5, 8)),
+    "one is left": Case(train=tokens(10, 3), options={"max_epochs": 3}),
+    "drop last": Case(train=tokens(11, 4, drop_last=True)),
+    "one to validate": Case(train=tokens(24, 6), val=(tokens(1, 4),)),
+    "odd validations": Case(train=tokens(24, 6), val=(tokens(9, 4), tokens(5, 1), tokens(7, 3, drop_last=True))),
+    "accumulated": Case(train=tokens(24, 4), options={"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}),
+    "limited": Case(
+        train=tokens(30, 4), val=(tokens(5, 2),), options={"limit_train_batches": 3, "limit_val_batches": 1}
+    ),
+    "overfitted": Case(train=tokens(30, 4, shuffle=True), options={"overfit_batches": 2}),
+    "two players": Case(module=TwoPlayers, train=tokens(13, 6), strategy={"find_unused_parameters": True}),
+    "dictionaries": Case(
+        module=Named, train=tokens(13, 6, collate_fn=as_dict), val=(tokens(3, 2, collate_fn=as_dict),)
+    ),
+    "ragged": Case(module=Ragged, train=tokens(13, 6, collate_fn=as_lists)),
+    "averaged": Case(train=tokens(24, 6), callbacks=(Average,)),
+}
+
+
+def fit(rank: int, world_size: int, name: str, strategy: Options | None) -> dict[str, Any]:
+    """Under the strategy, or under stock Lightning where it is None."""
+    case, seen = CASES[name], Seen()
+    options = {"max_epochs": 2, "callbacks": [*(kind() for kind in case.callbacks), seen]} | case.options
+    trainer = stock_trainer(**options) if strategy is None else make_trainer(rank, world_size, strategy, **options)
+    module = case.module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, case.train(), [loader() for loader in case.val] or None)
+        predicted = trainer.predict(module, tokens(7, 3)())
+    assert predicted is not None
+    state = trainer.strategy.lightning_module_state_dict()
+    return {
+        "metrics": seen.values,
+        "steps": trainer.global_step,
+        "state": {key: tensor.numpy() for key, tensor in state.items()},
+        "predicted": [part.numpy() for part in predicted],
+    }
+
+
+def stock_trainer(**options: Any) -> pl.Trainer:
+    quiet()
+    pl.seed_everything(7, verbose=False)
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+
+
+@cache
+def stock(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = run_ranks(1, fit, name, None)[0]
+    return result
+
+
+def assert_alike(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert found["steps"] == expected["steps"] > 0
+    assert [name for name, _ in found["metrics"]] == [name for name, _ in expected["metrics"]]
+    values, wanted = ([value for _, value in result["metrics"]] for result in (found, expected))
+    np.testing.assert_allclose(values, wanted, rtol=0, atol=tolerance)
+    for name, tensor in found["state"].items():
+        np.testing.assert_allclose(tensor, expected["state"][name], rtol=0, atol=5 * tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_does_what_stock_lightning_does(name: str) -> None:
+    found = run_ranks(1, fit, name, {})[0]
+    assert_alike(found, stock(name), 1e-6)
+    for mine, theirs in zip(found["predicted"], stock(name)["predicted"], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*((name, 2 + number % 2) for number, name in enumerate(CASES)), ("one is left", 3), ("one to validate", 4)],
+)
+def test_several_ranks_do_it_too(name: str, world_size: int) -> None:
+    ranks = run_ranks(world_size, fit, name, CASES[name].strategy)
+    for result in ranks:
+        assert_alike(result, stock(name), 1e-5)
+    for batch, whole in enumerate(stock(name)["predicted"]):
+        np.testing.assert_array_equal(np.concatenate([result["predicted"][batch] for result in ranks]), whole)
+
+
+# ---------------------------------------------------------------------- loaders that are no list of indices
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        data = RandomTokens(10)
+        return iter([data[index] for index in range(len(data))])
+
+
+class Halves(DataLoader[Any]):
+    """Iterates in its own way."""
+
+    def __iter__(self) -> Any:
+        return iter([batch for number, batch in enumerate(super().__iter__()) if number % 2])
+
+
+class Batches:
+    """No DataLoader at all."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(tokens(7, 4)())
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "stream": lambda: DataLoader(Stream(), batch_size=3),
+    "halves": lambda: Halves(RandomTokens(12), batch_size=3),
+    "batches": lambda: Batches(),
+}
+WEIGHTS = [float(1 + index % 5) for index in range(20)]
+
+
+def fit_loader(rank: int, world_size: int, kind: str, strategy: Options | None) -> Any:
+    seen = Seen()
+    options: Options = {"max_steps": 6, "callbacks": [seen]}
+    trainer = stock_trainer(**options) if strategy is None else make_trainer(rank, world_size, strategy, **options)
+    if kind == "weighted":
+        loader = DataLoader(RandomTokens(20), batch_size=6, sampler=WeightedRandomSampler(WEIGHTS, 20))
+    else:
+        loader = LOADERS[kind]()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(Base(), loader)
+    except ConfigurationError as error:
+        return str(error)
+    return seen.values
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_one_rank_takes_any_loader_as_it_is(kind: str) -> None:
+    (found,), (expected,) = run_ranks(1, fit_loader, kind, {}), run_ranks(1, fit_loader, kind, None)
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    np.testing.assert_allclose([v for _, v in found], [v for _, v in expected], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("stream", "each would train on all of it, and the loss would depend on their number"),
+        ("halves", "Halves iterates in its own way"),
+        ("batches", "type Batches cannot be cut over 2 ranks"),
+    ],
+)
+def test_several_ranks_refuse_what_cannot_be_cut(kind: str, sentence: str) -> None:
+    for message in run_ranks(2, fit_loader, kind, {}):
+        assert sentence in message
+        assert "\n" not in message
+
+
+def test_a_weighted_sampler_is_cut_over_ranks() -> None:
+    (alone,) = run_ranks(1, fit_loader, "weighted", {})
+    assert len(alone) >= 6
+    for found in run_ranks(3, fit_loader, "weighted", {}):
+        assert [name for name, _ in found] == [name for name, _ in alone]
+        np.testing.assert_allclose([v for _, v in found], [v for _, v in alone], rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- modules that give a law up
+
+
+class Normed(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def nats(self, batch: Any) -> Tensor:
+        return super().nats(batch) + 0.0 * self.norm(self.embed(batch[0])).mean()
+
+
+def fit_said(rank: int, world_size: int, kind: str) -> list[str]:
+    trainer = make_trainer(rank, world_size, {}, max_steps=2)
+    module: Any = Normed() if kind == "normed" else torch.compile(Base())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, tokens(12, 6)())
+        except ConfigurationError as error:
+            return [str(error)]
+    return [str(w.message) for w in caught if "BatchNorm" in str(w.message)]
+
+
+def test_batch_statistics_of_a_rank_are_named_once() -> None:
+    assert run_ranks(1, fit_said, "normed") == [[]]
+    first, _ = run_ranks(2, fit_said, "normed")
+    assert len(first) == 1
+    assert "BatchNorm takes its statistics from each rank's part" in first[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_compiled_module_is_refused(world_size: int) -> None:
+    for messages in run_ranks(world_size, fit_said, "compiled"):
+        assert "torch.compile of the whole module" in messages[0]
+        assert "CompileDense()" in messages[0]
+
+
+# ---------------------------------------------------------------------- checkpoints and prompts
+
+
+def fit_part(rank: int, world_size: int, strategy: Options | None, steps: int, paths: tuple[str | None, str]) -> Any:
+    seen = Seen()
+    options: Options = {"max_steps": steps, "callbacks": [seen]}
+    trainer = stock_trainer(**options) if strategy is None else make_trainer(rank, world_size, strategy, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Base(), tokens(30, 6)(), ckpt_path=paths[0])
+    trainer.save_checkpoint(paths[1])
+    return seen.values, trainer.global_step
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_inside_an_epoch_goes_on_in_stock_lightning(world_size: int, tmp_path: Path) -> None:
+    ours, theirs, back = (str(tmp_path / f"{name}.ckpt") for name in ("ours", "theirs", "back"))
+    run_ranks(world_size, fit_part, {}, 3, (None, ours))
+    ((values, steps),) = run_ranks(1, fit_part, None, 7, (ours, theirs))
+    assert steps == 7
+    assert len([name for name, _ in values if name == "train"]) == 4
+    for _, steps in run_ranks(world_size, fit_part, {}, 9, (theirs, back)):
+        assert steps == 9
+
+
+PROMPT = """
+import sys
+sys.ps1 = ">>> "
+import lightning as L
+from tests.distributed.test_users_modules import Base, tokens
+trainer = L.Trainer(strategy="expert_parallel", accelerator="cpu", devices={devices}, max_steps=2, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Base(), tokens(12, 6)())
+print("trained", trainer.global_step)
+"""
+
+
+@pytest.mark.parametrize(("devices", "said"), [(1, "trained 2"), (2, "interactive environment")])
+def test_one_rank_trains_at_the_prompt(devices: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROMPT.format(devices=devices)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert said in done.stdout + done.stderr

@@ -1,0 +1,80 @@
+"""What a command changes about the run that it goes on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lightning.cli.resume import changes, check_changes, config_of, told
+from moe_lightning.errors import ConfigurationError
+
+FORMER: dict[str, Any] = {
+    "run_dir": "/old/outputs/x",
+    "resume": True,
+    "model": {"d_model": 64, "dropout": 0.0, "router": {"top_k": 2, "noisy_top_k": False}},
+    "data": {"source": "a.txt", "tokenizer": "bytes", "num_workers": 0, "seed": 1},
+    "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]},
+    "trainer": {"max_steps": 10, "default_root_dir": "/old/outputs/x"},
+    "seed": 1,
+}
+
+
+def _with(**leaves: Any) -> dict[str, Any]:
+    given = {key: dict(value) if isinstance(value, dict) else value for key, value in FORMER.items()}
+    given["model"]["router"] = dict(given["model"]["router"])
+    for key, value in leaves.items():
+        *groups, name = key.split("__")
+        node = given
+        for group in groups:
+            node = node[group]
+        node[name] = value
+    return given
+
+
+def test_nothing_differs() -> None:
+    assert changes(FORMER, _with(resume="x.ckpt")) == []
+    assert told([]) == ""
+
+
+def test_a_moved_run_is_the_same_run() -> None:
+    assert changes(FORMER, _with(run_dir="/new/x", trainer__default_root_dir="/new/x")) == []
+
+
+def test_what_takes_effect_is_told() -> None:
+    found = changes(FORMER, _with(trainer__max_steps=20, model__dropout=0.1, data__num_workers=2))
+    check_changes(found, overrides=False)
+    assert told(found) == "; changed: model.dropout 0.0 -> 0.1, data.num_workers 0 -> 2, trainer.max_steps 10 -> 20"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("optimizer__lr", 1e-4), ("optimizer__betas", [0.9, 0.99]), ("data__source", "b.txt"), ("seed", 2)],
+)
+def test_what_must_be_asked_for(key: str, value: Any) -> None:
+    found = changes(FORMER, _with(**{key: value}))
+    with pytest.raises(
+        ConfigurationError, match=r"other settings: .* -> .*; give resume_overrides=true .*resume=false"
+    ):
+        check_changes(found, overrides=False)
+    check_changes(found, overrides=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("model__d_model", 32), ("model__router__noisy_top_k", True), ("data__tokenizer", "bpe:512")]
+)
+def test_what_cannot_change(key: str, value: Any) -> None:
+    found = changes(FORMER, _with(**{key: value}))
+    with pytest.raises(ConfigurationError, match=r"another shape or meaning: .* -> .*; leave it as it was"):
+        check_changes(found, overrides=True)
+
+
+def test_the_configuration_beside_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-1.ckpt"
+    assert config_of(checkpoint) is None
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    assert config_of(checkpoint) == {"seed": 3}
+    (tmp_path / "config.yaml").write_text("seed: [3\n")
+    with pytest.raises(ConfigurationError, match=r"config\.yaml cannot be read"):
+        config_of(checkpoint)

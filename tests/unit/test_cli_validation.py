@@ -1,0 +1,139 @@
+"""What a composed configuration must be before anything is built: names, top-level keys, recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes
+from moe_lightning.cli.elastic import elastic_options
+from moe_lightning.cli.train import resolved
+from moe_lightning.cli.validation import KEYS, check_config, check_run_name
+from moe_lightning.errors import ConfigurationError
+
+
+def composed(*overrides: str, recipe: tuple[Path, str] | None = None) -> dict[str, Any]:
+    """moe-train's configuration, with a recipe of the user where one is given."""
+    more: Sequence[str] = ("run_name=x", "run_dir=outputs/x", *overrides)
+    if recipe is not None:
+        folder, text = recipe
+        (folder / "recipes").mkdir()
+        (folder / "recipes" / "mine.yaml").write_text(text)
+        more = (f"hydra.searchpath=[file://{folder}]", "recipes=mine", *more)
+    with composition_mistakes(more), initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+        config = compose("train", list(more))
+    return resolved(config)
+
+
+def test_the_defaults_pass() -> None:
+    config = composed()
+    assert set(config) == set(KEYS)
+    check_config(config)
+
+
+@pytest.mark.parametrize("name", ["a", "lr_0.001", "group/run", "5", "Größe", "x" * 200])
+def test_names_of_runs(name: str) -> None:
+    check_run_name(name)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a//b", "a/", "/a", " ", "a/../b", "-x", "a\nb", "x" * 201])
+def test_names_that_lead_elsewhere(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="run_name="):
+        check_run_name(name)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("run_name=null", "run_name=null must be text"),
+        ("run_name=", "run_name='' must be text"),
+        ("run_name=true", "run_name=true must be text"),
+        ("run_dir=null", "run_dir=null must be text"),
+        ("resume=1", "resume=1 must be true or false or text"),
+        ("resume=", "resume='' must be true or false or text"),
+        ("resume_overrides=yes_please", "resume_overrides='yes_please' must be true or false"),
+        ("task=test", "task='test' must be 'train' or 'validate'"),
+        ("seed=nan", "seed=nan must be an integer of at least 0"),
+        ("~model._target_", "model names no class"),
+        (
+            "+optimiser.lr=1",
+            "optimiser is no key of moe-train and nothing refers to ${optimiser} (did you mean 'optimizer'?)",
+        ),
+    ],
+)
+def test_wrong_top_level_keys(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        composed(override)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_number_names_a_run_too() -> None:
+    assert composed("run_name=2024")["run_name"] == "2024"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trainer.max_steps=-1", "trainer.max_steps=-1 with trainer.max_epochs=-1 would train without an end"),
+        ("model.router.top_k=nan", "model.router.top_k=nan must be an integer of at least 1"),
+        ("trainer.gradient_clip_val=nan", "trainer.gradient_clip_val=nan must be"),
+        ("model._target_=null", "model._target_=null must be the dotted name"),
+        ("callbacks.consol.style=plain", "callbacks.consol has style but no _target_"),
+        ("callbacks.console=5", "callbacks.console=5 must be a mapping"),
+    ],
+)
+def test_wrong_arguments(override: str, sentence: str) -> None:
+    key = override.split("=")[0]
+    with pytest.raises(ConfigurationError) as caught:
+        check_config(composed(f"++{override}" if "consol." in key else override))
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:65535", "host:99999", "host:-1", "host:0"])
+def test_addresses_without_a_port_that_there_is(address: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"elastic\.lighthouse=.* must be HOST:PORT"):
+        elastic_options(composed(f"elastic.lighthouse='{address}'"), external=False)
+
+
+def test_elastic_settings_are_checked_in_every_run() -> None:
+    assert elastic_options(composed("elastic.lighthouse='host:29400'"), external=False) is None
+    for override in ("elastic.settings.min_ranks=0", "elastic.settings.join_window_s=nan", "elastic.max_restarts=-1"):
+        with pytest.raises(ConfigurationError, match=override.split("=")[0]):
+            elastic_options(composed(override), external=False)
+
+
+PACKAGE = "# @package _global_\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (PACKAGE + "optimiser:\n  lr: 1\n", r"optimiser is no key .*\(did you mean 'optimizer'\?\)"),
+        ("trainer:\n  max_steps: 5\n", "begin its file with the line '# @package _global_'"),
+        (PACKAGE + "- a\n- b\n", "mine"),
+        (PACKAGE + "just words\n", "just words is no key of moe-train"),
+        (PACKAGE + "run_name: ${run_dir}\nrun_dir: ${run_name}\n", "run_name|run_dir"),
+        (PACKAGE + "seed: ${nothing.there}\n", "seed"),
+    ],
+    ids=["misspelt", "no package", "list", "string", "loop", "nowhere"],
+)
+def test_recipes_that_would_change_nothing(tmp_path: Path, text: str, sentence: str) -> None:
+    overrides = ["~run_name", "~run_dir"] if "run_dir: $" in text else []
+    with pytest.raises(ConfigurationError, match=sentence) as caught:
+        composed(*overrides, recipe=(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_recipes_may_have_variables(tmp_path: Path) -> None:
+    config = composed(recipe=(tmp_path, PACKAGE + "width: 128\nmodel:\n  d_model: ${width}\n"))
+    assert config["model"]["d_model"] == 128
+    assert "width" not in config
+
+
+def test_every_key_is_there() -> None:
+    assert set(KEYS) <= set(OmegaConf.load(CONFIG_DIR / "train.yaml")) | {path.name for path in CONFIG_DIR.iterdir()}

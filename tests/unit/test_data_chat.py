@@ -1,0 +1,119 @@
+"""Conversations as the tokenizers of models write them, and what of them is predicted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from moe_lightning import ConfigurationError
+from moe_lightning.data.chat import MarkedTurns, chat_format
+from moe_lightning.data.instructions import InstructionData
+from moe_lightning.modules.losses import IGNORED_TARGET
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Earlier answers lose what they thought, as in several reasoning models.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + CHATML
+TURNS = [("user", "a b"), ("assistant", "c"), ("user", "d"), ("assistant", "e f")]
+
+
+def tokenizer_folder(folder: Path, template: str | None, **settings: Any) -> str:
+    """A byte-level tokenizer with special tokens, saved as checkpoints have it; the path of its tokenizer.json."""
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, **{"eos_token": "<|end|>", **settings})
+    if template is not None:
+        fast.chat_template = template
+    fast.save_pretrained(folder)
+    return str(folder / "tokenizer.json")
+
+
+def test_without_a_template_turns_are_marked_and_end_with_the_tokenizers_end(tmp_path: Path) -> None:
+    written = chat_format(tokenizer_folder(tmp_path, None), None)
+    asked = [("<|user|>\n", False), ("a b", False), ("\n", False)]
+    assert written.pieces(TURNS[:2]) == [*asked, ("<|assistant|>\n", False), ("c", True), ("<|end|>", True)]
+    assert chat_format("bytes", None).padding == "<|endoftext|>"
+    assert chat_format("bytes", "\0").padding == "\0"
+
+
+def test_a_template_writes_all_and_only_answers_are_predicted(tmp_path: Path) -> None:
+    pieces = chat_format(tokenizer_folder(tmp_path, CHATML), None).pieces([("system", "s"), *TURNS])
+    whole = "".join(text for text, _ in pieces)
+    assert whole.startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na b<|im_end|>\n")
+    assert [text for text, is_predicted in pieces if is_predicted] == ["c<|im_end|>\n", "e f<|im_end|>\n"]
+
+
+def test_a_template_that_rewrites_earlier_answers_has_its_last_one_predicted(tmp_path: Path) -> None:
+    turns = [("user", "q"), ("assistant", "<think>x</think>one"), ("user", "r"), ("assistant", "<think>y</think>two")]
+    pieces = chat_format(tokenizer_folder(tmp_path, FORGETFUL), None).pieces(turns)
+    assert [text for text, is_predicted in pieces if is_predicted] == ["<think>y</think>two<|im_end|>\n"]
+    assert "<think>x" not in "".join(text for text, _ in pieces)
+
+
+def test_targets_are_the_answers_in_the_tokens_of_the_model(tmp_path: Path) -> None:
+    path = tokenizer_folder(tmp_path / "model", CHATML)
+    lines = [{"prompt": "hello", "response": "you"}] * 2
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path, context_length=64, global_batch_size=1)
+    data.prepare_data()
+    data.setup()
+    inputs, targets = data.train_dataloader().dataset[0]
+    raw = Tokenizer.from_file(path)
+    predicted = targets[torch.ne(targets, IGNORED_TARGET)].tolist()
+    assert raw.decode(predicted, skip_special_tokens=False) == "you<|im_end|>\n"
+    assert raw.decode(inputs.tolist(), skip_special_tokens=False).startswith("<|im_start|>user\nhello<|im_end|>\n")
+    assert int(inputs[-1]) == raw.token_to_id("<|end|>"), "padding"
+    assert raw.token_to_id("<|im_start|>") in inputs.tolist(), "special tokens are tokens, not text"
+
+
+def test_what_a_template_refuses_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tokenizer_folder(tmp_path / "model", STRICT)
+    line = {"messages": [{"role": r, "content": c} for r, c in (("system", "s"), ("user", "u"), ("assistant", "a"))]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(
+        ConfigurationError, match=r"line 1, is not a conversation: the chat template .* no system turns"
+    ):
+        InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path).prepare_data()
+
+
+def test_folders_that_say_too_little(tmp_path: Path) -> None:
+    path = tokenizer_folder(tmp_path, None)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"names no end token .*: give data.end_token"):
+        chat_format(path, None)
+    assert isinstance(chat_format(path, "<|im_end|>"), MarkedTurns)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="is not JSON"):
+        chat_format(path, None)
+
+
+def test_a_set_without_a_token_to_learn_is_refused(tmp_path: Path) -> None:
+    lines = [{"prompt": "p" * 50, "response": "r"}] * 4
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = InstructionData(path=tmp_path / "long.jsonl", context_length=40, global_batch_size=1)
+    with pytest.raises(ConfigurationError, match=r"context_length=40 ends before an answer .* in all 3 conversations"):
+        data.setup()
+    lines[:3] = [{"prompt": "p", "response": "r"}] * 3
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    seed = next(s for s in range(20) if np.random.default_rng(s).permutation(4)[0] != 3)  # the long one is trained on
+    mixed = InstructionData(path=tmp_path / "long.jsonl", context_length=40, global_batch_size=1, seed=seed)
+    with pytest.warns(UserWarning, match=r"in 1 of 3 conversations"):
+        mixed.setup()

@@ -1,0 +1,197 @@
+"""An older world cannot commit once a newer one has begun, however their steps fall between each other."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lightning.checkpoint import fence
+from moe_lightning.checkpoint.fence import (
+    Superseded,
+    check_world,
+    enter_world,
+    give_name,
+    held_open,
+    make_staging,
+    newest_world,
+    next_world,
+    parse_staging,
+    staging_path,
+    world_lock,
+)
+from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.errors import CheckpointError
+from tests.unit.checkpoint_state import node
+
+RANKS = ("0", "1")
+TIMEOUT_S = 30.0
+
+
+class Schedule:
+    """Lets threads make their file operations one at a time, in the order of their names; who ended is passed over."""
+
+    def __init__(self, order: Iterable[str]) -> None:
+        self._order = list(order)
+        self._running: list[str] = []
+        self._turn = threading.Condition()
+        self.errors: dict[str, BaseException] = {}
+
+    def run(self, **actors: Callable[[], None]) -> None:
+        self._running = list(actors)
+        threads = [threading.Thread(target=self._act, args=(n, a), name=n, daemon=True) for n, a in actors.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), f"{thread.name} never had its turn"
+
+    def operation(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_call(*arguments: Any, **options: Any) -> Any:
+            name = threading.current_thread().name
+            if name not in self._running:
+                return function(*arguments, **options)
+            with self._turn:
+                assert self._turn.wait_for(lambda: self._next() == name, TIMEOUT_S)
+                if name in self._order:
+                    self._order.remove(name)
+                self._turn.notify_all()  # an operation may be made of others, which wait for turns of their own
+                try:
+                    return function(*arguments, **options)
+                finally:
+                    self._turn.notify_all()
+
+        return wait_and_call
+
+    def _act(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (CheckpointError, OSError) as error:
+            self.errors[name] = error
+        finally:
+            with self._turn:
+                self._running.remove(name)
+                self._turn.notify_all()
+
+    def _next(self) -> str:
+        return next((name for name in self._order if name in self._running), self._running[0])
+
+
+def write_and_commit(root: Path, rank: str, ranks: Sequence[str]) -> None:
+    """An agent's round for world 1: its part, and the commit where it finds all parts."""
+    staging = make_staging(root, "s", 5, 1)
+    (staging / f"part-{rank}").touch()
+    with held_open(staging) as opened:
+        if all((opened / f"part-{r}").exists() for r in ranks):
+            (opened / "MANIFEST.json").touch()
+            give_name(root, staging, opened, root / "step-00000005", 1)
+
+
+def committed(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.glob("step-*/*"))
+
+
+def outcome(root: Path, order: Iterable[str], ranks: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Schedule:
+    """Run agents of world 1 and a beginning world 2 in an order of their operations, and check what must hold."""
+    schedule = Schedule(order)
+    seen: list[list[str]] = []
+
+    def begin() -> None:
+        enter_world(root, 2)
+        seen.append(committed(root))
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((os, "listdir"), (os, "rename"), (os, "mkdir"), (fence, "write_durably")):
+            patch.setattr(owner, name, schedule.operation(getattr(owner, name)))
+        agents = {f"old{rank}": lambda rank=rank: write_and_commit(root, rank, ranks) for rank in ranks}
+        schedule.run(new=begin, **agents)
+    assert "new" not in schedule.errors
+    assert newest_world(root) == 2
+    assert committed(root) == seen[0], "what an older world commits, it commits before the newer one has entered"
+    whole = sorted([*(f"step-00000005/part-{rank}" for rank in ranks), "step-00000005/MANIFEST.json"])
+    assert committed(root) in ([], whole), "what has a name is whole"
+    assert not [p for p in root.glob(".staging-*") if any(p.iterdir())]
+    return schedule
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoints"
+    path.mkdir()
+    return path
+
+
+def test_every_order_of_one_agents_and_a_newer_worlds_operations(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = refusals = 0
+    for places in itertools.combinations(range(9), 4):  # four operations of the agent, five of the newer world
+        order = ["old0" if i in places else "new" for i in range(9)]
+        schedule = outcome(root, order, RANKS[:1], monkeypatch)
+        commits += bool(committed(root))
+        refusals += isinstance(schedule.errors.get("old0"), Superseded)
+        shutil.rmtree(root)
+        root.mkdir()
+    assert commits > 0
+    assert refusals > 0
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 3000))]
+)
+def test_random_orders_of_two_agents_and_a_newer_world(seed: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    outcome(root, rng.choices(["old0", "old1", "new"], k=24), RANKS, monkeypatch)
+
+
+def test_a_directory_that_took_the_name_of_a_swept_one_is_not_committed(root: Path) -> None:
+    """Somebody of the older world makes it anew and has not looked for marks yet."""
+    staging = make_staging(root, "s", 5, 1)
+    with held_open(staging) as opened:
+        (opened / "MANIFEST.json").touch()
+        os.rename(staging, root / ".swept-x")
+        staging.mkdir()
+        with pytest.raises(CheckpointError, match="was replaced while it was written"):
+            give_name(root, staging, opened, root / "step-00000005", 1)
+    assert committed(root) == []
+
+
+def test_marks_only_grow_and_a_lower_world_is_refused_in_a_sentence(root: Path) -> None:
+    assert newest_world(root) == 0
+    enter_world(root, 7)
+    enter_world(root, 7)
+    assert next_world(root) > 7
+    with pytest.raises(Superseded, match=r"world 6 may not write .* world 7 has begun to save"):
+        enter_world(root, 6)
+    check_world(root, 7)
+    with pytest.raises(Superseded):
+        make_staging(root, "s", 1, 6)
+    enter_world(root, next_world(root))
+    assert [path.name for path in root.glob(".world-*")] == [f".world-{newest_world(root)}"]
+    assert parse_staging(staging_path(root, "s-1", 12, 9)) == (9, "s-1", 12)
+
+
+def test_a_lock_of_an_older_world_holds_nobody_up(root: Path) -> None:
+    with world_lock(root, 1):
+        enter_world(root, 2)
+        with world_lock(root), world_lock(root, 3):
+            pass
+
+
+def test_an_agent_stands_aside_and_ends(tmp_path: Path) -> None:
+    with node(tmp_path, world=4, grace_s=0.0) as old:
+        old.snapshot(1)
+        old.persist()
+        assert find_newest(old.root).checkpoint.manifest.world == 4  # type: ignore[union-attr]
+        old.snapshot(2)
+        enter_world(old.root, 5)
+        old.persist()
+        assert "world 4 may not write" in (old.agent.status.error or "")
+    assert old.agent.run() == 0, "nothing of it is waited for"
+    assert [path.name for path in old.root.glob("step-*")] == ["step-00000001"]
+    assert not list(old.arenas.glob("*.arena"))

@@ -1,0 +1,60 @@
+"""Every argument of the public constructors with values that few arguments can have: never a raw TypeError."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moe_lightning
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from tests.sweep import VALUES
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "GPTModule": {"config": {"d_model": 8, "num_heads": 2, "num_layers": 2}},
+    "HuggingFaceConfig": {"pretrained": "folder"},
+    "HuggingFaceExport": {"dirpath": "folder"},
+    "MoELayer": {"d_model": 4, "d_expert": 8, "num_experts": 4},
+    "PartialExpertsCheckpoint": {"dirpath": "folder"},
+    "StepSampler": {"num_samples": 8, "global_batch_size": 2},
+    "SwinConfig": {"num_classes": 4},
+}
+"""Arguments without a default."""
+
+CLASSES = (
+    "CompileDense", "DynamicK", "ExpertModelSummary", "ExpertParallelStrategy", "FaultRecovery", "ForcedRouting",
+    "GPTConfig", "GPTModule", "HuggingFaceConfig", "HuggingFaceExport", "LoadBalancer", "MoELayer", "OptimizerConfig",
+    "PartialExpertsCheckpoint", "RouterConfig", "StepSampler", "SwinConfig", "UpcyclingConfig",
+)  # fmt: skip
+
+
+def _arguments(name: str) -> list[str]:
+    parameters = inspect.signature(getattr(moe_lightning, name)).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_wrong_arguments_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cls = getattr(moe_lightning, name)
+    cases = [(argument, label) for argument in _arguments(name) for label in VALUES]
+    assert cases
+    wrong = [f"{argument}={label}: {told}" for argument, label in cases if (told := _told(cls, argument, label))]
+    assert wrong == []
+
+
+def _told(cls: type, argument: str, label: str) -> str | None:
+    """What is wrong with the answer to a value."""
+    if (cls.__name__, label) == ("MoELayer", "1e14"):  # nothing estimates what a layer of its own takes
+        return None
+    try:
+        cls(**{**NEEDED.get(cls.__name__, {}), argument: VALUES[label]})
+    except (ConfigurationError, CheckpointError) as error:
+        named = {*re.findall(r"\w+", str(error)), "config", "optimizer", "world_size"}  # the last: "for 3 ranks"
+        return None if argument in named else str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted" if label in ("nan", "inf") else None
