@@ -50,8 +50,7 @@ def _check_address(lighthouse: str | None) -> None:
     if lighthouse is None:
         return
     host, _, port = lighthouse.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < _LAST_PORT:
+    if not host or not port.isdigit() or not 0 < int(port) <= _LAST_PORT:
         raise ConfigurationError(
-            f"elastic.lighthouse={shown(lighthouse)} must be HOST:PORT with a port from 1 to {_LAST_PORT - 1}; "
-            "the store takes the next one"
+            f"elastic.lighthouse={shown(lighthouse)} must be HOST:PORT with a port from 1 to {_LAST_PORT}"
         )

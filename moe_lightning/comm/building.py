@@ -7,15 +7,13 @@ and get the timeout of their collectives afterwards.
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 _GLOO_PATIENCE = 5
-_POLL_S = 0.002
-_MET = "met"
+_MET, _ALL = "met", "all"
 
 
 def begin_building(store: Store, size: int, timeout_s: float) -> timedelta:
@@ -35,13 +33,13 @@ def begin_building(store: Store, size: int, timeout_s: float) -> timedelta:
     assert not dist.is_initialized(), "destroy the former groups first"
     # torch names groups by a counter, which a failed attempt leaves different on different ranks
     dist.distributed_c10d._world.group_count = 0
-    deadline = time.monotonic() + timeout_s
-    met = store.add(_MET, 1)
-    while met < size:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"only {met} of {size} ranks came to build their groups within {timeout_s:g} s")
-        time.sleep(_POLL_S)
+    if store.add(_MET, 1) == size:
+        store.set(_ALL, "")
+    try:
+        store.wait([_ALL], timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
         met = store.add(_MET, 0)
+        raise TimeoutError(f"only {met} of {size} ranks came to build their groups within {timeout_s:g} s") from None
     return timedelta(seconds=timeout_s / _GLOO_PATIENCE)
 
 

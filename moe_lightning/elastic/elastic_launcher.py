@@ -1,7 +1,7 @@
 """Starts workers that survive each other's deaths, and starts dead ones again.
 
-A dead worker is told to the others at once, in the store, with how it died; they go on in a new world while a fresh
-process takes its place and knocks. Nothing is asked of torchrun, which would kill the survivors.
+A dead worker is told to the others at once, with how it died; they go on in a new world while a fresh process takes
+its place and waits to be let in. Nothing is asked of torchrun, which would kill the survivors.
 """
 
 from __future__ import annotations
@@ -12,29 +12,27 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from moe_lightning.elastic import processes
+from moe_lightning.elastic.address import Address, interface_towards
+from moe_lightning.elastic.clock import OwnClock
 from moe_lightning.elastic.failure import Interrupted, RankFailure
+from moe_lightning.elastic.launcher_link import LauncherLink
 from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE
-from moe_lightning.elastic.membership import has_lighthouse, silence_engine, token_of
-from moe_lightning.elastic.news import News
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed, WorkerLogs
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
-from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
+from moe_lightning.elastic.settings import ElasticSettings, ElasticTask, new_token
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 _POLL_S = 0.01
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 @validated
@@ -49,7 +47,9 @@ class ElasticLauncher:
         module: the workers' main module.
         max_restarts: workers started again in the whole run; one death more ends it.
         cool_down_s: from a death to the start of the next process in its place.
-        lighthouse: "host:port" of `moe_lightning.elastic.rendezvous_host` for several machines; None hosts it here.
+        lighthouse: "host:port" of `moe_lightning.elastic.rendezvous_host` for several machines; None hosts it here,
+            where nobody else reaches it.
+        secret_file: a copy of the file that the rendezvous host has made; with `lighthouse` only.
         num_nodes: machines that run this command; the first world waits for the workers of all.
         node: this machine's name as a failure domain; its host name, or "local" without a `lighthouse`.
         ranks_are_nodes: let every worker be a failure domain of its own, to try the loss of nodes on one machine.
@@ -63,6 +63,7 @@ class ElasticLauncher:
     max_restarts: NonNegativeInt = 20
     cool_down_s: Annotated[float, Range(least=0, most=1e9)] = 1.0
     lighthouse: str | None = None
+    secret_file: str | Path | None = None
     num_nodes: PositiveInt = 1
     node: str | None = None
     ranks_are_nodes: bool = False
@@ -79,6 +80,11 @@ class ElasticLauncher:
                 f"num_nodes={self.num_nodes} needs a lighthouse that all nodes reach: run "
                 "`python -m moe_lightning.elastic.rendezvous_host` on a safe host and give its host:port"
             )
+        if self.lighthouse is not None and self.secret_file is None:
+            raise ConfigurationError(
+                f"lighthouse={self.lighthouse} needs secret_file=FILE: copy the file that the rendezvous host has made "
+                "to every machine"
+            )
 
     def run(self, arguments: Sequence[str]) -> None:
         """Start the workers and return when all that live have ended well.
@@ -86,11 +92,11 @@ class ElasticLauncher:
         Raises:
             RanksFailed: a user's mistake, an exception in the last worker, or more deaths than `max_restarts`.
             Interrupted: a signal ended the run, or a notice of preemption all workers; a second signal ends it at once.
-            ConfigurationError: the lighthouse's address is wrong or does not answer.
+            ConfigurationError: the lighthouse's address is wrong, or it does not answer while nobody trains here.
         """
         processes.append_to_outputs()
-        with processes.restored_signal_handlers(), self._meeting_point() as (task, store):
-            workers = _Workers(self, task, News(store), ("-m", self.module, *arguments))
+        with processes.restored_signal_handlers(), self._meeting_point() as (task, link):
+            workers = _Workers(self, task, link, ("-m", self.module, *arguments))
             try:
                 workers.run()
             except RanksFailed:
@@ -106,46 +112,24 @@ class ElasticLauncher:
                 workers.end(0.0)
 
     @contextmanager
-    def _meeting_point(self) -> Iterator[tuple[ElasticTask, TCPStore]]:
-        """What all workers are told, and a client of their store."""
-        silence_engine()
-        expected, settings = self.num_ranks * self.num_nodes, self.settings
-        if self.lighthouse is None:
-            with RendezvousHost(heartbeat_timeout_s=settings.heartbeat_timeout_s) as host:
-                assert host.store is not None
-                yield (
-                    ElasticTask(
-                        lighthouse=host.lighthouse,
-                        store_host=host.store_host,
-                        store_port=host.store_port,
-                        node=self.node or "local",
-                        expected=expected,
-                        settings=settings,
-                    ),
-                    host.store,
-                )
-            return
-        host_name, _, port = self.lighthouse.rpartition(":")
-        if not host_name or not port.isdigit():
-            raise ConfigurationError(f"lighthouse={self.lighthouse!r} is not host:port")
-        task = ElasticTask(
-            lighthouse=f"http://{self.lighthouse}" if has_lighthouse() else None,
-            store_host=host_name.strip("[]"),
-            store_port=int(port) + 1,
-            node=self.node or socket.gethostname(),
-            expected=expected,
-            settings=settings,
-        )
-        try:
-            store = TCPStore(
-                task.store_host, task.store_port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
+    def _meeting_point(self) -> Iterator[tuple[ElasticTask, LauncherLink]]:
+        """What all workers are told, and this launcher's own connection."""
+        with ExitStack() as stack:
+            if self.lighthouse is None:
+                host = stack.enter_context(RendezvousHost())
+                address, secret_file, node = host.address, host.secret_file, "local"
+            else:
+                assert self.secret_file is not None
+                address, secret_file = Address.parse(self.lighthouse), Path(self.secret_file).absolute()
+                node = socket.gethostname()
+            task = ElasticTask(
+                address=str(address),
+                secret_file=str(secret_file),
+                node=self.node or node,
+                expected=self.num_ranks * self.num_nodes,
+                settings=self.settings,
             )
-        except RuntimeError:
-            raise ConfigurationError(
-                f"nothing answers at {task.store_host}:{task.store_port}, the store beside lighthouse="
-                f"{self.lighthouse}: start `python -m moe_lightning.elastic.rendezvous_host --bind {self.lighthouse}`"
-            ) from None
-        yield task, store
+            yield task, stack.enter_context(closing(LauncherLink(address, secret_file, self.settings)))
 
 
 @dataclass(kw_only=True)
@@ -153,7 +137,7 @@ class _Worker:
     """A process in its slot.
 
     Attributes:
-        token: names it in the news.
+        token: names it among the members.
         silent_since: when the others gave it up as silent; None while they did not.
     """
 
@@ -166,8 +150,13 @@ class _Worker:
 class _Workers:
     """The workers of one run."""
 
-    def __init__(self, launcher: ElasticLauncher, task: ElasticTask, news: News, program: Sequence[str]) -> None:
-        self._launcher, self._task, self._news, self._program = launcher, task, news, program
+    def __init__(
+        self, launcher: ElasticLauncher, task: ElasticTask, link: LauncherLink, program: Sequence[str]
+    ) -> None:
+        self._launcher, self._task, self._link, self._program = launcher, task, link, program
+        self._interface = interface_towards(Address.parse(task.address)) if launcher.lighthouse is not None else None
+        self._clock = OwnClock()
+        self._alone_since = 0.0
         self._running: dict[int, _Worker] = {}
         self._due: dict[int, float] = {}  # slot -> when it is started again
         self._began_ns = time.time_ns()
@@ -187,16 +176,34 @@ class _Workers:
                 if code is not None:
                     del self._running[slot]
                     self._take_end(slot, worker, code)
-            self._read_news()
+            self._follow_world()
             if self._finished:
                 self._let_finish()
-            for slot, due in list(self._due.items()):
-                if time.monotonic() >= due:
-                    del self._due[slot]
-                    self._start(slot)
+            self._start_due()
             time.sleep(_POLL_S)
         if not self._finished:
             raise Interrupted(signal.SIGTERM)  # all left on notice
+
+    def _start_due(self) -> None:
+        """Start again who is due, where there is a rendezvous host that would let them in.
+
+        Raises:
+            ConfigurationError: nobody runs here, and the host has not answered for too long.
+        """
+        now, link = self._clock.tick(), self._link
+        if self._running or link.is_connected:
+            self._alone_since = now
+        limit = self._launcher.settings.rendezvous_timeout_s
+        if now - self._alone_since > limit:
+            raise ConfigurationError(
+                f"no worker is left on this machine, and the rendezvous host at {self._task.address} has not answered "
+                f"for {limit:g} s ({link.trouble}): see that it runs and can be reached, then give the same command "
+                "again, which resumes"
+            )
+        for slot, due in list(self._due.items()):
+            if time.monotonic() >= due and link.is_connected:
+                del self._due[slot]
+                self._start(slot)
 
     def ask_to_leave(self, grace_s: float) -> None:
         """Hand a notice of preemption on, and wait until the workers have handed over and left."""
@@ -216,20 +223,17 @@ class _Workers:
         starts = self._starts[slot]
         name = f"rank{slot}" if starts == 1 else f"rank{slot}.{starts}"
         logs = WorkerLogs(launcher.log_dir, [name], terminal=0 if slot == 0 and starts == 1 else None)
-        task = ElasticTask(
-            lighthouse=self._task.lighthouse,
-            store_host=self._task.store_host,
-            store_port=self._task.store_port,
+        task = replace(
+            self._task,
             node=f"{self._task.node}-{slot}" if launcher.ranks_are_nodes else self._task.node,
             slot=slot,
-            expected=self._task.expected,
             starts=starts,
             birth_ns=self._began_ns + slot if starts == 1 else None,
-            settings=self._task.settings,
+            token=new_token(),
         )
         environment = {
-            **processes.common_environment(launcher.num_ranks),
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),  # a cut store prints its stack
+            **processes.common_environment(launcher.num_ranks, interface=self._interface),
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),  # cut connections print stacks
             "RANK": str(slot),
             "LOCAL_RANK": str(slot),
             "NODE_RANK": "0",
@@ -247,7 +251,7 @@ class _Workers:
         if code in (0, EXIT_PREEMPTED):
             self._finished += code == 0
             return
-        self._news.tell("died", token=worker.token, how=processes.how_it_ended(code))
+        self._link.tell_death(worker.token, processes.how_it_ended(code))
         failure = worker.logs.failure(0, code, called=slot)
         if failure.kind == "crash":
             self._crash = self._crash or failure
@@ -266,18 +270,18 @@ class _Workers:
             file=sys.stderr,
         )
 
-    def _read_news(self) -> None:
-        """Follow the world, and end a worker that the others gave up and that runs on without a word."""
-        for line in self._news.read():
-            match line:
-                case {"kind": "formed", "ids": list(ids)}:
-                    self._world = frozenset(map(token_of, ids))
+    def _follow_world(self) -> None:
+        """Hear who is in it, and end a worker that the others gave up and that runs on without a word."""
+        for message in self._link.read():
+            match message:
+                case {"t": "formed", "tokens": list(tokens)}:
+                    self._world = frozenset(tokens)
                     self._mark(self._world, None)
                     self._crash = None
-                case {"kind": "arrived", "member": str(member)}:
-                    self._mark({token_of(member)}, None)
-                case {"kind": "broken", "silent": str(member)}:
-                    self._mark({token_of(member)}, time.monotonic())
+                case {"t": "arrived", "token": str(token)}:
+                    self._mark({token}, None)
+                case {"t": "expelled", "token": str(token)}:
+                    self._mark({token}, time.monotonic())
         for worker in self._running.values():
             since = worker.silent_since
             if since is not None and time.monotonic() - since > self._launcher.settings.hang_timeout_s:

@@ -7,38 +7,27 @@
             engine.guard(members, cut.cut)
             ... build groups on PrefixStore(members.name, engine.store) ...
         try:
-            ... train ...
+            ... train, and call engine.made_progress() now and then ...
         except RuntimeError as error:
             engine.break_up(str(error))
             ... destroy the groups ...
 
-Membership is agreed on by an engine that exists (torchft's lighthouse, or torch's rendezvous); everything else that
-ranks tell each other goes through the TCPStore that outlives them, as JSON.
+Members meet at a rendezvous host, over authenticated connections that carry JSON.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Self
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-from moe_lightning.comm.cut import ConnectionCut
-from moe_lightning.elastic.membership import LighthouseMembership, Members, Membership, new_member_id
-from moe_lightning.elastic.monitor import Monitor, connect_store
+from moe_lightning.elastic.control_store import ControlStore
+from moe_lightning.elastic.membership import Members
+from moe_lightning.elastic.monitor import Monitor
 from moe_lightning.elastic.preemption import PreemptionWatch
-from moe_lightning.elastic.rendezvous import RendezvousMembership
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
-from moe_lightning.errors import ConfigurationError
 
-_START_POLL_S = 0.01
 _NOISE = re.compile(r"\[/[^\]]*\]\s*|\. This is typically caused by .*", re.DOTALL)  # gloo names files and guesses
-
-
-class WorldTooSmall(ConfigurationError):
-    """Fewer members than `min_ranks` came together in time."""
 
 
 class ElasticEngine:
@@ -46,16 +35,16 @@ class ElasticEngine:
 
     Args:
         task: what the launcher said.
+
+    Raises:
+        ConfigurationError: the run's secret cannot be read.
     """
 
     def __init__(self, task: ElasticTask) -> None:
         self.task = task
-        self._membership = self._new_membership()
-        self._monitor = Monitor(task, self._membership.member_id)
+        self._monitor = Monitor(task)
         self._preemption = PreemptionWatch(task.settings)
-        self._started = False
-        self._store_cut = ConnectionCut(only_to=task.store_port)
-        self._store: TCPStore | None = None
+        self._store: ControlStore | None = None
 
     @classmethod
     def from_environment(cls) -> Self | None:
@@ -63,7 +52,6 @@ class ElasticEngine:
 
         Raises:
             ConfigurationError: the launcher's variable is malformed.
-            RuntimeError: the store does not answer.
         """
         task = ElasticTask.from_environment()
         return cls(task) if task is not None else None
@@ -76,7 +64,7 @@ class ElasticEngine:
     @property
     def member_id(self) -> str:
         """This process's name among the members; a process that the others went on without gets a new one."""
-        return self._membership.member_id
+        return self._monitor.member_id
 
     @property
     def node(self) -> str:
@@ -84,8 +72,8 @@ class ElasticEngine:
         return self.task.node
 
     @property
-    def store(self) -> TCPStore:
-        """For building groups, under the prefix `members.name`; a new client after each `join`. Breaking the world up
+    def store(self) -> ControlStore:
+        """For building groups, under the prefix `members.name`; a new one after each `join`. Breaking the world up
         ends every wait on it.
         """
         assert self._store is not None, "join first"
@@ -103,29 +91,19 @@ class ElasticEngine:
 
         Raises:
             WorldTooSmall: no members came together within `join_timeout_s`.
-            ConnectionError: the membership's engine cannot be reached.
-            ConfigurationError: the store cannot be reached.
+            ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or no member can be
+                reached.
         """
-        self._monitor.leave_world()
-        if self._monitor.is_expelled():
-            self._membership.close()
-            self._membership = self._new_membership(reborn=True)
-            self._monitor.rename(self.member_id)
-        if is_ready:
-            self._monitor.announce_ready()
-        self._store_cut = ConnectionCut(only_to=self.task.store_port)
-        with self._store_cut:
-            self._store = self._connect()
-        if not self._started:
-            self._wait_for_start()
-        self._monitor.knock(True)
-        try:
-            return self._wait_for_world()
-        finally:
-            self._monitor.knock(False)
+        members = self._monitor.join(is_ready=is_ready)
+        self._store = ControlStore(self._monitor.requests, members.number)
+        return members
 
     def world_exists(self) -> bool:
-        """Whether this run has a world already, which a process that has not joined yet would come to."""
+        """Whether this run has a world already, which a process that has not joined yet would come to.
+
+        Raises:
+            ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`.
+        """
         return self._monitor.world_exists()
 
     def comes_too_early(self, members: Members) -> bool:
@@ -136,12 +114,10 @@ class ElasticEngine:
         Args:
             members: from `join`.
         """
-        if not self._monitor.has_ready_members(members):
+        assert members.me >= 0
+        if not self._monitor.has_settled_members():
             return False
-        self._monitor.guard(members, lambda: None)
-        self.break_up("a process joined that has not set up")
-        self._monitor.leave_world()
-        self._membership.close()
+        self._monitor.withdraw("a process joined that has not set up")
         return True
 
     def guard(self, members: Members, cut: Callable[[], None]) -> None:
@@ -153,13 +129,11 @@ class ElasticEngine:
             members: from `join`.
             cut: called once, from any thread, when the world breaks; frees whoever waits for a peer.
         """
-        store_cut = self._store_cut
+        self._monitor.guard(members, cut)
 
-        def cut_all() -> None:
-            cut()
-            store_cut.cut()
-
-        self._monitor.guard(members, cut_all)
+    def made_progress(self) -> None:
+        """Say that training has come a step further: while it does, links between ranks are not looked at."""
+        self._monitor.made_progress()
 
     def break_up(self, reason: str) -> None:
         """Break the present world: tell all its ranks, and cut; does nothing where it is broken already.
@@ -206,39 +180,4 @@ class ElasticEngine:
         """Leave for good: no thread, descriptor or connection stays."""
         self._preemption.close()
         self._monitor.close()
-        self._membership.close()
         self._store = None
-
-    def _new_membership(self, *, reborn: bool = False) -> Membership:
-        member_id = new_member_id(self.task.node, self.task.token, None if reborn else self.task.birth_ns)
-        if self.task.lighthouse is None:
-            return RendezvousMembership(member_id, connect_store(self.task))
-        return LighthouseMembership(
-            member_id, lighthouse=self.task.lighthouse, heartbeat_timeout_s=self.settings.heartbeat_timeout_s
-        )
-
-    def _connect(self) -> TCPStore:
-        """A new client of the store; without the store there is no run to go on with."""
-        try:
-            return connect_store(self.task)
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"the store of this run at {self.task.store_host}:{self.task.store_port} does not answer "
-                f"({_NOISE.sub('', str(error)).strip()}): start the run again, it resumes from the last checkpoint"
-            ) from None
-
-    def _wait_for_start(self) -> None:
-        """A lone early worker would form a world of one: wait for the others, or for a world that exists already."""
-        self._membership.enter()  # before the announcement: who is known to have come must be waited for
-        self._monitor.announce_arrival()
-        deadline = time.monotonic() + self.settings.start_timeout_s
-        while not self._monitor.is_start_complete() and time.monotonic() < deadline:
-            time.sleep(_START_POLL_S)
-        self._started = True
-
-    def _wait_for_world(self) -> Members:
-        timeout_s = self.settings.join_timeout_s
-        try:
-            return self._membership.join(timeout_s=timeout_s)
-        except TimeoutError as error:
-            raise WorldTooSmall(f"no world within {timeout_s:g} s ({error}): look at the other workers") from None

@@ -1,38 +1,47 @@
-"""The thread that watches one process's worlds: it hears when a world breaks, notices silent neighbours, and cuts.
+"""The thread that keeps one process in touch with the rendezvous host: it joins worlds, hears when one breaks, tries
+the links when one stands still, and cuts.
 
-Every rank's thread polls the news in the store, so that whoever sees a failure first (a rank's own error, a launcher,
-a neighbour in the ring of heartbeats) frees all of them. It uses a client of the store of its own: a client that waits
-is locked.
+Whoever sees a failure first (a rank's own error, a launcher, the host, a neighbour that hears nothing) frees all ranks.
+A connection to the host that is lost breaks nothing by itself: the thread makes another one and tells the host, which
+may have been started anew, what it knows. Deadlines are counted on the thread's own clock.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+from moe_lightning.elastic.address import Address
+from moe_lightning.elastic.clock import OwnClock
+from moe_lightning.elastic.control_store import StoreRequests
 from moe_lightning.elastic.failure import report_failure
-from moe_lightning.elastic.membership import Members, node_of, token_of
-from moe_lightning.elastic.news import News
+from moe_lightning.elastic.link import ControlLink
+from moe_lightning.elastic.links import LinkWatch
+from moe_lightning.elastic.membership import Members, new_member_id
+from moe_lightning.elastic.probing import Endpoint, Prober
+from moe_lightning.elastic.secret import read_secret
 from moe_lightning.elastic.settings import ElasticTask
-from moe_lightning.elastic.watches import Knocks, Ring
+from moe_lightning.elastic.wire import Message
+from moe_lightning.errors import ConfigurationError
 
 EXIT_HANGING = 75  # EX_TEMPFAIL: start me again
-_POLL_S = 0.02
-_POLL_S_PER_RANK = 2e-4  # the store answers at most 5,000 polls a second, however many ranks there are
-_SETTLE_S = 0.2
-_SETTLE_S_RENDEZVOUS = 2.0  # its members poll once a second
-_STORE_TIMEOUT = timedelta(seconds=10)
+_LONGEST_STEP_S = 0.1
+_LOOK_S = 0.1
+_GOODBYE_S = 1.0
 
 logger = logging.getLogger(__name__)
+
+
+class WorldTooSmall(ConfigurationError):
+    """Fewer members than `min_ranks` came together in time."""
 
 
 @dataclass(kw_only=True)
@@ -40,280 +49,357 @@ class _Watch:
     """A world that this process is in.
 
     Attributes:
-        cut: frees every operation that waits for a peer.
+        has_settled: somebody in it had set up before it formed.
+        probes: where the links to its other nodes are tried.
+        cut: frees every operation that waits for a peer; None before the world is guarded.
         reason: why it broke; None while it holds.
         rating: how much the reason says: 1 an error, 2 a silent rank, 3 a launcher's word on a death.
-        broken_at: when; 0 while it holds.
-        left: ranks that are gone as they should.
+        broken_at: when, on the thread's clock; None while it holds.
     """
 
     members: Members
-    cut: Callable[[], None]
-    ring: Ring
+    has_settled: bool
+    probes: Mapping[str, Endpoint] = field(default_factory=dict)
+    cut: Callable[[], None] | None = None
     reason: str | None = None
     rating: int = 0
-    broken_at: float = 0.0
-    left: set[int] = field(default_factory=set)
-
-
-def connect_store(task: ElasticTask) -> TCPStore:
-    """A client of the store that outlives the workers.
-
-    Raises:
-        RuntimeError: it does not answer within ten seconds.
-    """
-    return TCPStore(task.store_host, task.store_port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    broken_at: float | None = None
 
 
 class Monitor:
     """Watches from its construction to `close`.
 
     Args:
-        task: where the store is, and how long to wait.
-        member_id: this process's name; see `rename`.
+        task: where the rendezvous host is, and how long to wait.
+
+    Attributes:
+        member_id: this process's name; another one after the others went on without it.
+        requests: of the store that groups are built on.
     """
 
-    def __init__(self, task: ElasticTask, member_id: str) -> None:
-        self._task = task
-        self._settings = task.settings
+    def __init__(self, task: ElasticTask) -> None:
+        self._task, self._settings = task, task.settings
+        self.member_id = new_member_id(task.node, task.token, task.birth_ns)
+        self._secret = read_secret(Path(task.secret_file))
+        self._address = Address.parse(task.address)
         self._lock = threading.RLock()
-        self._member_id = member_id
-        self._watch: _Watch | None = None
+        self._changed = threading.Condition(self._lock)
+        self._clock = OwnClock()
+        self._watch: _Watch | None = None  # the newest world
+        self._guarded: _Watch | None = None
         self._main_is_here = True
-        self._was_member = False
-        self._expelled = False
-        self._arrived: set[str] = set()
-        self._ready: set[str] = set()
-        self._gone: dict[str, str] = {}  # token -> how
-        self._last_world: tuple[str, ...] = ()
-        self._worlds: dict[str, tuple[str, ...]] = {}  # name -> members
-        self._knocking = False
-        self._knocks = Knocks()
-        self._store: TCPStore | None = None
-        self._news: News | None = None
-        self._finished = False
-        self._connect()
-        self._read_news()  # what happened before is known at once
-        self._finished = False  # of an earlier run over the same store
+        self._is_joining = self._is_ready = False
+        self._expelled: str | None = None
+        self._kept_out: str | None = None
+        self._kept_out_at = 0.0
+        self._tried: Mapping[str, Endpoint] = {}
+        self._number = 0
+        self._progress = 0
+        self._waiting_since: float | None = None
+        self._synced: dict[int, Message] = {}
+        self._syncs = itertools.count()
+        self._finished = 0
+        self._finished_before: int | None = None
+        self._next_beat = 0.0
+        self._reported: frozenset[str] = frozenset()
+        self._links = LinkWatch(self._settings.silence_timeout_s)
+        self._prober: Prober | None = None
+        self._link = ControlLink(
+            self._address,
+            self._secret,
+            introduce=self._introduce,
+            handle=self._handle,
+            silence_s=self._settings.silence_timeout_s,
+        )
+        self.requests = StoreRequests(self._link.send)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-monitor", daemon=True)
         self._thread.start()
 
-    # ---- called by the main thread
+    # ------------------------------------------------------------------ called by the main thread
 
-    def announce_arrival(self) -> None:
-        """Tell everybody that this process is ready for a first world."""
-        with self._lock:
-            self._tell("arrived", member=self._member_id)
+    def wait_for_host(self) -> None:
+        """Wait until the rendezvous host knows this process.
 
-    def is_start_complete(self) -> bool:
-        """Whether all expected workers have arrived, or a world exists already."""
-        with self._lock:
-            exists = self.world_exists()
-            waiting = {token_of(member) for member in self._arrived} - set(self._gone)
-            return exists or len(waiting) >= self._task.expected
-
-    def world_exists(self) -> bool:
-        """Whether a world has formed of whose members not all are known to be gone, by the news of this moment."""
-        with self._lock:
-            self._read_news()
-            return any(token_of(member) not in self._gone for member in self._last_world)
-
-    def announce_ready(self) -> None:
-        """Tell everybody that this process has set up, and trains in whatever world it joins next."""
-        with self._lock:
-            self._tell("ready", member=self._member_id)
-
-    def has_ready_members(self, members: Members) -> bool:
-        """Whether members of a world have set up before it: in an earlier world, or while they waited to be let in. By
-        the news of this moment.
+        Raises:
+            ConfigurationError: it does not answer within `rendezvous_timeout_s`, or turns this process away.
         """
-        with self._lock:
-            self._read_news()
-            earlier = [ids for name, ids in self._worlds.items() if name != members.name]
-            return any(member in ids for ids in [self._ready, *earlier] for member in members.ids)
+        with self._changed:
+            started = self._clock.now
+            while not self._link.is_connected:
+                self._check_host(started)
+                self._changed.wait(_LOOK_S)
 
-    def finish(self) -> None:
-        """Tell those who wait to be let in that the training is done."""
-        with self._lock:
-            self._tell("finished")
+    def join(self, *, is_ready: bool) -> Members:
+        """Wait for the next world; see `ElasticEngine.join`."""
+        with self._changed:
+            former, started = self._watch, self._clock.now
+            self._main_is_here = self._is_joining = True
+            self._is_ready |= is_ready
+            self._kept_out = None
+            if self._expelled is None:
+                self._link.send({"t": "join", "ready": self._is_ready})
+            while self._watch is former:
+                if self._expelled is not None:
+                    self._rename()
+                self._check_host(started)
+                self._check_wait(started)
+                self._changed.wait(_LOOK_S)
+            assert self._watch is not None
+            return self._watch.members
 
-    def is_finished(self) -> bool:
-        """Whether members of the run have finished it, by the news of this moment."""
-        with self._lock:
-            self._read_news()
-            return self._finished
-
-    def leave_world(self) -> None:
-        """The main thread has come to the join: the former world is over for it."""
+    def withdraw(self, reason: str) -> None:
+        """Break the world that was just joined, and be waited for no longer until the next join."""
         with self._lock:
             self._main_is_here = True
+            if self._watch is not None and self._watch.broken_at is None:
+                self._note_break(self._watch, reason, rating=1)
+            self._link.send({"t": "withdraw", "reason": reason})
 
-    def is_expelled(self) -> bool:
-        """Whether the others went on without this process, by the news of this moment: a process that was stopped wakes
-        in its main thread before this thread has read anything.
+    def world_exists(self) -> bool:
+        """Whether this run has a world with anybody in it, by the host's word of this moment.
+
+        Raises:
+            ConfigurationError: see `wait_for_host`.
         """
-        with self._lock:
-            self._read_news()
-            return self._expelled
+        number = next(self._syncs)
+        while True:
+            self.wait_for_host()
+            with self._changed:
+                self._link.send({"t": "sync", "n": number})
+                while number not in self._synced and self._link.is_connected:
+                    self._changed.wait(_LOOK_S)
+                if (answer := self._synced.pop(number, None)) is not None:
+                    return bool(answer.get("exists"))
 
-    def rename(self, member_id: str) -> None:
-        """This process is a new member from now on."""
+    def has_settled_members(self) -> bool:
+        """Whether members of the newest world had set up before it formed."""
         with self._lock:
-            self._member_id = member_id
-            self._was_member = self._expelled = False
-            self.announce_arrival()  # its launcher takes it for hanging otherwise
-
-    def knock(self, on: bool) -> None:
-        """Say again and again that somebody waits to be let in, or stop it."""
-        with self._lock:
-            self._knocking = on
+            return self._watch is not None and self._watch.has_settled
 
     def guard(self, members: Members, cut: Callable[[], None]) -> None:
-        """Watch a world from now on instead of the former one."""
+        """Watch the world that was joined from now on instead of the former one."""
         with self._lock:
-            self._read_news()  # of earlier worlds: what comes from now on is about this one or later ones
-            ring = Ring(members, self._settings.silence_timeout_s, time.monotonic())
-            self._watch = _Watch(members=members, cut=cut, ring=ring)
-            self._main_is_here = False
-            self._was_member = True
-            self._last_world = members.ids
-            self._expelled = False
-            self._knocks.forget(time.monotonic(), _SETTLE_S if self._task.lighthouse else _SETTLE_S_RENDEZVOUS)
-            if members.rank == 0:
-                self._tell("formed", world=members.name, ids=list(members.ids))
-            for token, how in self._gone.items():
-                self._hear_of_death(token, how)
+            assert self._watch is not None, "join first"
+            assert self._watch.members == members, "guard what was joined last"
+            self._guarded, self._main_is_here = self._watch, False
+            self._watch.cut = cut
+            self._reported = frozenset()
+            mine = members.nodes[members.rank]
+            self._links.enter({n: e for n, e in self._watch.probes.items() if n != mine}, self._clock.now)
+            if self._watch.broken_at is not None:
+                self._cut(self._watch)
 
     def break_up(self, reason: str) -> None:
         """Break the present world: tell everybody, cut; nothing where it is broken already."""
         with self._lock:
-            if self._watch is not None and not self._watch.broken_at:
-                self._break(reason, rating=1, tell={})
+            watch = self._guarded
+            if watch is not None and watch.broken_at is None:
+                self._note_break(watch, reason, rating=1)
+                self._link.send({"t": "broken", "number": watch.members.number, "reason": reason})
+
+    def leave_world(self) -> None:
+        """The main thread has come back from the former world."""
+        with self._lock:
+            self._main_is_here = True
+
+    def made_progress(self) -> None:
+        """The main thread has come a step further."""
+        self._progress += 1
 
     @property
     def reason(self) -> str | None:
-        """Why the last world broke; None while it holds."""
+        """Why the last guarded world broke; None while it holds."""
         with self._lock:
-            return self._watch.reason if self._watch is not None else None
+            return self._guarded.reason if self._guarded is not None else None
 
     def newcomers(self) -> bool:
         """Whether somebody outside has been waiting for the join window."""
         with self._lock:
-            return self._knocks.have_lasted(self._settings.join_window_s, time.monotonic())
+            since = self._waiting_since
+            return since is not None and self._clock.now - since >= self._settings.join_window_s
+
+    def finish(self) -> None:
+        """Tell those who wait to be let in that the training is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._link.is_connected, _GOODBYE_S)
+            self._link.send({"t": "finish"})
+
+    def is_finished(self) -> bool:
+        """Whether others have finished the run since this process started."""
+        with self._lock:
+            return self._finished_before is not None and self._finished > self._finished_before
 
     def close(self) -> None:
         """Say goodbye and end the thread."""
         with self._lock:
-            self._watch = None
-            self._tell("left", member=self._member_id)
+            self._watch = self._guarded = None
+            self._link.send({"t": "leave"})
         self._closed.set()
-        self._thread.join(timeout=_STORE_TIMEOUT.total_seconds())
-        self._store = self._news = None
+        self._link.wake()
+        self._thread.join(timeout=_GOODBYE_S)
 
-    # ---- the thread
+    def _check_host(self, started: float) -> None:
+        """Raise where the host has not been there for too long."""
+        link, limit = self._link, self._settings.rendezvous_timeout_s
+        if link.is_connected:
+            return
+        never = self._finished_before is None
+        if link.is_refused and never:
+            raise ConfigurationError(f"the rendezvous host at {self._address} turns this process away: {link.trouble}")
+        if self._clock.now - max(started, link.lost_at or 0.0) > limit:
+            raise ConfigurationError(
+                f"the rendezvous host at {self._address} has not answered for {limit:g} s ({link.trouble}): see that "
+                "it runs and can be reached, then give the same command again, which resumes"
+            )
+
+    def _check_wait(self, started: float) -> None:
+        """Raise where no world has come for too long."""
+        now, limit = self._clock.now, self._settings.join_timeout_s
+        if self._kept_out is not None and now - self._kept_out_at > self._settings.rendezvous_timeout_s:
+            raise ConfigurationError(f"{self._kept_out}: repair it, then give the same command again, which resumes")
+        if now - started > limit:
+            raise WorldTooSmall(f"no world within {limit:g} s: look at the other workers")
+
+    def _rename(self) -> None:
+        """The others went on without this process: it comes back as a new member."""
+        self.member_id = new_member_id(self._task.node, self._task.token)
+        self._expelled = None
+        self._introduce(self._link.send)
+
+    # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        while not self._closed.wait(self._period()):
+        step_s = min(_LONGEST_STEP_S, self._settings.beat_s / 2)
+        while not self._closed.is_set():
             try:
-                if self._store is None:
-                    self._connect()
+                was_connected = self._link.is_connected
+                self._link.step(self._clock.tick(), step_s)
                 with self._lock:
-                    self._tick(time.monotonic())
-            except RuntimeError as error:
-                logger.warning("the store at %s:%d is lost: %s", self._task.store_host, self._task.store_port, error)
-                with self._lock:
-                    self._store = self._news = None
+                    if was_connected and not self._link.is_connected:
+                        self.requests.end()
+                    self._tick(self._clock.tick())
+            except Exception:  # this thread must go on: it is the one that ends a process that nothing frees
+                logger.exception("the monitor could not do its work")
             self._end_if_hanging()
-
-    def _period(self) -> float:
-        watch = self._watch
-        return max(_POLL_S, _POLL_S_PER_RANK * watch.members.size) if watch is not None else _POLL_S
-
-    def _connect(self) -> None:
-        store = connect_store(self._task)
-        with self._lock:
-            self._store, self._news = store, News(store)
+        self._link.close()
+        if self._prober is not None:
+            self._prober.close()
 
     def _tick(self, now: float) -> None:
-        assert self._store is not None
-        self._read_news()
-        self._watch_neighbour(now)
-        self._knocks.step(self._store, self._knocking, now)
-
-    def _read_news(self) -> None:
-        if self._news is None:
+        if now >= self._next_beat:
+            self._next_beat = now + self._settings.beat_s
+            self._link.send({"t": "beat", "progress": self._progress})
+        watch = self._guarded
+        if self._links.reached(now):
+            self._kept_out = None
+            self._link.send({"t": "reachable", "nodes": sorted(self._tried)})
+        if watch is None or watch.broken_at is not None or self._main_is_here:
             return
-        for line in self._news.read():
-            self._hear(line)
+        unreachable = self._links.unreachable(self._progress, now)
+        if unreachable and not self._link.is_connected:
+            names = ", ".join(sorted(unreachable))
+            self._note_break(watch, f"neither the rendezvous host nor {names} can be reached from here", rating=2)
+        elif unreachable != self._reported:
+            self._reported = unreachable
+            self._link.send({"t": "unreachable", "number": watch.members.number, "nodes": sorted(unreachable)})
 
-    def _hear(self, line: dict[str, str | list[str]]) -> None:
-        match line:
-            case {"kind": "arrived", "member": str(member)}:
-                self._arrived.add(member)
-            case {"kind": "ready", "member": str(member)}:
-                self._ready.add(member)
-            case {"kind": "formed", "world": str(world), "ids": list(ids)}:
-                self._last_world = self._worlds[world] = tuple(ids)
-                mine = self._watch is not None and self._watch.members.name == world
-                if self._was_member and not mine and self._member_id not in ids:
-                    self._expelled = True
-            case {"kind": "broken", "world": str(world), "reason": str(reason)}:
-                silent = line.get("silent")
-                self._expelled |= silent == self._member_id
-                if self._watch is not None and self._watch.members.name == world:
-                    self._break(reason, rating=1 if silent is None else 2)
-            case {"kind": "died", "token": str(token), "how": str(how)}:
-                self._gone[token] = how
-                self._hear_of_death(token, how)
-            case {"kind": "finished"}:
-                self._finished = True
-            case {"kind": "left", "member": str(member)}:
-                self._gone[token_of(member)] = "left"
-                if self._watch is not None and member in self._watch.members.ids:
-                    self._watch.left.add(self._watch.members.ids.index(member))
+    def _introduce(self, say: Callable[[Message], object]) -> None:
+        """Tell the host, on a new connection or under a new name, who this is and what it may have forgotten."""
+        with self._changed:
+            settings, watch, world = self._settings, self._watch, None
+            patience = [
+                settings.heartbeat_timeout_s,
+                settings.silence_timeout_s,
+                settings.hang_timeout_s,
+                settings.start_timeout_s,
+            ]
+            if watch is not None and self.member_id in watch.members.ids:
+                world = {"number": watch.members.number, "ids": list(watch.members.ids), "patience": patience}
+                world |= {"broken": watch.reason} if watch.reason is not None else {}
+            self._listen_for_probes()
+            self._reported = frozenset()
+            say({
+                "t": "member", "id": self.member_id, "expected": self._task.expected, "patience": patience,
+                "probe": list(self._prober.endpoint) if self._prober is not None else None,
+                "joining": self._is_joining, "ready": self._is_ready, "number": self._number, "world": world,
+            })  # fmt: skip
+            self._changed.notify_all()
 
-    def _hear_of_death(self, token: str, how: str) -> None:
-        """A launcher saw a process end; its word is better than what the survivors felt."""
-        if self._watch is None or how == "left":
+    def _listen_for_probes(self) -> None:
+        """Let other nodes try the way to this one; on one machine there is none."""
+        host = self._link.local_host
+        if host is None or (self._prober is not None and self._prober.endpoint[0] == host):
             return
-        for rank, member in enumerate(self._watch.members.ids):
-            if token_of(member) == token:
-                self._break(f"rank {rank} on node {node_of(member)} {how}", rating=3)
+        if self._prober is not None:
+            self._link.unwatch(self._prober.socket)
+            self._prober.close()
+        prober = self._prober = Prober(self._secret, host)
+        self._link.watch(prober.socket, lambda: prober.receive(self._clock.now))
+        self._links.use(prober)
 
-    def _break(self, reason: str, *, rating: int, tell: dict[str, str] | None = None) -> None:
-        """Note that the world broke and why; tell the others where they do not know; cut."""
-        watch = self._watch
-        assert watch is not None
+    def _handle(self, message: Message) -> None:
+        if message.get("t") == "stored":
+            self.requests.answer(message)
+            return
+        with self._changed:
+            self._hear(message)
+            self._changed.notify_all()
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case {"t": "state" | "finished", "finished": int(finished)}:
+                self._finished = finished
+                if self._finished_before is None:
+                    self._finished_before = finished
+            case {"t": "synced", "n": int(number)}:
+                self._synced[number] = message
+            case {"t": "formed", "number": int(number), "ids": list(ids)} if self.member_id in ids:
+                self._enter(number, ids, message)
+            case {"t": "broken", "number": int(number), "reason": str(reason), "rating": int(rating)}:
+                for watch in (self._watch, self._guarded):
+                    if watch is not None and watch.members.number == number:
+                        self._note_break(watch, reason, rating=rating)
+            case {"t": "expelled", "reason": str(reason)}:
+                self._expelled = reason
+                if self._guarded is not None and self._guarded.broken_at is None:
+                    self._note_break(self._guarded, reason, rating=2)
+            case {"t": "waiting", "count": int(count)}:
+                if count == 0 or self._waiting_since is None:
+                    self._waiting_since = self._clock.now if count else None
+            case {"t": "kept out", "reason": str(reason), "probes": dict(probes)}:
+                self._kept_out, self._kept_out_at = reason, self._clock.now
+                self._tried = _endpoints(probes)
+                self._links.wait(self._tried, self._clock.now)
+
+    def _enter(self, number: int, ids: list[str], message: Message) -> None:
+        self._number = max(self._number, number)
+        members = Members(number=number, ids=tuple(ids), me=ids.index(self.member_id))
+        self._watch = _Watch(
+            members=members, has_settled=message.get("settled") is True, probes=_endpoints(message.get("probes", {}))
+        )
+        self._is_joining, self._waiting_since, self._kept_out = False, None, None
+
+    def _note_break(self, watch: _Watch, reason: str, *, rating: int) -> None:
+        """A world broke, or there is a better reason why."""
         if rating > watch.rating:
             watch.reason, watch.rating = reason, rating
-        if watch.broken_at:
-            return
-        watch.broken_at = time.monotonic()
+        if watch.broken_at is None:
+            watch.broken_at = self._clock.now
+            self._cut(watch)
+
+    def _cut(self, watch: _Watch) -> None:
+        self.requests.end(watch.members.number)
         try:
-            if tell is not None:
-                self._tell("broken", world=watch.members.name, reason=reason, **tell)
-            watch.cut()
+            if watch.cut is not None:
+                watch.cut()
         except Exception:  # this thread must go on: it is the one that ends a process that nothing frees
             logger.exception("the connections of a broken world could not all be cut")
 
-    def _watch_neighbour(self, now: float) -> None:
-        """Beat, and expel the rank before this one when it does not."""
-        watch = self._watch
-        assert self._store is not None
-        if watch is None or watch.broken_at or self._main_is_here:
-            return
-        silent = watch.ring.silent_rank(self._store, watch.left, now)
-        if silent is not None:
-            node = watch.members.nodes[silent]
-            reason = f"rank {silent} on node {node} stopped answering for {self._settings.silence_timeout_s:.1f} s"
-            self._break(reason, rating=2, tell={"silent": watch.members.ids[silent]})
-
     def _end_if_hanging(self) -> None:
         """End a process whose main thread does not come back from a broken world: everybody waits for it."""
-        watch = self._watch
-        limit = self._settings.hang_timeout_s
-        if watch is None or not watch.broken_at or self._main_is_here or time.monotonic() - watch.broken_at < limit:
+        watch, limit = self._guarded, self._settings.hang_timeout_s
+        if watch is None or watch.broken_at is None or self._main_is_here or self._clock.now - watch.broken_at < limit:
             return
         message = f"the main thread did not come back within {limit:g} s after its world broke ({watch.reason})"
         stack = _stack_of_main_thread()
@@ -321,12 +407,9 @@ class Monitor:
         report_failure("death", message, stack)
         os._exit(EXIT_HANGING)
 
-    def _tell(self, kind: str, **facts: str | list[str]) -> None:
-        try:
-            if self._news is not None:
-                self._news.tell(kind, **facts)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            logger.warning("could not tell the others (%s): %s", kind, error)
+
+def _endpoints(said: Mapping[str, Any]) -> dict[str, Endpoint]:
+    return {node: (str(host), int(port)) for node, (host, port) in said.items()}
 
 
 def _stack_of_main_thread() -> str:

@@ -163,10 +163,15 @@ def kill_orphans(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def common_environment(workers: int) -> dict[str, str]:
-    """Variables for workers of one machine that the user has not set."""
+def common_environment(workers: int, *, interface: str | None = None) -> dict[str, str]:
+    """Variables for workers of one machine that the user has not set.
+
+    Args:
+        interface: through which ranks talk to each other; the loopback interface unless there are other machines.
+    """
     threads = max(1, (os.cpu_count() or 1) // workers)
-    defaults = {"OMP_NUM_THREADS": str(threads), **loopback_variables()}
+    meeting = {"GLOO_SOCKET_IFNAME": interface} if interface else loopback_variables()
+    defaults = {"OMP_NUM_THREADS": str(threads), **meeting}
     return {name: value for name, value in defaults.items() if name not in os.environ}
 
 

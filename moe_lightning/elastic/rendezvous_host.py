@@ -1,55 +1,76 @@
-"""Hosts what the workers meet at: a lighthouse and a TCPStore that outlive them.
+"""Hosts what the workers meet at: members, worlds, and the keys that groups are built on.
 
-A launcher embeds it; on a cluster it runs on a safe host:
+A launcher embeds it behind a Unix socket in a private folder; between several machines it runs on a safe host:
 
-    python -m moe_lightning.elastic.rendezvous_host --bind HOST:PORT        # lighthouse at PORT, store at PORT + 1
+    python -m moe_lightning.elastic.rendezvous_host --bind HOST:PORT --secret-file FILE
 
-Neither asks who calls: whoever reaches the two ports can join, disturb or end a run, though nothing that comes from
-them is ever unpickled or executed. Bind to the loopback interface (the default) or to an interface of a private
-network. The lighthouse also serves a status page.
+It makes the file, which every machine needs a copy of: who does not know the secret is turned away. A training goes on
+while its host is down or silent, and finds it again when it is started anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from moe_lightning.elastic.membership import LOOPBACK, has_lighthouse, silence_engine
+from moe_lightning.elastic.address import Address
+from moe_lightning.elastic.formation import RECONNECT_S
+from moe_lightning.elastic.membership import LOOPBACK
+from moe_lightning.elastic.registry import Registry
+from moe_lightning.elastic.secret import create_secret
+from moe_lightning.elastic.server import ControlServer
 from moe_lightning.errors import ConfigurationError
 
-_TICK_MS = 10
-_STRAGGLERS_MS = 24 * 3600 * 1000
+_FOLDER = "moe-lightning-control-"
+_LONGEST_PATH = 100  # bytes of a Unix socket's path
+_BACKLOG = 1024
 
 
 class RendezvousHost:
-    """A lighthouse and a store, until `close`.
+    """A control plane, until `close`.
 
     Args:
-        bind: interface address to listen on.
-        port: of the lighthouse, the store takes the next one; 0 lets the system choose both.
-        heartbeat_timeout_s: a member without a heartbeat for this long is dead.
+        bind: address to listen on, "host:port" with port 0 for any; None for a Unix socket that only this user
+            reaches.
+        secret_file: of the run, made where it is not there; None for one in the private folder.
 
     Attributes:
-        lighthouse: "http://host:port", or None where torchft is not installed.
-        store_host, store_port: where the store is.
+        address: where it is reached.
+        secret_file: what clients need.
+
+    Raises:
+        ConfigurationError: the address is taken or not of this machine, or the file is unfit.
     """
 
-    def __init__(self, *, bind: str = LOOPBACK, port: int = 0, heartbeat_timeout_s: float = 0.5) -> None:
-        self.store_host = bind
-        self.lighthouse: str | None = None
-        self._lighthouse: Any = None
-        if has_lighthouse():
-            self._lighthouse = _lighthouse(bind, port, heartbeat_timeout_s)
-            # it names itself by the host name, which may stand for another interface
-            self.lighthouse = f"http://{_url_host(bind)}:{self._lighthouse.address().rpartition(':')[2]}"
-        self.store: TCPStore | None
-        self.store, self.store_port = bound_store(bind, port + 1 if port else 0)
+    def __init__(self, *, bind: str | None = None, secret_file: Path | None = None) -> None:
+        self._folder: Path | None = None
+        if bind is None or secret_file is None:
+            _sweep()
+            self._folder = _private_folder()
+        self.secret_file = secret_file if secret_file is not None else Path(self._folder or "") / "secret"
+        try:
+            secret = create_secret(self.secret_file)
+            listener = _unix_listener(self._folder) if bind is None and self._folder else _listener(str(bind))
+        except ConfigurationError:
+            self._remove_folder()
+            raise
+        name = listener.getsockname()
+        self.address = Address(path=name) if isinstance(name, str) else Address(host=name[0], port=name[1])
+        # a host that others may know already lets them tell first what it knew before
+        registry = Registry(settle_s=0.0 if bind is None or bind.endswith(":0") else RECONNECT_S)
+        self._server: ControlServer | None = ControlServer(listener, secret, registry)
 
     def __enter__(self) -> Self:
         return self
@@ -60,10 +81,76 @@ class RendezvousHost:
         self.close()
 
     def close(self) -> None:
-        """Stop both."""
-        if self._lighthouse is not None:
-            self._lighthouse.shutdown()
-        self._lighthouse = self.store = None
+        """End it and its connections."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> Path:
+    """A new folder that only this user may enter, with a path that is short enough for a socket."""
+    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if parent is not None and len(os.fsencode(parent)) + len(_FOLDER) + 20 < _LONGEST_PATH and os.access(parent, 7):
+            return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))  # mode 0700
+    raise ConfigurationError("no folder for temporary files can be written to: set TMPDIR to one")
+
+
+def _sweep() -> None:
+    """Remove folders of launchers that were killed: nobody listens there."""
+    for parent in {os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), tempfile.gettempdir(), "/tmp"}:
+        for folder in Path(parent).glob(f"{_FOLDER}*"):
+            with suppress(OSError):
+                if folder.lstat().st_uid == os.geteuid() and not _is_served(folder / "socket"):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_served(path: Path) -> bool:
+    """Whether somebody listens at a Unix socket, or is about to."""
+    if not path.exists():
+        return True  # a launcher that has just made its folder
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.setblocking(False)
+        try:
+            client.connect(str(path))
+        except BlockingIOError:
+            return True  # its queue is full
+        except OSError:
+            return False
+    return True
+
+
+def _unix_listener(folder: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(folder / "socket"))
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _listener(bind: str) -> socket.socket:
+    """A TCP socket that listens at one address.
+
+    Raises:
+        ConfigurationError: it is taken or not of this machine.
+    """
+    address = Address.parse(bind)
+    try:
+        family, target = address.resolve()
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {bind} ({error.strerror}): choose another") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(f"cannot listen on {bind} ({error.strerror}): choose another") from None
+    return listener
 
 
 def bound_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
@@ -73,60 +160,30 @@ def bound_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
     Raises:
         ConfigurationError: the address is taken or not of this machine.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen()
-        port = listener.getsockname()[1]
-        descriptor = listener.detach()  # the store closes it
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen on {host}:{port} ({error.strerror}): choose another") from None
-    finally:
-        listener.close()
+    listener = _listener(str(Address(host=host, port=port)))
+    port = listener.getsockname()[1]
+    descriptor = listener.detach()  # the store closes it
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor), port
-
-
-def _lighthouse(bind: str, port: int, heartbeat_timeout_s: float) -> Any:
-    silence_engine()
-    from torchft.coordination import LighthouseServer
-
-    try:
-        return LighthouseServer(
-            bind=f"{_url_host(bind)}:{port}",
-            min_replicas=1,
-            join_timeout_ms=_STRAGGLERS_MS,  # a live member that is busy is waited for
-            quorum_tick_ms=_TICK_MS,
-            heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
-        )
-    except RuntimeError as error:
-        raise ConfigurationError(f"the lighthouse cannot listen on {bind}:{port} ({error}): choose another") from None
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Host until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m moe_lightning.elastic.rendezvous_host", description=__doc__)
+    parser.add_argument("--bind", default=f"{LOOPBACK}:29510", metavar="HOST:PORT", help="port 0: any")
     parser.add_argument(
-        "--bind", default=f"{LOOPBACK}:29510", metavar="HOST:PORT", help="the store takes PORT + 1; 0: any two"
+        "--secret-file", type=Path, default=Path("moe-lightning.secret"), help="made where it is not there"
     )
-    parser.add_argument("--heartbeat-timeout-s", type=float, default=0.5)
     options = parser.parse_args(arguments)
-    host, _, port = options.bind.rpartition(":")
-    if not host or not port.isdigit() or not 0 <= int(port) < 65535:
-        parser.error(f"--bind {options.bind} is not HOST:PORT")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before threads start, which inherit the mask
     try:
-        host_ = RendezvousHost(bind=host, port=int(port), heartbeat_timeout_s=options.heartbeat_timeout_s)
+        host = RendezvousHost(bind=options.bind, secret_file=options.secret_file)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    with host_:
-        print(f"lighthouse {host_.lighthouse}, store {host_.store_host}:{host_.store_port}", flush=True)
+    with host:
+        print(f"listening on {host.address}, secret in {host.secret_file}", flush=True)
         signal.sigwait(signals)
     return 0
 

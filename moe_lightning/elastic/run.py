@@ -1,8 +1,9 @@
 """Starts any script in elastic workers:
 
     python -m moe_lightning.elastic.run --ranks 4 SCRIPT ARGUMENTS...
-    python -m moe_lightning.elastic.run --ranks 8 --nodes 4 --lighthouse HOST:PORT SCRIPT ARGUMENTS...   (on every node)
+    python -m moe_lightning.elastic.run --ranks 8 --nodes 4 --lighthouse HOST:PORT --secret-file FILE SCRIPT ...
 
+The second on every node.
 The script is run as `python SCRIPT ARGUMENTS...` would run it, once in each worker.
 """
 
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
-from moe_lightning.elastic.failure import Interrupted, RunFinished, report_failure
-from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE, end_with_launcher, leave_process_groups
+from moe_lightning.elastic.failure import Interrupted, Preempted, RunFinished, report_failure
+from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE, end_with_launcher, leave, leave_process_groups
+from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.processes import RanksFailed
 from moe_lightning.elastic.settings import ELASTIC_VARIABLE, ElasticSettings
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if ELASTIC_VARIABLE in os.environ and LAUNCHER_PID_VARIABLE in os.environ:
-        return _work(arguments)
+        leave(_work(arguments))
     options = _parser().parse_args(arguments)
     if not Path(options.script).is_file():
         return _say(f"{options.script} is not there: give the path of a Python script")
@@ -49,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module=_MODULE,
             max_restarts=options.max_restarts,
             lighthouse=options.lighthouse,
+            secret_file=options.secret_file,
             num_nodes=options.nodes,
             node=options.node,
         ).run([options.script, *options.arguments])
@@ -77,6 +80,8 @@ def _work(arguments: Sequence[str]) -> int:
         return 128 + signal.SIGINT
     except RunFinished:
         return 0
+    except Preempted:
+        return EXIT_PREEMPTED
     except (ConfigurationError, CheckpointError) as error:
         report_failure("mistake", str(error), "")
         return EXIT_MISTAKE
@@ -120,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=2, help="workers of this machine")
     parser.add_argument("--nodes", type=int, default=1, help="machines that run this command")
     parser.add_argument("--lighthouse", metavar="HOST:PORT", help="of the rendezvous host, for several machines")
+    parser.add_argument("--secret-file", type=Path, metavar="FILE", help="a copy of the rendezvous host's")
     parser.add_argument("--node", help="this machine's name as a failure domain")
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="output of the other ranks")
     parser.add_argument("--max-restarts", type=int, default=20)

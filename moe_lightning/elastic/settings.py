@@ -12,6 +12,9 @@ from typing import Annotated, Any, Self
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import PositiveInt, Range, Seconds, validated
 
+BEAT_S = 0.5
+"""How often every client of the rendezvous host says that it is there, at least."""
+
 ELASTIC_VARIABLE = "MOE_LIGHTNING_ELASTIC"
 """Set by the launcher: the JSON of an `ElasticTask`."""
 
@@ -22,11 +25,13 @@ class ElasticSettings:
     """How long an elastic run waits for whom; seconds throughout.
 
     Attributes:
-        heartbeat_timeout_s: a member without a heartbeat for this long is dead to the others' next join. The heart
-            beats outside Python, so a busy interpreter does not stop it.
-        silence_timeout_s: a rank whose monitor thread has said nothing for this long is expelled from a standing
-            world (stopped, frozen, cut off). This one does run in Python: keep it above the longest call that holds
-            Python's lock.
+        heartbeat_timeout_s: a member whose connection to the rendezvous host has ended is not waited for longer than
+            this by the others' next join, unless it comes back.
+        silence_timeout_s: a rank of which nothing is heard for this long, while the others make no step either, is
+            expelled from a standing world (stopped, frozen, cut off). Its monitor runs in Python: keep this above the
+            longest call that holds Python's lock.
+        rendezvous_timeout_s: how long a process that needs the rendezvous host waits for it. Training needs it only
+            when ranks come or go.
         hang_timeout_s: a member whose main thread does not come to the next join within this time after its world
             broke ends its process, so that the others need not wait for it.
         build_timeout_s: for building groups. gloo waits this long, and cannot be freed, for a member that is lost just
@@ -46,6 +51,7 @@ class ElasticSettings:
 
     heartbeat_timeout_s: Annotated[Seconds, Range(least=0.1)] = 0.5
     silence_timeout_s: Seconds = 5.0
+    rendezvous_timeout_s: Seconds = 45.0
     hang_timeout_s: Seconds = 10.0
     build_timeout_s: Seconds = 5.0
     join_timeout_s: Seconds = 600.0
@@ -57,6 +63,11 @@ class ElasticSettings:
     notice_url: str | None = None
     notice_poll_s: Seconds = 5.0
 
+    @property
+    def beat_s(self) -> float:
+        """How often a client of the rendezvous host says that it is there."""
+        return min(BEAT_S, 0.1 * self.silence_timeout_s)
+
     def __post_init__(self) -> None:
         if self.build_timeout_s >= self.hang_timeout_s:
             raise ConfigurationError(
@@ -66,13 +77,18 @@ class ElasticSettings:
             raise ConfigurationError(f"notice_url={self.notice_url!r} must begin with http:// or https://")
 
 
+def new_token() -> str:
+    """A name for one process."""
+    return secrets.token_hex(6)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ElasticTask:
     """What the launcher tells one worker.
 
     Attributes:
-        lighthouse: "http://host:port", or None for membership by torch's rendezvous over the store.
-        store_host, store_port: the store that outlives the workers.
+        address: of the rendezvous host, "unix:PATH" or "host:port".
+        secret_file: of the run, which the host asks for.
         node: name of the failure domain.
         birth_ns: when the launcher began, plus the slot, for a first process: ranks of the first world have the order
             of their slots; None for a process started later.
@@ -83,15 +99,14 @@ class ElasticTask:
         settings: see there.
     """
 
-    lighthouse: str | None
-    store_host: str
-    store_port: int
+    address: str
+    secret_file: str
     node: str
     slot: int = 0
     expected: int = 1
     starts: int = 1
     birth_ns: int | None = None
-    token: str = field(default_factory=lambda: secrets.token_hex(6))
+    token: str = field(default_factory=new_token)
     settings: ElasticSettings = field(default_factory=ElasticSettings)
 
     def __post_init__(self) -> None:

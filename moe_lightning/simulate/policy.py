@@ -131,8 +131,8 @@ class Policy:
 
 
 POLICIES: dict[str, Policy] = {
-    # This library: lighthouse membership and two groups (no group per expert); seconds measured on local processes,
-    # with a margin of ten for a cluster.
+    # This library: membership by its rendezvous host and two groups (no group per expert); seconds measured on local
+    # processes, with a margin of ten for a cluster.
     "ours": Policy(
         strategy="packed",
         k_snapshot=None,

@@ -161,6 +161,7 @@ class ElasticWorlds:
         """Every collective of the step is done: wait until all ranks say so. They also agree here whether the world
         changes before the next step."""
         self._pending = optimizer
+        self.engine.made_progress()
         wishes = torch.tensor([self.engine.newcomers(), self.engine.notice is not None], dtype=torch.int32)
         wishes = wishes.to(self._device)
         all_reduce_(wishes, self._strategy.world)
@@ -175,6 +176,7 @@ class ElasticWorlds:
         self._is_torn = False
         self._pending = None
         self.version += 1
+        self.engine.made_progress()
 
     def keep_progress(self, *, after_step: bool) -> None:
         """Remember how far the fit loop is, after a committed step or at the start."""

@@ -13,8 +13,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from moe_lightning.algorithms.repair import repair_placements
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World, all_reduce_
-from moe_lightning.elastic.engine import ElasticEngine, WorldTooSmall
+from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.failure import Preempted
+from moe_lightning.elastic.monitor import WorldTooSmall
 
 if TYPE_CHECKING:
     from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy

@@ -3,12 +3,14 @@ where."""
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
@@ -52,6 +54,41 @@ class WorldChangingStrategy(CheckpointingStrategy):
     def elastic(self) -> ElasticWorlds | None:
         """The changes of the world in a run that outlives its ranks; None where no elastic launcher started it."""
         return self._elastic
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this machine's ranks. An elastic launcher says how many there are, whatever the Trainer's
+        `devices` would be by default.
+
+        Raises:
+            ConfigurationError: fewer GPUs than ranks.
+        """
+        devices = self._parallel_devices
+        task = ElasticTask.from_environment()
+        if task is None or not devices:
+            return devices
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(devices)))
+        if devices[0].type == "cpu":
+            return [devices[0]] * ranks
+        if len(devices) < ranks:
+            raise ConfigurationError(
+                f"the launcher started {ranks} ranks on this machine, but the Trainer has {len(devices)} devices: "
+                f"use devices={ranks} where there are so many, or start fewer ranks"
+            )
+        return devices[:ranks]
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = devices
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The place of this rank for a sampler of Lightning's, whatever the Trainer was told of devices and nodes."""
+        if self._elastic is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.world.size, "rank": self.global_rank}
 
     @override
     def set_world_ranks(self) -> None:

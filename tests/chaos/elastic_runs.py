@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.store import claim
-from moe_lightning.elastic.news import News
+from moe_lightning.elastic.launcher_link import LauncherLink
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
 from tests.agents import fork_agent
@@ -44,8 +44,8 @@ class ElasticRun:
         expected: workers of the first world.
         steps: of the training.
         options: for `train_elastically`.
-        host: of the store and the lighthouse.
-        tells: say who died, as a launcher does; without, the others must find out.
+        host: that the workers meet at.
+        link: to say who died, as a launcher does; without, the others must find out.
         workers_a_node: consecutive workers that share a node, and with it memory.
         stores_late: let agents write to storage only when training ends.
         processes: the newest of each worker.
@@ -56,7 +56,7 @@ class ElasticRun:
     steps: int
     options: dict[str, Any]
     host: RendezvousHost
-    tells: bool = True
+    link: LauncherLink | None = None
     workers_a_node: int = 1
     stores_late: bool = False
     settings: ElasticSettings = SETTINGS
@@ -77,9 +77,8 @@ class ElasticRun:
             self._start_agent(worker)
         self._starts[worker] = self._starts.get(worker, 0) + 1
         task = ElasticTask(
-            lighthouse=self.host.lighthouse,
-            store_host=self.host.store_host,
-            store_port=self.host.store_port,
+            address=str(self.host.address),
+            secret_file=str(self.host.secret_file),
             node=self.node(worker),
             slot=worker,
             expected=self.expected,
@@ -128,9 +127,9 @@ class ElasticRun:
     def reap(self, workers: Collection[int]) -> dict[int, int]:
         """Exit codes of those workers that have ended; deaths are told to the others."""
         codes = {w: code for w in workers if (code := self.processes[w].exitcode) is not None}
-        for worker in (w for w, code in codes.items() if code and self.tells and w in self._tokens):
-            assert self.host.store is not None
-            News(self.host.store).tell("died", token=self._tokens.pop(worker), how="died")
+        for worker in (w for w, code in codes.items() if code and w in self._tokens):
+            if self.link is not None:
+                self.link.tell_death(self._tokens.pop(worker), "died")
         return codes
 
     def supervise(
@@ -264,14 +263,18 @@ def elastic_run(
     **options: Any,
 ) -> Iterator[ElasticRun]:
     """Start the workers of a run; whatever lives at the end is killed, and its memory freed."""
-    with RendezvousHost(heartbeat_timeout_s=settings.heartbeat_timeout_s) as host:
+    with contextlib.ExitStack() as stack:
+        host = stack.enter_context(RendezvousHost())
+        link = LauncherLink(host.address, host.secret_file, settings) if tells else None
+        if link is not None:
+            stack.enter_context(contextlib.closing(link))
         run = ElasticRun(
             folder=folder,
             expected=workers,
             steps=steps,
             options=options,
             host=host,
-            tells=tells,
+            link=link,
             workers_a_node=workers_a_node,
             stores_late=stores_late,
             settings=settings,

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_lightning.elastic import elastic_launcher
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
 from moe_lightning.elastic.failure import RankFailure
 from moe_lightning.elastic.processes import RanksFailed
@@ -56,7 +53,7 @@ def test_environment_of_the_workers(tmp_path: Path) -> None:
     assert {t["expected"] for t in tasks} == {3}
     assert {t["settings"]["min_ranks"] for t in tasks} == {2}
     assert len({t["token"] for t in tasks}) == 3
-    assert {t["store_host"] for t in tasks} == {"127.0.0.1"}
+    assert all(t["address"].startswith("unix:") for t in tasks), "no port"
     assert all("MOE_LIGHTNING_STORE" not in e for e in seen), "that one is for worlds that do not change"
 
 
@@ -79,7 +76,8 @@ def test_the_same_death_again_and_again_ends_the_run(tmp_path: Path) -> None:
         ({"max_restarts": -1}, "max_restarts=-1"),
         ({"num_nodes": 2}, "num_nodes=2 needs a lighthouse"),
         ({"settings": ElasticSettings(min_ranks=3)}, "min_ranks=3 is above the 2 ranks"),
-        ({"lighthouse": "host"}, "lighthouse='host' is not host:port"),
+        ({"lighthouse": "host:1"}, "lighthouse=host:1 needs secret_file=FILE"),
+        ({"lighthouse": "host", "secret_file": Path("secret")}, "'host' is not host:port"),
     ],
 )
 def test_wrong_options(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
@@ -183,32 +181,11 @@ def test_a_preempted_worker_leaves_and_is_not_replaced(commands: Callable[..., C
     assert "started again" not in err
 
 
-def two_ports() -> int:
-    """A free port whose successor was free, too, a moment ago."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port = int(first.getsockname()[1])
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except OSError:
-                continue
-        return port
-
-
-def hosted() -> tuple[RendezvousHost, str]:
-    """A host as on a cluster, and its address; another process may take a port between the look and the use."""
-    while True:
-        port = two_ports()
-        try:
-            return RendezvousHost(port=port), f"127.0.0.1:{port}"
-        except ConfigurationError:
-            continue
-
-
-def test_a_node_is_lost_with_its_launcher(commands: Callable[..., Command]) -> None:
-    host, address = hosted()
-    with host:
-        nodes = [commands("--ranks", "1", "--nodes", "2", "--node", name, "--lighthouse", address) for name in "ab"]
+def test_a_node_is_lost_with_its_launcher(commands: Callable[..., Command], tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    with RendezvousHost(bind="127.0.0.1:0", secret_file=secret) as host:
+        where = ("--lighthouse", str(host.address), "--secret-file", str(secret))
+        nodes = [commands("--ranks", "1", "--nodes", "2", "--node", name, *where) for name in "ab"]
         first = nodes[0].wait_for_world(2)
         assert sorted(first[0]["nodes"]) == ["a", "b"]
         lost = first[0]["nodes"].index("b")
@@ -217,12 +194,6 @@ def test_a_node_is_lost_with_its_launcher(commands: Callable[..., Command]) -> N
         assert alone["nodes"] == ["a"]
         assert alone["pid"] == first[1 - lost]["pid"]
         nodes[0].end()
-
-
-def test_a_lighthouse_that_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_launcher, "_STORE_TIMEOUT", timedelta(seconds=0.3))
-    with pytest.raises(ConfigurationError, match=r"nothing answers at 127\.0\.0\.1:\d+, the store beside lighthouse="):
-        launcher(tmp_path, lighthouse=f"127.0.0.1:{two_ports()}").run(["environment", str(tmp_path)])
 
 
 @pytest.mark.slow
@@ -237,3 +208,16 @@ def test_a_frozen_worker_is_killed_by_its_launcher(commands: Callable[..., Comma
     again = command.wait_for_world(2, after=3)
     assert again[1]["starts"] == 2
     command.end()
+
+
+@pytest.mark.slow
+def test_a_script_that_says_nothing_of_devices_trains_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("plain_script.py")
+    command = [sys.executable, "-m", "moe_lightning.elastic.run", "--ranks", "2", str(script), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"ranks-{rank}").read_text() for rank in range(2)] == ["2 2", "2 2"]
+    assert "started again" not in done.stderr
+    for log in (done.stderr, (tmp_path / "logs" / "rank1.err").read_text()):
+        assert "nanobind" not in log
+        assert "terminate called" not in log

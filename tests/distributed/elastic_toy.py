@@ -171,10 +171,9 @@ class Worker:
 class Toy:
     """Workers around a host of their own; all end with the block."""
 
-    def __init__(self, settings: ElasticSettings = FAST, *, lighthouse: bool = True) -> None:
-        self.host = RendezvousHost(heartbeat_timeout_s=settings.heartbeat_timeout_s)
+    def __init__(self, settings: ElasticSettings = FAST) -> None:
+        self.host = RendezvousHost()
         self.settings = settings
-        self.lighthouse = self.host.lighthouse if lighthouse else None
         self.workers: list[Worker] = []
 
     def start(
@@ -184,9 +183,8 @@ class Toy:
         made = []
         for index in range(count):
             task = ElasticTask(
-                lighthouse=self.lighthouse,
-                store_host=self.host.store_host,
-                store_port=self.host.store_port,
+                address=str(self.host.address),
+                secret_file=str(self.host.secret_file),
                 node=f"node{len(self.workers)}",
                 expected=count if expected is None else expected,
                 settings=self.settings,
@@ -201,7 +199,7 @@ class Toy:
             self.workers.append(made[-1])
         return made
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Take the workers' events in until a condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import os
 import re
@@ -11,19 +12,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from moe_lightning.elastic.engine import ElasticEngine
+from moe_lightning.elastic.launcher_link import LauncherLink
 from moe_lightning.elastic.preemption import PreemptionWatch
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.run import main as run_main
+from moe_lightning.elastic.secret import create_secret, read_secret
 from moe_lightning.elastic.settings import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
 from moe_lightning.errors import ConfigurationError
+from tests.forks import FORKS
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_wrong_settings(changes: dict[str, Any], sentence: str) -> None:
 
 def test_a_task_survives_the_environment() -> None:
     task = ElasticTask(
-        lighthouse="http://127.0.0.1:1", store_host="127.0.0.1", store_port=2, node="a.b", expected=3, starts=2,
+        address="127.0.0.1:1", secret_file="/secret", node="a.b", expected=3, starts=2,
         settings=ElasticSettings(min_ranks=2, notice_file="/x"),
     )  # fmt: skip
     assert ElasticTask.from_environment(task.to_environment()) == task
@@ -136,37 +138,117 @@ def test_an_address_is_a_notice_once_it_says_so() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_the_host_listens_on_loopback_only() -> None:
+def test_on_one_machine_nothing_listens_on_a_port() -> None:
     before = listening()
     with RendezvousHost() as host:
-        new = listening() - before
-        ports = {host.store_port} | ({int(host.lighthouse.rpartition(":")[2])} if host.lighthouse else set())
-        ours = {(address, port) for address, port in new if port in ports}
-        assert ours == {("0100007F", port) for port in ports}
-    with pytest.raises(RuntimeError):
-        dist.TCPStore(host.store_host, host.store_port, is_master=False, timeout=timedelta(seconds=0.2))
+        assert listening() == before
+        folder = host.secret_file.parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert host.secret_file.stat().st_mode & 0o777 == 0o600
+    assert not folder.exists()
+
+
+def test_what_a_killed_launcher_left_is_swept() -> None:
+    with FORKS.Pool(1) as pool:
+        folder = pool.apply(leave_a_host)
+    assert folder.exists()
+    with RendezvousHost() as host:
+        assert not folder.exists()
+        with RendezvousHost():
+            assert host.secret_file.exists(), "one that is served stays"
+
+
+def leave_a_host() -> Path:
+    """As a launcher that is killed does."""
+    host = RendezvousHost()
+    HOSTS.append(host)
+    return host.secret_file.parent
+
+
+HOSTS: list[RendezvousHost] = []
+
+
+def test_between_machines_it_listens_where_it_is_told_only(tmp_path: Path) -> None:
+    before = listening()
+    with RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
+        assert listening() - before == {("0100007F", host.address.port)}
+        assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    assert listening() == before
 
 
 def listening() -> set[tuple[str, int]]:
-    """(address in hexadecimal, port) of all listening sockets."""
+    """(address in hexadecimal, port) of all listening sockets of this process."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{name}").removeprefix("socket:[").rstrip("]"))
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return {
-        (address, int(port, 16)) for fields in lines if fields[3] == "0A" for address, port in [fields[1].split(":")]
+        (address, int(port, 16))
+        for fields in lines
+        if fields[3] == "0A" and fields[9] in inodes
+        for address, port in [fields[1].split(":")]
     }
 
 
-def test_a_taken_port_is_one_sentence() -> None:
-    with RendezvousHost() as host:
-        taken = host.store_port
-        with pytest.raises(ConfigurationError, match="choose another"):
-            RendezvousHost(port=taken - 1)
+def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
+    with (
+        RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host,
+        pytest.raises(ConfigurationError, match=r"cannot listen on 127\.0\.0\.1:\d+ .*choose another"),
+    ):
+        RendezvousHost(bind=str(host.address), secret_file=tmp_path / "secret")
 
 
-def test_the_command_says_where_it_listens_and_ends_on_a_signal() -> None:
+def test_the_command_says_where_it_listens_and_ends_on_a_signal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "moe_lightning.elastic.rendezvous_host", "--bind", "127.0.0.1:0"]
+    command += ["--secret-file", str(tmp_path / "a" / "secret")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 0
-    assert re.fullmatch(r"lighthouse (http://127\.0\.0\.1:\d+|None), store 127\.0\.0\.1:\d+\n", line)
+    assert re.fullmatch(rf"listening on 127\.0\.0\.1:\d+, secret in {tmp_path}/a/secret\n", line)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda path: path.unlink(), "cannot be read .*copy it from the rendezvous host"),
+        (lambda path: path.chmod(0o640), "has mode 640, so others may read it: chmod 600"),
+        (lambda path: path.write_text("short"), "holds 5 bytes, not 32 to 4096"),
+        (lambda path: (path.unlink(), path.mkdir()), "is not a file"),
+    ],
+)
+def test_a_secret_that_is_none_is_one_sentence(spoil: Callable[[Path], object], sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    assert create_secret(path) == create_secret(path) == read_secret(path)
+    spoil(path)
+    with pytest.raises(ConfigurationError, match=sentence):
+        read_secret(path)
+
+
+def test_another_secret_is_one_sentence(tmp_path: Path) -> None:
+    create_secret(tmp_path / "theirs")
+    with RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "ours") as host:
+        with pytest.raises(ConfigurationError, match="turns this machine away: its secret differs"):
+            LauncherLink(host.address, tmp_path / "theirs", ElasticSettings())
+        engine = ElasticEngine(ElasticTask(address=str(host.address), secret_file=str(tmp_path / "theirs"), node="a"))
+        with pytest.raises(ConfigurationError, match="turns this process away: its secret differs"):
+            engine.world_exists()
+        engine.close()
+
+
+def test_a_host_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
+        address = host.address
+    settings = ElasticSettings(rendezvous_timeout_s=0.3)
+    with pytest.raises(ConfigurationError, match=rf"nothing answers at {address} for 0\.3 s \(connection refused\)"):
+        LauncherLink(address, tmp_path / "secret", settings)
+    engine = ElasticEngine(
+        ElasticTask(address=str(address), secret_file=str(tmp_path / "secret"), node="a", settings=settings)
+    )
+    with pytest.raises(
+        ConfigurationError, match=rf"host at {address} has not answered for 0\.3 s .*same command again"
+    ):
+        engine.join()
+    engine.close()

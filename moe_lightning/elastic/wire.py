@@ -1,0 +1,177 @@
+"""The protocol of the control plane without its sockets: JSON frames that only holders of the run's secret can write.
+
+Both ends prove with an HMAC over two fresh nonces that they know the secret, the server first, and derive a key for
+each direction from them. Every frame after that carries an HMAC over its number and payload, so nothing can be
+injected, replayed, reordered or taken from another connection. Frames are authenticated, not encrypted.
+
+    client                                      server
+    {"moe-lightning": 1, "nonce": c}    ->
+                                        <-      {"nonce": s, "proof": HMAC(secret, "server" c s)}
+    {"proof": HMAC(secret, "client" c s)} ->
+    frames                              <->     frames
+
+A frame is the length of what follows (4 bytes), the HMAC (32 bytes, none in the greeting), and the payload.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+import secrets
+import struct
+from typing import Any, NoReturn
+
+PROTOCOL = 1
+
+Message = dict[str, Any]
+
+_LONGEST_GREETING = 512
+_LONGEST_FRAME = 4 << 20
+_LENGTH = struct.Struct(">I")
+_NUMBER = struct.Struct(">Q")
+_MAC_BYTES = 32
+_HEXADECIMAL = re.compile("[0-9a-f]{32}")
+
+
+class WireError(Exception):
+    """The other end breaks the protocol: its connection is worth nothing."""
+
+
+class Refused(WireError):
+    """The two ends cannot talk to each other whatever they try: one sentence for the user."""
+
+
+class Channel:
+    """One end of a connection: bytes in, messages out, and the other way round.
+
+    Args:
+        secret: of the run.
+        is_server: the end that was connected to.
+
+    Attributes:
+        outgoing: bytes to be written; the owner removes what it has written.
+        is_open: both ends have proved themselves, as far as this one needs to know.
+    """
+
+    def __init__(self, secret: bytes, *, is_server: bool) -> None:
+        self._secret, self._is_server = secret, is_server
+        self._nonce = secrets.token_hex(16)
+        self._nonces = b""
+        self._incoming = bytearray()
+        self._sent = self._received = 0
+        self._key_out = self._key_in = b""
+        self.outgoing = bytearray()
+        self.is_open = False
+        if not is_server:
+            self._greet({"moe-lightning": PROTOCOL, "nonce": self._nonce})
+
+    def send(self, message: Message) -> None:
+        """Queue a message; only when the channel is open."""
+        assert self.is_open, "greet first"
+        payload = json.dumps(message, separators=(",", ":")).encode()
+        if len(payload) + _MAC_BYTES > _LONGEST_FRAME:
+            raise WireError(f"a message of {len(payload)} bytes is above the limit of {_LONGEST_FRAME}")
+        mac = self._mac(self._key_out, self._sent, payload)
+        self._sent += 1
+        self.outgoing += _LENGTH.pack(len(payload) + _MAC_BYTES) + mac + payload
+
+    def receive(self, data: bytes) -> list[Message]:
+        """The messages that some bytes complete.
+
+        Raises:
+            Refused: the secrets or the versions differ.
+            WireError: anything else that the protocol does not allow.
+        """
+        self._incoming += data
+        messages = []
+        while (frame := self._next_frame()) is not None:
+            if self.is_open:
+                messages.append(self._verified(frame))
+            else:
+                self._take_greeting(_parse(frame))
+        return messages
+
+    def _next_frame(self) -> bytes | None:
+        if len(self._incoming) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._incoming)
+        if length > (_LONGEST_FRAME if self.is_open else _LONGEST_GREETING):
+            raise WireError(f"a frame of {length} bytes")
+        if len(self._incoming) < _LENGTH.size + length:
+            return None
+        frame = bytes(self._incoming[_LENGTH.size : _LENGTH.size + length])
+        del self._incoming[: _LENGTH.size + length]
+        return frame
+
+    def _verified(self, frame: bytes) -> Message:
+        mac, payload = frame[:_MAC_BYTES], frame[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(self._key_in, self._received, payload)):
+            raise WireError("a frame that the other end did not write")
+        self._received += 1
+        return _parse(payload)
+
+    def _take_greeting(self, said: Message) -> None:
+        match said:
+            case {"refused": str(sentence)} if not self._is_server:
+                raise Refused(f"it says: {sentence[:200]}")
+            case {"moe-lightning": int(version), "nonce": str(nonce)} if self._is_server and not self._nonces:
+                if version != PROTOCOL:
+                    self._refuse(f"protocol {version} meets {PROTOCOL}: install the same moe-lightning everywhere")
+                self._derive(client=nonce, server=self._nonce)
+                self._greet({"nonce": self._nonce, "proof": self._proof("server")})
+            case {"nonce": str(nonce), "proof": str(proof)} if not self._is_server:
+                self._derive(client=self._nonce, server=nonce)
+                if not _equal(proof, self._proof("server")):
+                    raise Refused("its secret differs: give every machine the same secret_file")
+                self._greet({"proof": self._proof("client")})
+                self.is_open = True
+            case {"proof": str(proof)} if self._is_server and self._nonces:
+                if not _equal(proof, self._proof("client")):
+                    self._refuse("the secrets differ: give every machine the same secret_file")
+                self.is_open = True
+            case _:
+                raise WireError("a greeting that is none")
+
+    def _derive(self, *, client: str, server: str) -> None:
+        if not all(_HEXADECIMAL.fullmatch(nonce) for nonce in (client, server)):
+            raise WireError("a nonce that is none")
+        self._nonces = f"{client} {server}".encode()
+        to_server, to_client = (self._hash(name).digest() for name in ("to server", "to client"))
+        self._key_in, self._key_out = (to_server, to_client) if self._is_server else (to_client, to_server)
+
+    def _proof(self, who: str) -> str:
+        return self._hash(who).hexdigest()
+
+    def _hash(self, label: str) -> hmac.HMAC:
+        return hmac.new(self._secret, label.encode() + b"\0" + self._nonces, "sha256")
+
+    def _greet(self, said: Message) -> None:
+        payload = json.dumps(said).encode()
+        self.outgoing += _LENGTH.pack(len(payload)) + payload
+
+    def _refuse(self, sentence: str) -> NoReturn:
+        self._greet({"refused": sentence})
+        raise Refused(sentence)
+
+    @staticmethod
+    def _mac(key: bytes, number: int, payload: bytes) -> bytes:
+        return hmac.digest(key, _NUMBER.pack(number) + payload, "sha256")
+
+
+def _parse(payload: bytes) -> Message:
+    try:
+        said = json.loads(payload, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise WireError("a frame that is no JSON") from None
+    if not isinstance(said, dict):
+        raise WireError("a frame that is no object")
+    return said
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _equal(found: str, wanted: str) -> bool:
+    return hmac.compare_digest(found.encode(errors="replace"), wanted.encode())

@@ -1,0 +1,29 @@
+"""A training as in the README, that says nothing of devices: the launcher knows how many ranks there are.
+
+python -m moe_lightning.elastic.run --ranks 2 tests/chaos/plain_script.py FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from moe_lightning import ExpertParallelStrategy, GPTModule, OptimizerConfig
+from moe_lightning.callbacks.fault_recovery import FaultRecovery
+from tests.distributed.training import TINY, RandomTokens
+
+folder = Path(sys.argv[1])
+trainer = pl.Trainer(
+    accelerator="cpu",
+    strategy=ExpertParallelStrategy(),
+    callbacks=[FaultRecovery()],
+    max_steps=3,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    use_distributed_sampler=False,
+)
+trainer.fit(GPTModule(TINY, OptimizerConfig()), DataLoader(RandomTokens(), batch_size=4))
+(folder / f"ranks-{trainer.global_rank}").write_text(f"{trainer.world_size} {trainer.num_devices}")

@@ -1,0 +1,397 @@
+"""Who forms the next world: the pure decisions, and the state machine around them against random histories."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_lightning.elastic.formation import (
+    Link,
+    Member,
+    NodeFacts,
+    Patience,
+    StandingWorld,
+    hearing_part,
+    next_number,
+    next_world,
+    overdue,
+)
+from moe_lightning.elastic.registry import Registry
+from moe_lightning.elastic.wire import Message, WireError
+
+PATIENCE = Patience(heartbeat_s=0.5, silence_s=5.0, hang_s=10.0, start_s=120.0)
+TIMES = [0.5, 5.0, 10.0, 120.0]
+
+
+def member(name: str, **facts: object) -> Member:
+    return replace(Member(id=f"{name}.node-{name}.token-{name}", patience=PATIENCE), **facts)  # type: ignore[arg-type]
+
+
+def test_the_first_world_waits_for_all_that_are_expected_or_for_the_start_timeout() -> None:
+    two = [member("a", joining_since=0.0, expected=3), member("b", joining_since=1.0, expected=3)]
+    assert next_world(two, None, (), 119.0) == ()
+    assert next_world(two, None, (), 120.0) == (two[0].id, two[1].id)
+    three = [*two, member("c", joining_since=2.0, expected=3)]
+    assert next_world(three, None, (), 2.0) == tuple(m.id for m in three)
+
+
+def test_a_standing_world_is_waited_for_but_not_those_that_left_it() -> None:
+    old, new = member("a"), member("b", joining_since=0.0)
+    world = StandingWorld(number=1, ids=(old.id,))
+    assert next_world([old, new], world, (), 1000.0) == ()
+    world.gone.add(old.id)
+    assert next_world([old, new], world, (), 1000.0) == (new.id,)
+
+
+@pytest.mark.parametrize(
+    ("facts", "broken_at", "progress_at", "now", "expected"),
+    [
+        ({"heard_at": 0.0}, None, 0.0, 5.1, "stopped answering for 5.0 s"),
+        ({"heard_at": 0.0}, None, 3.0, 5.1, None),  # the others step on, so it does, too
+        ({"heard_at": 0.0}, 1.0, 3.0, 5.1, "stopped answering for 5.0 s"),
+        ({"lost_at": 0.0}, None, 0.0, 4.9, None),  # a lost connection breaks nothing by itself
+        ({"lost_at": 0.0}, None, 0.0, 5.1, "lost its connection and did not come back"),
+        ({"lost_at": 0.0}, 1.0, 0.0, 1.4, None),
+        ({"lost_at": 0.0}, 1.0, 0.0, 1.6, "lost its connection and did not come back"),
+        ({"lost_at": 0.0, "grace_s": 3.0}, 1.0, 0.0, 3.9, None),  # the host was started anew
+        ({"heard_at": 12.9}, 1.0, 0.0, 13.1, "did not come back within 10 s after its world broke"),
+        ({"heard_at": 12.9, "joining_since": 2.0}, 1.0, 0.0, 13.1, None),
+    ],
+)
+def test_whom_nobody_waits_for(
+    facts: dict[str, float], broken_at: float | None, progress_at: float, now: float, expected: str | None
+) -> None:
+    one = member("a", **facts)
+    world = StandingWorld(number=1, ids=(one.id,), broken_at=broken_at, progress_at=progress_at)
+    assert overdue([one], world, now, others_wait=True) == ([(one.id, expected)] if expected else [])
+
+
+def test_numbers_grow_though_clocks_go_back() -> None:
+    assert next_number(5, 10.0) == 10_000
+    assert next_number(20_000, 10.0) == 20_001
+
+
+FACTS = {name: NodeFacts(members=1, is_local=name == "c", oldest=f"{index}") for index, name in enumerate("abcdef")}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "dead", "expected"),
+    [
+        ("abc", [], "abc"),
+        ("abc", ["ab"], "ac"),  # a is older than b
+        ("abc", ["bc"], "ac"),  # a tie goes to the rendezvous host's machine
+        ("ab", ["ab"], "a"),
+        ("abcd", ["ab", "ac", "ad"], "bcd"),  # the larger part
+        ("abcd", ["ac", "ad", "bc", "bd"], "cd"),
+        ("abde", ["ad", "ae", "bd", "be"], "ab"),
+    ],
+)
+def test_who_goes_on_where_links_are_dead(nodes: str, dead: list[str], expected: str) -> None:
+    facts = {node: FACTS[node] for node in nodes}
+    assert hearing_part(facts, {frozenset(pair) for pair in dead}) == frozenset(expected)
+
+
+@given(st.sets(st.sampled_from([frozenset(p) for p in itertools.combinations("abcdef", 2)])))
+def test_the_part_that_goes_on_is_the_largest(dead: set[Link]) -> None:
+    found = hearing_part(FACTS, dead)
+    assert not any(frozenset(pair) in dead for pair in itertools.combinations(found, 2))
+    sizes = [
+        size
+        for size in range(1, 7)
+        for part in itertools.combinations("abcdef", size)
+        if not any(frozenset(pair) in dead for pair in itertools.combinations(part, 2))
+    ]
+    assert len(found) == max(sizes)
+
+
+def test_many_dead_links_are_decided_at_once() -> None:
+    facts = {f"n{i:03}": NodeFacts(members=1, is_local=False, oldest=f"{i:03}") for i in range(300)}
+    dead = {frozenset((f"n{i:03}", f"n{i + 1:03}")) for i in range(0, 300, 2)}
+    assert len(hearing_part(facts, dead)) == 150
+
+
+# ---------------------------------------------------------------------- the state machine
+
+
+class Crowd:
+    """Clients of a registry that remember what they were told."""
+
+    def __init__(self, **options: float) -> None:
+        self.registry = Registry(wall_clock_s=lambda: 1.0 + self.now, **options)
+        self.now = 0.0
+        self.told: dict[int, list[Message]] = {}
+
+    def join(self, connection: int, name: str, *, expected: int = 1, **facts: object) -> None:
+        introduction = {
+            "t": "member", "id": f"{name}.node-{name}.token-{name}", "expected": expected, "patience": TIMES,
+            "probe": None, "joining": True, "ready": False, "number": 0, "world": None, **facts,
+        }  # fmt: skip
+        self.say(connection, introduction)
+
+    def say(self, connection: int, message: Message) -> None:
+        self.registry.receive(connection, message, self.now)
+        self.tick(0.0)
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.registry.tick(self.now)
+        for connection, message in self.registry.outbox:
+            self.told.setdefault(connection, []).append(message)
+        self.registry.outbox.clear()
+
+    def last(self, connection: int, kind: str) -> Message | None:
+        return next((m for m in reversed(self.told.get(connection, [])) if m["t"] == kind), None)
+
+
+def world_of(*names: str, number: int = 7, **facts: object) -> Message:
+    ids = [f"{name}.node-{name}.token-{name}" for name in names]
+    return {"number": number, "ids": ids, "patience": TIMES, **facts}
+
+
+def test_a_host_that_was_started_anew_takes_up_the_standing_world_and_forms_no_other() -> None:
+    crowd = Crowd(settle_s=3.0)
+    crowd.join(1, "d", ready=False)  # a newcomer comes first
+    crowd.tick(1.0)
+    crowd.join(2, "a", joining=False, number=7, world=world_of("a", "b"))
+    crowd.join(3, "b", joining=False, number=7, world=world_of("a", "b"))
+    for _ in range(100):
+        crowd.tick(0.2)
+        for connection in (1, 2, 3):
+            crowd.say(connection, {"t": "beat", "progress": 0})
+    assert crowd.last(1, "formed") is None
+    assert crowd.last(2, "waiting") == {"t": "waiting", "count": 1}
+    crowd.say(2, {"t": "broken", "number": 7, "reason": "newcomers"})
+    for connection in (2, 3):
+        crowd.say(connection, {"t": "join", "ready": True})
+    formed = crowd.last(1, "formed")
+    assert formed is not None
+    assert formed["number"] > 7
+    assert len(formed["ids"]) == 3
+
+
+def test_after_a_restart_of_the_host_who_was_lost_meanwhile_is_not_waited_for_long() -> None:
+    crowd = Crowd(settle_s=3.0)
+    crowd.join(1, "a", number=7, ready=True, world=world_of("a", "b", broken="b died"))
+    for _ in range(29):
+        crowd.tick(0.1)
+        crowd.say(1, {"t": "beat", "progress": 0})
+    assert crowd.last(1, "formed") is None
+    crowd.tick(0.2)
+    crowd.tick(0.2)
+    assert crowd.last(1, "formed") is not None
+
+
+def test_who_was_formed_without_hearing_it_hears_it_on_the_next_connection() -> None:
+    crowd = Crowd()
+    crowd.join(1, "a", expected=2)
+    crowd.join(2, "b", expected=2)
+    formed = crowd.last(1, "formed")
+    crowd.registry.disconnect(1, crowd.now)
+    crowd.join(3, "a", expected=2)
+    assert crowd.last(3, "formed") == formed
+
+
+def test_a_host_that_heard_nobody_was_cut_off_itself() -> None:
+    crowd = Crowd()
+    for connection, name in enumerate("ab"):
+        crowd.join(connection, name, expected=2)
+    formed = crowd.last(0, "formed")
+    for _ in range(300):
+        crowd.tick(0.1)
+    for connection, name in ((2, "a"), (3, "b")):
+        crowd.registry.disconnect(connection - 2, crowd.now)
+        crowd.join(connection, name, joining=False, number=1, world={**world_of("a", "b"), "number": formed["number"]})
+        crowd.tick(2.0)
+    crowd.say(2, {"t": "beat", "progress": 1})
+    crowd.tick(0.9)
+    assert not any(crowd.last(connection, "broken") or crowd.last(connection, "expelled") for connection in range(4))
+
+
+def test_who_comes_back_from_an_older_world_is_another_member() -> None:
+    crowd = Crowd()
+    crowd.join(1, "b", joining=False, number=9, world=world_of("b", "c", number=9))
+    crowd.join(2, "a", joining=False, number=7, world=world_of("a", "b", "c", number=7))
+    assert crowd.last(2, "expelled") == {"t": "expelled", "reason": "the others went on without this process"}
+
+
+def test_a_launchers_word_frees_the_others_at_once() -> None:
+    crowd = Crowd()
+    crowd.say(9, {"t": "launcher"})
+    crowd.join(1, "a", expected=2)
+    crowd.join(2, "b", expected=2)
+    crowd.say(9, {"t": "died", "token": "token-b", "how": "was killed by SIGKILL"})
+    broken = crowd.last(1, "broken")
+    assert broken is not None
+    assert broken["reason"] == "rank 1 on node node-b was killed by SIGKILL"
+    crowd.say(1, {"t": "join", "ready": True})
+    formed = crowd.last(1, "formed")
+    assert formed is not None
+    assert len(formed["ids"]) == 1
+
+
+def test_a_dead_link_is_remembered_until_the_one_left_out_reaches_the_others() -> None:
+    crowd = Crowd()
+    for connection, name in enumerate("abc"):
+        crowd.join(connection, name, expected=3, probe=["10.0.0.1", 1000 + connection])
+    formed = crowd.last(0, "formed")
+    assert formed is not None
+    crowd.say(1, {"t": "unreachable", "number": formed["number"], "nodes": ["node-c"]})
+    crowd.tick(0.3)
+    expelled = crowd.last(2, "expelled")
+    assert expelled is not None
+    assert "the link between nodes node-c and node-b is dead" in expelled["reason"]
+    for connection in (0, 1):
+        crowd.say(connection, {"t": "join", "ready": True})
+    crowd.join(2, "d", probe=["10.0.0.1", 1002], id="d.node-c.token-c", ready=True)
+    assert crowd.last(2, "kept out") is not None
+    assert crowd.last(0, "waiting") is None
+    crowd.say(2, {"t": "reachable", "nodes": ["node-b"]})
+    assert crowd.last(0, "waiting") == {"t": "waiting", "count": 1}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"t": "member"},
+        {"t": "no such"},
+        {},
+        {"t": "died", "token": "x", "how": "y"},  # of one that is no launcher
+        {"t": "beat", "progress": "many"},
+    ],
+)
+def test_messages_that_are_none(message: Message) -> None:
+    with pytest.raises(WireError):
+        Registry().receive(1, message, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_histories_end_in_one_world_of_all_that_live(seed: int) -> None:
+    """Members join, die, lose connections and come back, and the host is started anew; numbers grow, and in the end
+    whoever lives is in one world.
+    """
+    rng = random.Random(seed)
+    crowd, clients = Crowd(), Clients()
+    worlds: dict[int, tuple[str, ...]] = {}
+    for _ in range(120):
+        clients.act(crowd, rng)
+        crowd.tick(rng.choice([0.0, 0.05, 0.3]))
+        clients.hear(crowd)
+        if rng.random() < 0.02:
+            crowd = clients.meet_a_new_host(crowd)
+        world = crowd.registry.world
+        if world is not None:
+            assert worlds.setdefault(world.number, world.ids) == world.ids, "a number is one world's for ever"
+    clients.settle(crowd)
+    assert crowd.registry.world is not None
+    assert {c.world for c in clients.alive} == {crowd.registry.world.number}
+    assert sorted(c.member_id for c in clients.alive) == sorted(crowd.registry.world.ids)
+
+
+class Client:
+    """What a monitor knows, without its threads."""
+
+    def __init__(self, index: int) -> None:
+        self.token, self.births = f"t{index}", 0
+        self.connection: int | None = None
+        self.world, self.ids, self.is_broken, self.is_joining = 0, [""], True, True
+        self.rename()
+
+    def rename(self) -> None:
+        self.births += 1
+        self.member_id = f"{self.births:03}-{self.token}.n-{self.token}.{self.token}"
+
+    def introduction(self) -> Message:
+        in_it = self.member_id in self.ids
+        world = {"number": self.world, "ids": self.ids, "patience": TIMES} if in_it else None
+        if world is not None and self.is_broken:
+            world["broken"] = "broken"
+        return {
+            "t": "member", "id": self.member_id, "expected": 1, "patience": TIMES, "probe": None,
+            "joining": self.is_joining, "ready": True, "number": self.world, "world": world,
+        }  # fmt: skip
+
+
+class Clients:
+    """Up to five clients."""
+
+    def __init__(self) -> None:
+        self.alive: list[Client] = []
+        self._made = itertools.count()
+        self._connections = itertools.count()
+        self._read: dict[int, int] = {}
+
+    def act(self, crowd: Crowd, rng: random.Random) -> None:
+        if len(self.alive) < 5 and rng.random() < 0.3:
+            self.alive.append(Client(next(self._made)))
+        for client in list(self.alive):
+            if client.connection is None:
+                if rng.random() < 0.5:
+                    self.connect(client, crowd)
+                continue
+            crowd.say(client.connection, {"t": "beat", "progress": 0})
+            if rng.random() < 0.05:
+                crowd.registry.disconnect(client.connection, crowd.now)
+                client.connection = None
+                if rng.random() < 0.5:
+                    self.alive.remove(client)  # it has died
+            elif client.is_broken and not client.is_joining:
+                client.is_joining = True
+                crowd.say(client.connection, {"t": "join", "ready": True})
+            elif not client.is_broken and rng.random() < 0.05:
+                client.is_broken = True
+                crowd.say(client.connection, {"t": "broken", "number": client.world, "reason": "felt"})
+
+    def connect(self, client: Client, crowd: Crowd) -> None:
+        client.connection = next(self._connections)
+        crowd.say(client.connection, client.introduction())
+
+    def hear(self, crowd: Crowd) -> None:
+        for client in self.alive:
+            if client.connection is None:
+                continue
+            told = crowd.told.get(client.connection, [])
+            for message in told[self._read.get(client.connection, 0) :]:
+                self._take(client, message, crowd)
+            self._read[client.connection] = len(told)
+
+    def _take(self, client: Client, message: Message, crowd: Crowd) -> None:
+        if message["t"] == "formed" and client.member_id in message["ids"]:
+            assert message["number"] >= client.world, "numbers grow"
+            client.world, client.ids = message["number"], message["ids"]
+            client.is_broken = client.is_joining = False
+        elif message["t"] == "broken" and message["number"] == client.world:
+            client.is_broken = True
+        elif message["t"] == "expelled":
+            client.rename()
+            client.is_broken = client.is_joining = True
+            assert client.connection is not None
+            crowd.say(client.connection, client.introduction())
+
+    def meet_a_new_host(self, crowd: Crowd) -> Crowd:
+        for client in self.alive:
+            client.connection = None
+        fresh = Crowd(settle_s=crowd.now + 3.0)
+        fresh.now = crowd.now
+        return fresh
+
+    def settle(self, crowd: Crowd) -> None:
+        """Nothing happens any more: all find the host, and newcomers are let in."""
+        for _ in range(400):
+            for client in self.alive:
+                if client.connection is None:
+                    self.connect(client, crowd)
+                crowd.say(client.connection or 0, {"t": "beat", "progress": 0})
+                waiting = crowd.last(client.connection or 0, "waiting")
+                if waiting is not None and waiting["count"] and not client.is_broken:
+                    client.is_broken = True
+                    crowd.say(client.connection or 0, {"t": "broken", "number": client.world, "reason": "newcomers"})
+                if client.is_broken and not client.is_joining:
+                    client.is_joining = True
+                    crowd.say(client.connection or 0, {"t": "join", "ready": True})
+            crowd.tick(0.1)
+            self.hear(crowd)

@@ -1,0 +1,135 @@
+"""The protocol of the control plane: only holders of the secret are heard, and nothing can be changed on the way."""
+
+from __future__ import annotations
+
+import json
+import struct
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_lightning.elastic.wire import Channel, Message, Refused, WireError
+
+SECRET = b"s" * 64
+MESSAGES = st.lists(
+    st.dictionaries(st.text(max_size=5), st.recursive(st.none() | st.integers() | st.text(), st.lists, max_leaves=5)),
+    max_size=6,
+)
+
+
+def greeted(client_secret: bytes = SECRET) -> tuple[Channel, Channel]:
+    client, server = Channel(client_secret, is_server=False), Channel(SECRET, is_server=True)
+    for _ in range(2):
+        carry(client, server)
+        carry(server, client)
+    return client, server
+
+
+def carry(source: Channel, target: Channel) -> list[Message]:
+    data = bytes(source.outgoing)
+    source.outgoing.clear()
+    return target.receive(data)
+
+
+@given(there=MESSAGES, back=MESSAGES, cut=st.integers(1, 50))
+def test_messages_arrive_as_they_were_in_pieces_of_any_size(
+    there: list[Message], back: list[Message], cut: int
+) -> None:
+    client, server = greeted()
+    for source, target, messages in ((client, server, there), (server, client, back)):
+        for message in messages:
+            source.send(message)
+        data, found = bytes(source.outgoing), []
+        for start in range(0, len(data), cut):
+            found += target.receive(data[start : start + cut])
+        assert found == messages
+
+
+def test_another_secret_is_refused_by_the_client_and_told_to_the_user() -> None:
+    with pytest.raises(Refused, match="its secret differs: give every machine the same secret_file"):
+        greeted(b"t" * 64)
+
+
+@given(st.data())
+def test_a_changed_byte_is_noticed(data: st.DataObject) -> None:
+    client, server = greeted()
+    client.send({"t": "died", "token": "x"})
+    frame = bytearray(client.outgoing)
+    place = data.draw(st.integers(4, len(frame) - 1))
+    frame[place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(WireError, match="did not write"):
+        server.receive(bytes(frame))
+
+
+def test_frames_can_be_neither_replayed_nor_left_out_nor_sent_back_nor_taken_elsewhere() -> None:
+    client, server = greeted()
+    client.send({"n": 1})
+    first = bytes(client.outgoing)
+    client.outgoing.clear()
+    client.send({"n": 2})
+    second = bytes(client.outgoing)
+    assert server.receive(first) == [{"n": 1}]
+    for target, frame in ((server, first), (client, second), (greeted()[1], first)):
+        with pytest.raises(WireError, match="did not write"):
+            target.receive(frame)
+    _, fresh = greeted()
+    with pytest.raises(WireError, match="did not write"):
+        fresh.receive(second)
+
+
+@given(st.binary(max_size=600))
+def test_strangers_bytes_are_refused_or_waited_for(garbage: bytes) -> None:
+    server = Channel(SECRET, is_server=True)
+    with suppress(WireError):
+        assert server.receive(garbage) == []
+    assert not server.is_open
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        {"moe-lightning": 1, "nonce": "\ud800" * 32},
+        {"moe-lightning": 1, "nonce": "a b"},
+        {"moe-lightning": 1, "nonce": ""},
+        {"proof": "00"},
+        {"t": "died", "token": "x", "how": "y"},
+    ],
+)
+def test_greetings_that_are_none(greeting: Message) -> None:
+    with pytest.raises(WireError):
+        Channel(SECRET, is_server=True).receive(framed(greeting))
+
+
+def test_a_proof_that_is_none_is_refused() -> None:
+    server = Channel(SECRET, is_server=True)
+    server.receive(framed({"moe-lightning": 1, "nonce": "0" * 32}))
+    with pytest.raises(Refused, match="the secrets differ"):
+        server.receive(framed({"proof": "\ud800"}))
+
+
+def test_another_version_is_told_to_both() -> None:
+    server, client = Channel(SECRET, is_server=True), Channel(SECRET, is_server=False)
+    with pytest.raises(Refused, match="protocol 99 meets 1"):
+        server.receive(framed({"moe-lightning": 99, "nonce": "0" * 32}))
+    with pytest.raises(Refused, match="install the same moe-lightning everywhere"):
+        carry(server, client)
+
+
+def test_before_the_proof_only_a_few_hundred_bytes_are_taken() -> None:
+    with pytest.raises(WireError, match="a frame of 513 bytes"):
+        Channel(SECRET, is_server=True).receive(struct.pack(">I", 513))
+
+
+@pytest.mark.parametrize("payload", [b"[" * 100_000, b'{"a": NaN}', b"[]", b"\xff"])
+def test_payloads_that_are_no_messages(payload: bytes) -> None:
+    client, server = greeted()
+    mac = client._mac(client._key_out, 0, payload)
+    with pytest.raises(WireError, match="a frame that is no"):
+        server.receive(struct.pack(">I", len(payload) + len(mac)) + mac + payload)
+
+
+def framed(said: Message) -> bytes:
+    payload = json.dumps(said).encode()
+    return struct.pack(">I", len(payload)) + payload
