@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-import tracemalloc
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 from rich.console import Console
@@ -24,6 +22,8 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
 from moe_lightning.algorithms.shadow_search import search_shadows
+from moe_lightning.bench.planner_recovery import recovery_rows
+from moe_lightning.bench.planner_row import PlannerRow, measured
 from moe_lightning.callbacks.balance_planner import BalancePolicy, block_with_sums_s
 from moe_lightning.callbacks.planning_threads import PlanningThreads
 from moe_lightning.errors import ConfigurationError
@@ -33,27 +33,6 @@ _TOKENS = 4096 * 8
 
 _RANKS_PER_NODE = 8
 _TIMEOUT_S = 3600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannerRow:
-    """One plan of all layers.
-
-    Attributes:
-        name: what was planned.
-        ranks, experts, layers: how large.
-        seconds: on the clock.
-        processor_s: processor time of all threads, which other work on the machine lengthens less.
-        peak_mib: memory that planning needed beside its inputs, at its peak.
-    """
-
-    name: str
-    ranks: int
-    experts: int
-    layers: int
-    seconds: float
-    processor_s: float
-    peak_mib: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     if options.layers < 1:
         raise ConfigurationError(f"--layers {options.layers} leaves nothing to plan: use at least 1")
     for ranks, experts in sizes:
-        for row in planner_rows(ranks, experts, options.layers, options.slots, options.min_replicas):
+        plans = planner_rows(ranks, experts, options.layers, options.slots, options.min_replicas)
+        for row in chain(plans, recovery_rows(ranks, experts, options.layers)):
             table.add_row(
                 row.name,
                 *map(str, (row.ranks, row.experts, row.layers)),
@@ -103,15 +83,15 @@ def planner_rows(ranks: int, experts: int, layers: int, slots: int, min_replicas
     threads = PlanningThreads(_TIMEOUT_S)
 
     def search() -> None:
-        chains = [threads.chain().then(search_shadows, tokens[layer], start, costs) for layer in range(layers)]
-        for chain in chains:
-            threads.result(chain)
+        layered = [threads.chain().then(search_shadows, tokens[layer], start, costs) for layer in range(layers)]
+        for plan in layered:
+            threads.result(plan)
 
     def place() -> None:
         threads.result(threads.combine(_placed, tokens, cluster, min_replicas, [start] * layers, costs, threads))
 
     for name, call in (("shadows", search), ("placements", place)):
-        yield _measured(name, call, ranks, experts, layers)
+        yield measured(name, call, ranks, experts, layers)
     threads.close()
 
 
@@ -152,24 +132,4 @@ def _costs() -> BlockCosts:
         gradient_bytes=2 * numbers,
         bytes_per_s=50e9,
         rows_per_s=400e12 / (2 * numbers),
-    )
-
-
-def _measured(name: str, call: Callable[[], None], ranks: int, experts: int, layers: int) -> PlannerRow:
-    """Time a call, then trace the memory of another."""
-    began, processor = time.perf_counter(), time.process_time()
-    call()
-    seconds, processor_s = time.perf_counter() - began, time.process_time() - processor
-    tracemalloc.start()
-    call()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return PlannerRow(
-        name=name,
-        ranks=ranks,
-        experts=experts,
-        layers=layers,
-        seconds=seconds,
-        processor_s=processor_s,
-        peak_mib=peak / 2**20,
     )

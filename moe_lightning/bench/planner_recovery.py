@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-import tracemalloc
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -14,6 +11,7 @@ from moe_lightning.algorithms.migration import BoolArray
 from moe_lightning.algorithms.recovery import plan_recovery
 from moe_lightning.algorithms.recovery_probability import sampled_recovery
 from moe_lightning.algorithms.repair import repair_placements
+from moe_lightning.bench.planner_row import PlannerRow, measured
 
 _SLOTS = 2
 _RANKS_PER_NODE = 8
@@ -21,26 +19,7 @@ _STEPS = (18, 19)
 _LIVE_VERSION = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannerRow:
-    """One plan of one size.
-
-    Attributes:
-        name: what was planned.
-        num_ranks, num_experts, num_layers: N, E and L.
-        seconds: processor time of one call, its duration where a core is free.
-        peak_mib: most memory that the call held beyond its input, measured in a second call.
-    """
-
-    name: str
-    num_ranks: int
-    num_experts: int
-    num_layers: int
-    seconds: float
-    peak_mib: float
-
-
-def recovery_rows(num_ranks: int, num_experts: int, num_layers: int) -> list[PlannerRow]:
+def recovery_rows(num_ranks: int, num_experts: int, num_layers: int) -> Iterator[PlannerRow]:
     """The plans of a recovery on nodes of 8 ranks with 2 slots each, one of which is lost."""
     held = _held(num_ranks, num_experts, num_layers)
     left = held[..., _RANKS_PER_NODE:]
@@ -57,17 +36,8 @@ def recovery_rows(num_ranks: int, num_experts: int, num_layers: int) -> list[Pla
         "plan_recovery, snapshots": lambda: plan_recovery(fresh, None, **shape),
         "sampled_recovery, 8 of N": lambda: sampled_recovery([tables[i % len(tables)] for i in range(num_layers)], 8),
     }
-    return [
-        PlannerRow(
-            name=name,
-            num_ranks=num_ranks,
-            num_experts=num_experts,
-            num_layers=num_layers,
-            seconds=_seconds(call),
-            peak_mib=_peak_mib(call),
-        )
-        for name, call in calls.items()
-    ]
+    for name, call in calls.items():
+        yield measured(name, call, num_ranks, num_experts, num_layers)
 
 
 def _held(num_ranks: int, num_experts: int, num_layers: int) -> BoolArray:
@@ -109,18 +79,3 @@ def _inventories(held: BoolArray, nodes: list[str], live_version: int) -> list[R
         )
         for rank in range(num_ranks)
     ]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.process_time()
-    call()
-    return time.process_time() - began
-
-
-def _peak_mib(call: Callable[[], object]) -> float:
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1] / 2**20
-    finally:
-        tracemalloc.stop()

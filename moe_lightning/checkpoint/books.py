@@ -149,7 +149,8 @@ class Books:
             table[expert] = version
         is_older = np.zeros(self._shape, dtype=np.bool_)
         is_older[tuple(zip(*versions, strict=True))] = True
-        remembered = [(self._persisted_version, self._persisted_processed), *self._history.items()]
+        remembered: list[tuple[IntArray | int, IntArray]] = [(self._persisted_version, self._persisted_processed)]
+        remembered += self._history.items()
         return self.ledger.lose(np.where(is_older, _seen_by(table, remembered), self.ledger.processed))
 
     def restore(self, saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:

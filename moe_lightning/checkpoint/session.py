@@ -155,7 +155,7 @@ class CheckpointSession:
         self._tensors: Mapping[str, torch.Tensor | Rows] = written.tensors
         self._writers = state.expert_writers()
         self._room = None if experts_move else state.load_of(self._writers)
-        rows = state.all_rows() if experts_move else {}
+        rows: dict[str, torch.Tensor | Rows] = dict(state.all_rows()) if experts_move else {}
         self._ever = {key: t for key, t in self._tensors.items() if not (rows and is_partial(key))} | rows
         self.predicted_bytes = written.rank_bytes[world.rank]
         self._is_next_full, self.has_saved = True, False

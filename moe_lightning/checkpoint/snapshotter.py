@@ -155,8 +155,8 @@ class Snapshotter:
                 carried.append(Placed(piece=replace(known.piece, group=piece.group), block=known.block, due=due))
             else:
                 copies.append((piece, due, _tensor_of(value)))
-        for key, value in (objects or {}).items():
-            piece, data = self._object_piece(key, value, step)
+        for key, plain in (objects or {}).items():
+            piece, data = self._object_piece(key, plain, step)
             copies.append((piece, step, data))
         placed = self._allocate([(piece, due) for piece, due, _ in copies], carried)
         table = Table(

@@ -50,9 +50,9 @@ def _acquired(directory: RunDirectory, party: str | None) -> tuple[int, bool]:
 
 def _lock(descriptor: int, directory: RunDirectory, party: str | None) -> bool:
     if _try(descriptor, fcntl.LOCK_EX):
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "party": party}
+        own = {"pid": os.getpid(), "host": socket.gethostname(), "party": party}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        os.pwrite(descriptor, json.dumps(own).encode(), 0)
         if party is not None:
             _try(descriptor, fcntl.LOCK_SH)
         return True

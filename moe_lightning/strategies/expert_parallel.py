@@ -150,12 +150,6 @@ class ExpertParallelStrategy(SteppingStrategy):
         return self._experts
 
     @override
-    def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes > 1 or ElasticTask.from_environment() is not None:
-            super()._configure_launcher()
-        # One process starts no other: without a launcher Lightning runs it in notebooks and at the prompt too.
-
-    @override
     def setup_distributed(self) -> None:
         reset_seed()
         if self._elastic is None and (engine := ElasticEngine.from_environment()) is not None:
@@ -181,6 +175,8 @@ class ExpertParallelStrategy(SteppingStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes == 1 and ElasticTask.from_environment() is None:
+            return  # one process starts no other: without a launcher Lightning runs it in notebooks and at the prompt
         assert self.cluster_environment is not None
         self._launcher = PrivateLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 

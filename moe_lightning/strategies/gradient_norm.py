@@ -54,7 +54,9 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
 
 def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
     """In float32, summed in the gradient's own precision where that is higher."""
-    return torch.linalg.vector_norm(gradient, dim=dim, dtype=torch.promote_types(gradient.dtype, torch.float32)).float()
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dim=dim, dtype=dtype)
+    return norm.float()
 
 
 def _squared_norms(parameter: nn.Parameter, rows: ExpertRows) -> Tensor:
