@@ -29,7 +29,7 @@ class PlannerRow:
     peak_mib: float
 
 
-def measured(name: str, call: Callable[[], None], ranks: int, experts: int, layers: int) -> PlannerRow:
+def measured(name: str, call: Callable[[], object], ranks: int, experts: int, layers: int) -> PlannerRow:
     """Time a call, then trace the memory of another."""
     began, processor = time.perf_counter(), time.process_time()
     call()
