@@ -87,6 +87,7 @@ class Agent:
         self.poll_s, self.grace_s, self.retry_s, self.commit_timeout_s = poll_s, grace_s, retry_s, commit_timeout_s
         self.status = AgentStatus()
         self._arenas: dict[Path, Arena] = {}
+        self._damaged: set[Path] = set()  # arenas that were passed over
         self._job: _Job | None = None
         self._retry_at = 0.0
         self._failures = 0  # in a row
@@ -153,8 +154,12 @@ class Agent:
             if path not in self._arenas:
                 try:
                     self._arenas[path] = Arena(path)
-                except (CheckpointError, FileNotFoundError):
+                except FileNotFoundError:
                     continue  # being replaced: the next round sees the new one
+                except CheckpointError as error:
+                    if path not in self._damaged:
+                        print(f"{error} (its snapshots are passed over)", flush=True)
+                    self._damaged.add(path)
         for arena in self._arenas.values():
             if arena.state.writing is not None and not arena.writer_alive:
                 arena.abort_of_the_dead()

@@ -7,7 +7,7 @@ rank: new blocks for the keys copied this time, the blocks of the snapshot befor
     every whole snapshot gives the newest copy of every expert of the rank.
 
 Layout of the file (little-endian):
-    superblock   magic, sizes, the classes of blocks as JSON
+    superblock   magic, sizes, the classes of blocks as JSON, xxh3 of these
     state x 2    the triple buffer, written alternately, so that one copy is always whole
     header x 3   generation begin, step, bytes, xxh3 of the table, generation end; torn where the generations differ
     table x 3    JSON (`Table`)
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import mmap
 import os
 import struct
@@ -38,7 +39,7 @@ from moe_lightning.checkpoint.room import reserve
 from moe_lightning.checkpoint.table import Placed, Table
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
-_MAGIC = b"MOEARN02"
+_MAGIC = b"MOEARN03"
 _PAGE = 4096
 _ALIGN = 64
 _MADV_POPULATE_WRITE = 23  # missing from the mmap module
@@ -47,7 +48,14 @@ _HEADER = struct.Struct("<QqQQQ")  # generation begin, step, bytes of table, xxh
 _STATE = struct.Struct(
     "<Q" + "qqq" * 3 + "qQqq"
 )  # sequence, (status, step, used_at) x 3, writing, clock, newest, wanted
+_DIGEST_BYTES = 8
 _LOCK_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class DamagedArena(CheckpointError):
+    """A file that is no arena of this version, or no longer one."""
 
 
 def block_bytes(nbytes: int) -> int:
@@ -57,9 +65,19 @@ def block_bytes(nbytes: int) -> int:
 
 def arena_bytes(capacity: Mapping[int, int], table_bytes: int) -> int:
     """Size of the file for `capacity[block size] = keys`: three blocks each, plus tables and headers."""
-    classes = json.dumps(sorted(capacity.items()))
-    superblock = -(-(_SUPERBLOCK.size + len(classes)) // _PAGE) * _PAGE
-    return superblock + 5 * _PAGE + 3 * table_bytes + 3 * sum(size * count for size, count in capacity.items())
+    return len(_superblock(capacity, table_bytes)) + 5 * _PAGE + 3 * table_bytes + _all_blocks(capacity)
+
+
+def _all_blocks(capacity: Mapping[int, int]) -> int:
+    return 3 * sum(size * count for size, count in capacity.items())
+
+
+def _superblock(capacity: Mapping[int, int], table_bytes: int) -> bytes:
+    """Whole pages."""
+    classes = json.dumps(sorted(capacity.items())).encode()
+    size = -(-(_SUPERBLOCK.size + len(classes) + _DIGEST_BYTES) // _PAGE) * _PAGE
+    content = _SUPERBLOCK.pack(_MAGIC, size, table_bytes, _all_blocks(capacity), len(classes)) + classes
+    return (content + xxhash.xxh3_64_digest(content)).ljust(size, b"\0")
 
 
 class Arena:
@@ -75,22 +93,22 @@ class Arena:
             hold_alive: this process is the writer: others see it alive (`writer_alive`) until it closes or dies.
 
         Raises:
-            CheckpointError: the file is no arena, or another writer holds it.
+            DamagedArena: the file is no arena of this version, or no longer one.
+            CheckpointError: another writer holds it.
         """
         self.path = path
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(path, flags)
         self._alive_fd = os.open(_alive_path(path), flags | os.O_CREAT, 0o600)
         _OPEN.add(self)
-        size = os.fstat(self._fd).st_size
-        if size < _PAGE:
-            raise CheckpointError(f"{path} is no arena: {size} bytes are too few; delete it")
-        self._map = mmap.mmap(self._fd, size)
-        magic, superblock, self.table_bytes, blocks, json_bytes = _SUPERBLOCK.unpack_from(self._map, 0)
-        if magic != _MAGIC or superblock + 5 * _PAGE + 3 * self.table_bytes + blocks != size:
-            raise CheckpointError(f"{path} is no arena of this version; delete it")
-        classes = json.loads(self._map[_SUPERBLOCK.size : _SUPERBLOCK.size + json_bytes])
-        self.capacity = {int(block): int(count) for block, count in classes}
+        try:
+            if hold_alive:
+                message = f"another process writes snapshots to {path}: end it first"
+                lock_exclusively(self._alive_fd, timeout_s=_LOCK_TIMEOUT_S, message=message)
+            superblock = self._map_whole()
+        except BaseException:
+            self.close()
+            raise
         self._state_at = superblock
         self._header_at = superblock + 2 * _PAGE
         self._table_at = superblock + 5 * _PAGE
@@ -99,14 +117,29 @@ class Arena:
             int, tuple[tuple[int, int], Table]
         ] = {}  # tables by generation and digest: parsing takes long
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        if hold_alive:
-            message = f"another process writes snapshots to {path}: end it first"
-            lock_exclusively(self._alive_fd, timeout_s=_LOCK_TIMEOUT_S, message=message)
+
+    def _map_whole(self) -> int:
+        """Map the file and read its superblock; returns the bytes of that."""
+        size = os.fstat(self._fd).st_size
+        if size < _PAGE:
+            raise DamagedArena(f"{self.path} is no arena: {size} bytes are too few; delete it")
+        self._map = mmap.mmap(self._fd, size)
+        magic, superblock, self.table_bytes, blocks, json_bytes = _SUPERBLOCK.unpack_from(self._map, 0)
+        if magic != _MAGIC:
+            raise DamagedArena(f"{self.path} is no arena of this version; delete it")
+        end = _SUPERBLOCK.size + json_bytes
+        if xxhash.xxh3_64_digest(self._map[:end]) != self._map[end : end + _DIGEST_BYTES]:
+            raise DamagedArena(f"{self.path} is damaged: the checksum of its superblock does not match; delete it")
+        if superblock + 5 * _PAGE + 3 * self.table_bytes + blocks != size:
+            raise DamagedArena(f"{self.path} is damaged: {size} bytes are not what its superblock says; delete it")
+        classes = json.loads(self._map[_SUPERBLOCK.size : end])
+        self.capacity = {int(block): int(count) for block, count in classes}
+        return int(superblock)
 
     @classmethod
     def create(cls, path: Path, *, capacity: Mapping[int, int], table_bytes: int) -> Arena:
         """Take over the arena of an earlier process where it has the same capacity (its snapshots stay readable), or
-        make a new one.
+        make a new one; a damaged one is replaced with a warning.
 
         Every page is reserved and touched, so that a later copy neither fails nor waits for the kernel.
 
@@ -116,7 +149,7 @@ class Arena:
         """
         capacity = {block_bytes(size): count for size, count in sorted(capacity.items())}
         if path.exists():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError), _passing_over_damage():
                 arena = cls(path, hold_alive=True)
                 if arena.capacity == capacity and arena.table_bytes == table_bytes and not arena.replaced:
                     arena.transition(lambda state: state.abort_snapshot().drop_waiting())
@@ -130,11 +163,8 @@ class Arena:
         try:
             reserve(fd, size, path.parent)
             with mmap.mmap(fd, size) as pages:
-                classes = json.dumps(sorted(capacity.items())).encode()
-                superblock = -(-(_SUPERBLOCK.size + len(classes)) // _PAGE) * _PAGE
-                blocks = 3 * sum(block * count for block, count in capacity.items())
-                _SUPERBLOCK.pack_into(pages, 0, _MAGIC, superblock, table_bytes, blocks, len(classes))
-                pages[_SUPERBLOCK.size : _SUPERBLOCK.size + len(classes)] = classes
+                superblock = _superblock(capacity, table_bytes)
+                pages[: len(superblock)] = superblock
             os.rename(staged, path)
         except BaseException:
             staged.unlink(missing_ok=True)
@@ -306,6 +336,16 @@ class Arena:
 def capacity_of(sizes: Iterable[int]) -> dict[int, int]:
     """Block size -> number of keys, from the payload bytes of a rank's keys."""
     return dict(sorted(Counter(block_bytes(size) for size in sizes).items()))
+
+
+@contextlib.contextmanager
+def _passing_over_damage() -> Iterator[None]:
+    try:
+        yield
+    except DamagedArena as error:
+        logger.warning(
+            "%s: a new one takes its place, without the snapshots in it", str(error).removesuffix("; delete it")
+        )
 
 
 def _alive_path(path: Path) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,11 @@ from moe_lightning.checkpoint.frames import StoredPiece, dump_metadata
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part, check_coverage
 from moe_lightning.checkpoint.records import is_partial
 from moe_lightning.checkpoint.store import checkpoints, part_path, previous_of
+from moe_lightning.checkpoint.sweeping import delete_staging
 from moe_lightning.errors import CheckpointError
+
+PRUNED = "PRUNED.json"
+"""What becomes of the manifest of a checkpoint that is being deleted."""
 
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 
@@ -168,8 +171,9 @@ def _give_name(root: Path, staging: Path, opened: Path, step: int, world: int) -
 def prune(root: Path, keep_last: int) -> list[str]:
     """Delete all but the newest whole checkpoints, and what interrupted saves left behind.
 
-    A checkpoint loses its manifest first, so that no half-deleted directory looks like one; files that kept manifests
-    refer to stay.
+    A manifest becomes a mark of what is to be deleted before anything is, so that no half-deleted directory looks like
+    a checkpoint; files that kept manifests refer to stay. Nothing is deleted that neither such a mark nor the name of
+    a file of a save vouches for, and links are not followed.
 
     Returns:
         The names of the deleted checkpoints.
@@ -177,31 +181,44 @@ def prune(root: Path, keep_last: int) -> list[str]:
     removed = []
     with world_lock(root):
         named = checkpoints(root)
-        kept, dropped = named[: max(1, keep_last)], named[max(1, keep_last) :]
+        own = [(path, manifest) for path, manifest in named if not path.is_symlink()]
+        kept, dropped = own[: max(1, keep_last)], own[max(1, keep_last) :]
         if not kept:
             return []
-        needed = {(path / record.path).resolve() for path, m in kept for record in m.files.values()}
+        staying = [pair for pair in named if pair not in dropped]
+        needed = {(path / record.path).resolve() for path, m in staying for record in m.files.values()}
         for path, _ in reversed(dropped):
-            (path / MANIFEST).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path / MANIFEST, path / PRUNED)
             sync_directory(path)
             removed.append(path.name)
-        for path in root.glob("step-*"):
-            if not (path / MANIFEST).exists():
-                _delete_unneeded(path, needed)
         newest = kept[0][1]
+        for path in root.glob("step-*"):
+            if not path.is_symlink() and not (path / MANIFEST).exists():
+                _delete_unneeded(path, newest.run, needed)
         for path in root.glob(".staging-*"):
             owner = parse_staging(path)
             if owner is not None and owner[1:] < (newest.session, newest.step):
-                # Another agent may still be writing there; it is told by the error.
-                shutil.rmtree(path, ignore_errors=True)
+                delete_staging(path)
         for path in root.glob(SWEPT):
-            shutil.rmtree(path, ignore_errors=True)
+            delete_staging(path)
     return removed
 
 
-def _delete_unneeded(path: Path, needed: set[Path]) -> None:
-    for file in [path / METADATA, *path.glob("*.distcp")]:
+def _delete_unneeded(path: Path, run: str, needed: set[Path]) -> None:
+    """Delete the files of a pruned checkpoint that no other one needs; the mark goes with the last of them."""
+    mark = path / PRUNED
+    try:
+        manifest = Manifest.parse(mark.read_bytes(), str(mark))
+    except (FileNotFoundError, NotADirectoryError, CheckpointError):
+        return  # somebody else's
+    if manifest.run != run:
+        return
+    own = [path / record.path for record in manifest.files.values() if "/" not in record.path]
+    for file in own:
         if file.resolve() not in needed:
             file.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # files that others need keep it
-        path.rmdir()
+    if not any(file.exists() for file in own):
+        mark.unlink()
+        with contextlib.suppress(OSError):  # somebody else's files lie there too
+            path.rmdir()

@@ -18,12 +18,12 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from moe_lightning.checkpoint.durable import directory_lock, sync_directory, write_durably
+from moe_lightning.checkpoint.sweeping import delete_staging
 from moe_lightning.errors import CheckpointError
 
 _MARK = re.compile(r"\.world-(\d+)")
@@ -159,11 +159,11 @@ def _sweep(root: Path, world: int) -> None:
     """Rename all staging directories of older worlds away, then delete them."""
     for name in _names(root):
         owner = parse_staging(root / name)
-        if owner is not None and owner[0] < world:
+        if owner is not None and owner[0] < world and not (root / name).is_symlink():
             _put_away(root / name)
     sync_directory(root)
     for path in root.glob(SWEPT):
-        shutil.rmtree(path, ignore_errors=True)  # somebody may still be writing there, and is told by the error
+        delete_staging(path)
 
 
 def _put_away(path: Path) -> None:

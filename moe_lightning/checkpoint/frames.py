@@ -60,10 +60,10 @@ class StoredPiece:
     def from_json(cls, data: dict[str, Any]) -> StoredPiece:
         return cls(
             piece=Piece.from_json(data),
-            file=str(data["file"]),
-            offset=int(data["offset"]),
-            length=int(data["length"]),
-            data_offset=int(data["data_offset"]),
+            file=data["file"],
+            offset=data["offset"],
+            length=data["length"],
+            data_offset=data["data_offset"],
         )
 
 

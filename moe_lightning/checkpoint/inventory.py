@@ -7,6 +7,7 @@ Protection lies in ordinary arena files beside those of the ranks, under names t
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from moe_lightning.checkpoint.records import Piece, is_partial, parse_expert_key
 from moe_lightning.checkpoint.room import ARENAS
 from moe_lightning.checkpoint.table import Table
 from moe_lightning.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 COPIES = "held*.copy"
 PARITIES = "parity*.parity"
@@ -45,12 +48,16 @@ def local_inventory(arenas: Path, run: str) -> list[SnapshotInventory]:
 
 
 def open_arenas(arenas: Path) -> Iterator[tuple[str, Arena]]:
-    """(kind, arena) of every file with snapshots on this node; files that are no arenas are passed over."""
+    """(kind, arena) of every file with snapshots on this node; damaged ones are passed over with a
+    warning."""
     for pattern, kind in ((ARENAS, "arena"), (COPIES, "copy"), (PARITIES, "parity")):
         for path in sorted(arenas.glob(pattern)):
             try:
                 arena = Arena(path)
-            except (CheckpointError, FileNotFoundError):
+            except FileNotFoundError:
+                continue
+            except CheckpointError as error:
+                logger.warning("%s (its snapshots are passed over)", error)
                 continue
             holder, _, writer = path.name.removeprefix("held").split(".")[0].partition("-")
             own = kind == "copy" and holder == writer

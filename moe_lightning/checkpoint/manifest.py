@@ -10,19 +10,21 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import PurePosixPath
 from typing import Any
 
 import xxhash
 
 from moe_lightning.checkpoint.frames import StoredPiece
 from moe_lightning.checkpoint.records import DTYPES, OBJECT, is_partial, parse_expert_key
+from moe_lightning.checkpoint.schema import check_file, check_pieces, check_record
 from moe_lightning.errors import CheckpointError
 
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
 _FORMAT = 1
-_ENVELOPE = re.compile(rb'\{"format":(\d+),"xxh3":"([0-9a-f]{16})","body":')
+_ENVELOPE = re.compile(rb'\{"format":(\d{1,9}),"xxh3":"([0-9a-f]{16})","body":')
 _SAFE_PATH = re.compile(r"(\.\./step-\d+(-\d+)?/)?[\w.-]+")
 
 
@@ -55,7 +57,7 @@ class Part:
 
     @classmethod
     def parse(cls, data: bytes, origin: str) -> Part:
-        return cls(**_typed(_unseal(data, origin), origin))
+        return cls(**_typed(_unseal(data, origin), cls, origin))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,7 @@ class Manifest:
         Raises:
             CheckpointError: it is damaged, of another format, or names files outside its directory.
         """
-        return cls(**_typed(_unseal(data, origin), origin))
+        return cls(**_typed(_unseal(data, origin), cls, origin))
 
     def pieces(self) -> dict[str, list[StoredPiece]]:
         """key -> its pieces, by first row."""
@@ -188,16 +190,22 @@ def _jsonable(record: Part | Manifest) -> dict[str, Any]:
     return values
 
 
-def _typed(values: dict[str, Any], origin: str) -> dict[str, Any]:
+def _typed(values: dict[str, Any], record: type[Part] | type[Manifest], origin: str) -> dict[str, Any]:
+    known = {entry.name: entry for entry in fields(record)}
+    needed = [name for name, entry in known.items() if entry.default is MISSING and entry.default_factory is MISSING]
+    check_record(values, needed, origin)
+    for name, entry in values["files"].items():
+        check_file(name, entry, origin)
     try:
-        values["files"] = {name: FileRecord(**entry) for name, entry in values["files"].items()}
-        values["stored"] = tuple(StoredPiece.from_json(item) for item in values["stored"])
+        files = {name: FileRecord(**entry) for name, entry in values["files"].items()}
+        stored = tuple(StoredPiece.from_json(item) for item in values["stored"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{origin} was written by something else: it lacks an entry ({error})") from error
-    for name, entry in values["files"].items():
-        if not _SAFE_PATH.fullmatch(entry.path) or not entry.path.endswith(name):
+    for name, entry in files.items():
+        if not _SAFE_PATH.fullmatch(entry.path) or PurePosixPath(entry.path).name != name or name in (".", ".."):
             raise CheckpointError(f"{origin} names the file {entry.path!r}, which no checkpoint of ours would hold")
-    return values
+    check_pieces(stored, {name: entry.nbytes for name, entry in files.items()}, origin)
+    return {name: value for name, value in values.items() if name in known} | {"files": files, "stored": stored}
 
 
 def _seal(values: dict[str, Any]) -> bytes:
@@ -217,7 +225,10 @@ def _unseal(data: bytes, origin: str) -> dict[str, Any]:
     body = data[envelope.end() : -2]
     if xxhash.xxh3_64_hexdigest(body).encode() != envelope[2]:
         raise CheckpointError(f"{origin} is damaged: its checksum does not match")
-    values = json.loads(body)
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{origin} was written by something else: its body cannot be read ({error})") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{origin} was written by something else: its body is no object")
     return values

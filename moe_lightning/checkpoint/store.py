@@ -65,7 +65,13 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: it is damaged or belongs to another directory or run.
         FileNotFoundError: there is none: the directory is no checkpoint.
     """
-    manifest = Manifest.parse((path / MANIFEST).read_bytes(), str(path / MANIFEST))
+    try:
+        data = (path / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error.strerror})") from error
+    manifest = Manifest.parse(data, str(path / MANIFEST))
     match = _NAMED.fullmatch(path.name)
     if match and int(match[1]) != manifest.step:
         raise CheckpointError(f"{path / MANIFEST} belongs to step {manifest.step}, not to {path.name}")
@@ -78,10 +84,13 @@ def read_manifest(path: Path) -> Manifest:
 def run_of(root: Path) -> str | None:
     """The run that a directory of checkpoints belongs to; None where that is not recorded."""
     try:
-        return str(json.loads((root / "run.json").read_bytes())["run"])
+        run = json.loads((root / "run.json").read_bytes())["run"]
+        if not isinstance(run, str):
+            raise TypeError(f"its run is a {type(run).__name__}")
+        return run
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{root / 'run.json'} is damaged ({error}): restore or delete it") from error
 
 

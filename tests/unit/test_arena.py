@@ -15,11 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import Arena, arena_bytes, capacity_of
 from moe_lightning.checkpoint.buffers import NO_STEP, Status, TripleBuffer, newest_common
 from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
+from moe_lightning.checkpoint.inventory import local_inventory
 from moe_lightning.checkpoint.room import arena_directory
 from moe_lightning.checkpoint.snapshotter import Snapshotter
+from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from tests.unit.checkpoint_state import Node, expert_keys, node, whole_state
@@ -157,6 +160,39 @@ def test_a_state_torn_by_death_falls_back_to_the_other_copy(tmp_path: Path) -> N
         at = arena._state_at + sequence % 2 * 4096
         arena._map[at + 20] ^= 1
         assert arena.state == before
+
+
+def test_a_damaged_superblock_is_passed_over_with_a_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with node(tmp_path, world_size=2) as made:
+        made.snapshot(1)
+        path, arenas, root = made.ranks[0].arena.path, made.arenas, made.root
+    pristine = path.read_bytes()
+    used = len(pristine[:4096].rstrip(b"\0"))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for position in range(used):
+        with open(path, "r+b") as file:
+            file.seek(position)
+            file.write(bytes([pristine[position] ^ 0x10]))
+        with pytest.raises(CheckpointError, match=rf"{path.name} is (damaged|no arena).*; delete it$"):
+            Arena(path)
+        with open(path, "r+b") as file:
+            file.write(pristine[:4096])
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    path.write_bytes(pristine[:40] + b"\xff" + pristine[41:])
+
+    assert [found.writer for found in local_inventory(arenas, "run")] == [1]
+    assert f"{path} is damaged: the checksum of its superblock" in caplog.text
+    agent = Agent(arenas, root)
+    agent.serve_once()
+    agent.serve_once()
+    assert capsys.readouterr().out.count("its snapshots are passed over") == 1
+    with node(tmp_path, world_size=2, session="2") as made:
+        assert "a new one takes its place" in caplog.text
+        made.snapshot(2)
+        made.persist()
+        assert [path.name for path, _ in checkpoints(made.root)] == ["step-00000002"]
 
 
 def test_the_writer_can_be_read_after_kill_9(tmp_path: Path) -> None:

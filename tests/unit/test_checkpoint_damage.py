@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -19,6 +24,7 @@ import xxhash
 from moe_lightning.checkpoint import durable, store
 from moe_lightning.checkpoint.agent import Agent, main
 from moe_lightning.checkpoint.agent_control import agent_alive, read_status, request_stop, start_agent
+from moe_lightning.checkpoint.inspect import summarise
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
 from moe_lightning.checkpoint.room import arena_path
@@ -138,6 +144,93 @@ def test_a_manifest_of_another_format(two_checkpoints: Path) -> None:
         path.write_bytes(sealed.replace(body, b"x" * len(body)))
         with pytest.raises(CheckpointError, match="checksum"):
             Checkpoint(path.parent)
+
+
+HUGE = 2**63
+WRONG: list[object] = [None, True, -7, HUGE, 10**30, 1.5, float("nan"), "x", "", [], {}, [[1]], {"a": 1}]
+DEEP = b"[" * 200_000 + b"]" * 200_000
+
+
+def sealed(body: bytes) -> bytes:
+    return b'{"format":1,"xxh3":"%s","body":%s}\n' % (xxhash.xxh3_64_hexdigest(body).encode(), body)
+
+
+def forgeries(body: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """(what was forged, the body); values that are as right as the old ones are left out."""
+    first_file = next(iter(body["files"]))
+    places = {"manifest": [], "file": ["files", first_file], "piece": ["stored", 0], "extra": ["extra"]}
+    for kind, keys in places.items():
+        for name in reduce(getitem, keys, body):
+            for wrong in [*WRONG, "missing"]:
+                forged = copy.deepcopy(body)
+                entry = reduce(getitem, keys, forged)
+                if wrong == "missing":
+                    del entry[name]
+                else:
+                    entry[name] = wrong
+                yield f"{kind}/{name}={wrong!r}", json.dumps(forged).encode()
+    for key in ("expert/0/99999999999/weight/w", "expert/x", "expert/0/" + "9" * 5000 + "/weight/w", "k" * 10**6):
+        forged = copy.deepcopy(body)
+        forged["stored"][0]["key"] = key
+        yield f"key {key[:40]}", json.dumps(forged).encode()
+    for shape in ([0, 2**62, 2**62], [1] * 100):
+        forged = copy.deepcopy(body)
+        forged["stored"][0] |= {"shape": shape, "nbytes": 0, "num_rows": 1, "first_row": 0}
+        yield f"shape {shape}", json.dumps(forged).encode()
+    yield "deep", DEEP
+    yield "deep inside", json.dumps(body | {"extra": "@"}).encode().replace(b'"@"', DEEP)
+    yield "a number too long to convert", json.dumps(body | {"step": "@"}).encode().replace(b'"@"', b"1" * 5000)
+
+
+def refusal(path: Path) -> str | None:
+    """What is said of a checkpoint that is read and verified; anything but a CheckpointError is an error."""
+    try:
+        checkpoint = Checkpoint(path)
+        summarise(checkpoint)
+        checkpoint.verify()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def test_a_forged_manifest_gets_one_sentence_and_is_passed_over(two_checkpoints: Path) -> None:
+    path = two_checkpoints / "step-00000002" / MANIFEST
+    body = json.loads(path.read_bytes())["body"]
+    free = ("world='missing'", "extra=", "extra/", "previous=", "run=", "session=", "created_s=", "group=", "key=")
+    refused, accepted = 0, []
+    for what, forged in forgeries(body):
+        path.write_bytes(sealed(forged))
+        problem = refusal(path.parent)
+        if problem is None:
+            accepted.append(what)
+            continue
+        refused += 1
+        assert "\n" not in problem, what
+        assert len(problem) < len(str(path)) + 400, what
+    assert refused > 250
+    assert not [what for what in accepted if not any(name in what for name in free)]
+    path.write_bytes(sealed(DEEP))
+    found = find_newest(two_checkpoints)
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 1
+    assert len(found.problems) == 1
+
+
+@pytest.mark.parametrize("data", [DEEP, b'{"run": 7}', b'{"run": {}}', b"[]", b"{}", b"\xff"])
+def test_a_forged_run_record_gets_one_sentence(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "run.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"run\.json is damaged .*: restore or delete it"):
+        store.run_of(tmp_path)
+
+
+def test_a_manifest_that_cannot_be_read_is_passed_over(two_checkpoints: Path) -> None:
+    path = two_checkpoints / "step-00000002" / MANIFEST
+    path.unlink()
+    path.mkdir()
+    found = find_newest(two_checkpoints)
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 1
+    assert f"{path} cannot be read" in found.problems[0]
 
 
 def test_coverage_names_the_hole(two_checkpoints: Path) -> None:

@@ -222,6 +222,28 @@ def test_training_moves_every_weight_and_export_takes_them(name: str, tmp_path: 
     assert (tmp_path / "ours" / "tokenizer.json").is_file()
 
 
+def test_an_export_takes_over_only_what_belongs_to_tokenizer_and_configuration(tmp_path: Path) -> None:
+    from moe_lightning.models.huggingface.export import copy_companions
+
+    cache = tmp_path / "models--a--b"
+    source, blobs, target = cache / "snapshots" / "0a1b", cache / "blobs", tmp_path / "target"
+    for folder in (source, blobs, target, source / "vocab.json"):
+        folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "credentials.json", "notes.txt", "x.jinja", "key.model", "trainer_state.json"):
+        (source / name).write_text(name)
+    (source / "generation_config.json").write_text("theirs")
+    (target / "generation_config.json").write_text("ours")
+    (blobs / "5f").write_text("cached")
+    (source / "merges.txt").symlink_to("../../blobs/5f")
+    (tmp_path / "secret").write_text("secret")
+    (source / "vocab.txt").symlink_to(tmp_path / "secret")
+
+    copy_companions(source, target)
+
+    copied = {path.name: path.read_text() for path in target.iterdir()}
+    assert copied == {"tokenizer.json": "tokenizer.json", "merges.txt": "cached", "generation_config.json": "ours"}
+
+
 def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from moe_lightning.cli.ckpt import main
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -202,6 +203,48 @@ def test_prune_keeps_the_only_checkpoint_and_foreign_files(tmp_path: Path) -> No
         assert prune(made.root, 0) == []
         assert len(checkpoints(made.root)) == 1
         assert (foreign / "notes.txt").exists()
+
+
+def test_prune_deletes_only_what_a_manifest_or_a_save_names(tmp_path: Path) -> None:
+    with node(tmp_path, keep_last=10, session="7") as made:
+        for step in (1, 2, 3):
+            made.snapshot(step)
+            made.persist()
+    root, elsewhere = made.root, tmp_path / "elsewhere"
+    shutil.copytree(root / "step-00000001", elsewhere)
+    foreign = [root / "step-mine" / name for name in ("model.distcp", ".metadata", "weights.bin")]
+    foreign += [root / "step-00000009" / "shard.distcp", root / "step-00000001" / "notes.distcp"]
+    foreign += [root / ".staging-my-20261122" / "thesis.tex", root / ".swept-floor" / "plan.txt"]
+    foreign += [staging_path(root, "7", 1) / "mine.txt", *(elsewhere / path.name for path in elsewhere.iterdir())]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    leftover = staging_path(root, "7", 1) / "dense.rank00000.step00000001.distcp"
+    leftover.touch()
+    (root / "step-00000001-2").symlink_to(elsewhere)
+    (root / "step-1").symlink_to(tmp_path / "unmarked")
+    (tmp_path / "unmarked").mkdir()
+    foreign.append(tmp_path / "unmarked" / "shard.distcp")
+    foreign[-1].touch()
+    (staging_path(root, "7", 2)).symlink_to(tmp_path / "unmarked")
+
+    assert prune(root, 1) == ["step-00000001", "step-00000002"]
+
+    assert not [path for path in foreign if not path.exists()]
+    assert [path.name for path in (root / "step-00000001").iterdir()] == ["notes.distcp"]
+    assert not (root / "step-00000002").exists()
+    assert not leftover.exists()
+    newest(root).verify()
+
+
+def test_a_prune_that_was_interrupted_is_finished_by_the_next(tmp_path: Path) -> None:
+    with node(tmp_path, keep_last=10) as made:
+        for step in (1, 2):
+            made.snapshot(step)
+            made.persist()
+    os.rename(made.root / "step-00000001" / MANIFEST, made.root / "step-00000001" / commit.PRUNED)
+    assert prune(made.root, 5) == []
+    assert [path.name for path in made.root.glob("step-*")] == ["step-00000002"]
 
 
 def test_files_are_private_and_nothing_temporary_stays(tmp_path: Path) -> None:

@@ -19,10 +19,27 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.families import SELECTION_BIAS, Family
 from moe_lightning.models.huggingface.loading import dense_tensors, transformers
-from moe_lightning.models.huggingface.weights import INDEX, SINGLE, dtype_named, write_weights
+from moe_lightning.models.huggingface.weights import dtype_named, write_weights
 
-_KEPT_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
-"""Of the files beside the weights that an export takes over: tokenizers, templates, generation defaults."""
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+"""Files beside the weights that an export takes over. The folder is one that a checkpoint names, so whatever else lies
+there, such as credentials, is nobody's to hand on."""
 
 _MARK = "moe_lightning_export.json"
 """Lies in a folder that an export wrote and names the run, which may write it again."""
@@ -146,11 +163,14 @@ def check_target(path: Path, run: str | None) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Take the tokenizer and the other small files beside the weights over into an exported folder."""
-    for file in sorted(source.iterdir()) if source.is_dir() else ():
-        is_weights = file.name in (INDEX, f"{SINGLE}.json") or file.name.endswith(".index.json")
-        if file.suffix in _KEPT_SUFFIXES and not is_weights and not (target / file.name).exists():
-            shutil.copyfile(file, target / file.name)
+    """Take tokenizer, templates and generation defaults over into an exported folder; links out of `source` are not
+    followed, except into the store of files that a Hugging Face cache keeps beside its snapshots."""
+    inside = source.resolve()
+    allowed = (inside, inside.parent.parent / "blobs") if inside.parent.name == "snapshots" else (inside,)
+    for name in _COMPANIONS:
+        file = (source / name).resolve()
+        if file.is_file() and file.parent in allowed and not (target / name).exists():
+            shutil.copyfile(file, target / name)
 
 
 def _class_name(config: Any, auto_class: str) -> str:
