@@ -37,10 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _run(arguments)
     except KeyboardInterrupt as stop:
         number = getattr(stop, "signal", signal.SIGINT)
-        print(
-            f"moe-train: ended by {signal.Signals(number).name}; the same command goes on from the last checkpoint",
-            file=sys.stderr,
-        )
+        outlook = "; ".join(["", *getattr(stop, "__notes__", [])])
+        print(f"moe-train: ended by {signal.Signals(number).name}{outlook}", file=sys.stderr)
         sys.exit(128 + number)
     except Exception as error:
         sys.exit(_report(error))
@@ -119,7 +117,19 @@ def run_job(composed: DictConfig) -> None:
             locks.enter_context(locked(directory, party))
         print(f"run    {directory}{state}", flush=True)  # at once: the ranks take seconds to start
         OmegaConf.save(OmegaConf.create(config), directory.command)
-        _launch(directory, config, elastic, external=external)
+        try:
+            _launch(directory, config, elastic, external=external)
+        except KeyboardInterrupt as stop:
+            stop.add_note(_outlook(directory))
+            raise
+
+
+def _outlook(directory: RunDirectory) -> str:
+    """What the same command would do after an interrupted one."""
+    newest = directory.newest_checkpoint()
+    if newest is None:
+        return "no checkpoint had been written, so the same command starts anew"
+    return f"{newest.path} is saved, and the same command goes on after step {newest.step}"
 
 
 def resolved(composed: DictConfig) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def train(config: Mapping[str, Any]) -> None:
         ConfigurationError, CheckpointError: a mistake of the user.
         Interrupted: the run was ended by Ctrl-C or SIGTERM.
     """
+    from moe_lightning.callbacks.graceful_stop import GracefulStop
     from moe_lightning.cli.quiet import quiet_libraries
     from moe_lightning.elastic.failure import Interrupted
 
@@ -84,6 +85,8 @@ def train(config: Mapping[str, Any]) -> None:
     try:
         if config["task"] == "train":
             run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
+            if any(isinstance(c, GracefulStop) and c.has_stopped for c in run.trainer.callbacks):  # type: ignore[attr-defined]
+                raise Interrupted(signal.SIGINT)
             measure(run)
         else:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
@@ -177,10 +180,11 @@ def _expect(built: object, kind: type, key: str) -> None:
 
 def _records(config: Mapping[str, Any]) -> list[pl.Callback]:
     """Callbacks that every run has."""
+    from moe_lightning.callbacks.graceful_stop import GracefulStop
     from moe_lightning.cli.run_directory import RunDirectory
     from moe_lightning.cli.run_record import ResumedWithOverrides, RunRecord
 
-    records: list[pl.Callback] = [RunRecord(RunDirectory(Path(config["run_dir"])), config)]
+    records: list[pl.Callback] = [RunRecord(RunDirectory(Path(config["run_dir"])), config), GracefulStop()]
     return [*records, ResumedWithOverrides()] if config["resume_overrides"] else records
 
 

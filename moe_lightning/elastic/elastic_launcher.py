@@ -105,7 +105,7 @@ class ElasticLauncher:
             except SignalException as stop:
                 if stop.sigval == signal.SIGTERM and self.settings.notice_on_sigterm:
                     workers.ask_to_leave(self.grace_s)
-                workers.end(self.grace_s)
+                workers.end_on_signal(stop.sigval, self.grace_s)
                 raise Interrupted(stop.sigval) from None
             finally:
                 processes.ignore_signals()
@@ -212,6 +212,10 @@ class _Workers:
         deadline = time.monotonic() + grace_s
         while any(w.process.poll() is None for w in self._running.values()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+    def end_on_signal(self, received: signal.Signals, grace_s: float) -> None:
+        """End all that run as a signal asks."""
+        processes.end_on_signal([worker.process for worker in self._running.values()], received, grace_s)
 
     def end(self, grace_s: float) -> None:
         """End all that run."""

@@ -51,7 +51,7 @@ class LocalLauncher:
 
         Raises:
             RanksFailed: a rank exited with another code than 0, or died.
-            Interrupted: a signal ended the run; a second one ends it at once.
+            Interrupted: a signal ended the run; a second one ends it at once. After Ctrl-C the ranks may save first.
         """
         with PrivateFolder() as folder:
             self._run(arguments, folder.path)
@@ -67,7 +67,7 @@ class LocalLauncher:
             try:
                 self._watch(workers, logs)
             except SignalException as stop:
-                processes.end(workers.values(), self.grace_s)
+                processes.end_on_signal(workers.values(), stop.sigval, self.grace_s)
                 raise Interrupted(stop.sigval) from None
             finally:
                 processes.ignore_signals()

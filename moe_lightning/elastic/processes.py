@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import signal
 import stat
@@ -29,6 +30,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a run."""
 
 _POLL_S = 0.05
+_INSIST_S = 1.0
+_SAVING_S = 600.0
 _TAIL_LINES = 20
 
 Process = subprocess.Popen[bytes]
@@ -136,25 +139,42 @@ def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], lo
     return {rank: handler.proc for rank, handler in workers.subprocess_handlers.items()}
 
 
-def end(processes: Collection[Process], grace_s: float) -> None:
-    """Interrupt the workers that still run (and their children), then kill them; a second signal kills at once."""
+def end(processes: Collection[Process], grace_s: float, *, is_wish: bool = False) -> None:
+    """Interrupt the workers that still run, then kill them and their children; a second signal kills at once.
+
+    Args:
+        grace_s: how long they may take; 0: none.
+        is_wish: the user's Ctrl-C, after which workers may finish a step and save; otherwise they are interrupted
+            again every second, which is no wish any more.
+    """
     try:
-        _signal_groups(processes, signal.SIGINT if grace_s else signal.SIGKILL)
-        deadline = time.monotonic() + grace_s
+        deadline, next_s = time.monotonic() + grace_s, 0.0
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if time.monotonic() >= next_s:
+                _interrupt(processes)
+                next_s = math.inf if is_wish else time.monotonic() + _INSIST_S
             time.sleep(_POLL_S)
     except SignalException:
         print("moe-train: ending at once", file=sys.stderr)
-    _signal_groups(processes, signal.SIGKILL)
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         process.wait()
 
 
-def _signal_groups(processes: Collection[Process], number: signal.Signals) -> None:
-    """Signal the groups of the processes that still run; their leaders' children (data loaders) get it too."""
+def end_on_signal(processes: Collection[Process], received: signal.Signals, grace_s: float) -> None:
+    """End the workers as a signal to their launcher asks: after Ctrl-C they may take minutes to save, since a second
+    one ends them at once; a scheduler's signal leaves them the grace.
+    """
+    end(processes, _SAVING_S if received == signal.SIGINT else grace_s, is_wish=True)
+
+
+def _interrupt(processes: Collection[Process]) -> None:
+    """Signal those that still run, not their children: data loaders are needed until the last step."""
     for process in processes:
         if process.poll() is None:
-            os.killpg(process.pid, number)
+            process.send_signal(signal.SIGINT)
 
 
 def kill_orphans(process: Process) -> None:

@@ -257,7 +257,21 @@ def test_ctrl_c_ends_everything(running: Running) -> None:
     running.process.send_signal(signal.SIGINT)
     _, err = running.process.communicate(timeout=60)
     assert running.process.returncode == 130
-    assert err.splitlines() == ["moe-train: ended by SIGINT; the same command goes on from the last checkpoint"]
+    (saved,) = (running.folder / "outputs" / "endless" / "checkpoints").iterdir()
+    step = int(saved.stem.split("-")[1])
+    told = f"outputs/endless/checkpoints/{saved.name} is saved, and the same command goes on after step {step}"
+    assert err.splitlines() == [f"moe-train: ended by SIGINT; {told}"]
+    assert running.ranks_end(timeout_s=0)
+
+
+def test_a_second_ctrl_c_ends_at_once(running: Running) -> None:
+    os.kill(_children(running.process.pid)[0], signal.SIGSTOP)  # a rank that will not come to the next step
+    running.process.send_signal(signal.SIGINT)
+    assert not running.ranks_end(timeout_s=0.5)
+    running.process.send_signal(signal.SIGINT)
+    _, err = running.process.communicate(timeout=30)
+    assert running.process.returncode == 130
+    assert "no checkpoint had been written, so the same command starts anew" in err
     assert running.ranks_end(timeout_s=0)
 
 
