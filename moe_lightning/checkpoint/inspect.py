@@ -11,13 +11,14 @@ from safetensors.torch import save_file
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.commit import prune
+from moe_lightning.checkpoint.files import checkpoint_files, model_tensors, newest_file, summarise_file, verify_file
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.records import OBJECT
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Summary", "Verdict", "export", "prune", "resolve", "summarise", "verify_all"]
+__all__ = ["Summary", "Verdict", "export", "export_file", "prune", "resolve", "summarise", "verify_all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +107,14 @@ def summarise(checkpoint: Checkpoint) -> Summary:
 
 
 def verify_all(path: Path) -> list[Verdict]:
-    """Verify a checkpoint, or every checkpoint in a directory, newest first; damaged manifests come last.
+    """Verify a checkpoint, or every checkpoint in a directory, newest first; damaged manifests come last. A directory
+    without checkpoint directories: its checkpoint files.
 
     Raises:
         ConfigurationError: there is nothing to verify.
     """
+    if newest_file(path) is not None:
+        return [Verdict(name=found.name, problem=_problem_of_file(found)) for found in checkpoint_files(path)]
     if (path / MANIFEST).exists():
         paths = [path]
     else:
@@ -131,19 +135,34 @@ def export(checkpoint: Checkpoint, target: Path, *, prefix: str = "") -> int:
         ConfigurationError: the target exists, or no tensor has such a key.
         CheckpointError: the checkpoint is damaged.
     """
-    if target.exists():
-        raise ConfigurationError(f"{target} exists already: name another file")
+    _check_free(target)
     checkpoint.verify()
     objects = {item.piece.key for item in checkpoint.manifest.stored if item.piece.dtype == OBJECT}
     keys = [key for key in checkpoint.keys(prefix) if key not in objects]
     if not keys:
         raise ConfigurationError(f"no tensor of {checkpoint.path.name} has a key that begins with {prefix!r}")
     tensors: dict[str, torch.Tensor] = {key: checkpoint.read(key) for key in keys}
+    return _write(tensors, target, {"step": str(checkpoint.manifest.step), "run": checkpoint.manifest.run})
+
+
+def export_file(path: Path, target: Path, *, prefix: str = "") -> int:
+    """The same for the model's tensors of a checkpoint file."""
+    _check_free(target)
+    tensors = model_tensors(path, prefix)
+    if not tensors:
+        raise ConfigurationError(f"no tensor of {path.name} has a name that begins with {prefix!r}")
+    return _write(tensors, target, {"step": str(summarise_file(path).step)})
+
+
+def _check_free(target: Path) -> None:
+    if target.exists():
+        raise ConfigurationError(f"{target} exists already: name another file")
+
+
+def _write(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[str, str]) -> int:
     staged = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
-        save_file(
-            tensors, str(staged), metadata={"step": str(checkpoint.manifest.step), "run": checkpoint.manifest.run}
-        )
+        save_file(tensors, str(staged), metadata=metadata)
         os.rename(staged, target)
     finally:
         staged.unlink(missing_ok=True)
@@ -153,6 +172,14 @@ def export(checkpoint: Checkpoint, target: Path, *, prefix: str = "") -> int:
 def _problem(path: Path) -> str | None:
     try:
         Checkpoint(path).verify()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _problem_of_file(path: Path) -> str | None:
+    try:
+        verify_file(path)
     except CheckpointError as error:
         return str(error)
     return None

@@ -6,6 +6,8 @@
     moe-ckpt export-hf CKPT DIR   a Hugging Face folder that plain transformers loads
     moe-ckpt prune DIR --keep N   keep the newest N
 
+DIR may also be a `.ckpt` file or a directory of these (not for prune).
+
 Exit codes: 0 done, 1 a damaged checkpoint, 2 a mistake in the command.
 """
 
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_lightning.checkpoint import inspect
+from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 
@@ -58,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     prune = commands.add_parser("prune", help="delete all but the newest checkpoints")
     prune.set_defaults(command=_prune)
     for command in (inspect_, verify, export, prune):
-        command.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or the directory that holds them")
+        command.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, a .ckpt file, or what holds them")
     export.add_argument("target", type=Path, metavar="FILE", help="the safetensors file to write")
     export.add_argument("--prefix", default="", help="only keys that begin with this, such as expert/0/")
     export_hf.add_argument("path", type=Path, metavar="CKPT", help="a .ckpt file, or a directory as above")
@@ -69,10 +72,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(arguments: argparse.Namespace, console: Console) -> int:
+    file = newest_file(arguments.path)
+    if file is not None:
+        console.print(_facts_of_file(summarise_file(file)))
+        return 0
     summary = inspect.summarise(inspect.resolve(arguments.path))
-    facts = Table(show_header=False, box=None)
-    facts.add_column(style="bold")
-    facts.add_column()
+    facts = _facts()
     for name, value in (
         ("checkpoint", summary.name),
         ("run", f"{summary.run}, session {summary.session}, commit {summary.sequence}"),
@@ -95,6 +100,23 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _facts() -> Table:
+    facts = Table(show_header=False, box=None)
+    facts.add_column(style="bold")
+    facts.add_column()
+    return facts
+
+
+def _facts_of_file(summary: FileSummary) -> Table:
+    facts = _facts()
+    facts.add_row("checkpoint", summary.name)
+    facts.add_row("taken after step", str(summary.step))
+    facts.add_row("model", f"{_size(summary.model_bytes)} in {summary.tensors} tensors")
+    facts.add_row("optimizers", _size(summary.optimizer_bytes))
+    facts.add_row("on disk", _size(summary.disk_bytes))
+    return facts
+
+
 def _versions(summary: inspect.Summary) -> Table:
     table = Table(title="version of each expert (step), by layer")
     table.add_column("layer", justify="right")
@@ -113,6 +135,11 @@ def _verify(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _export(arguments: argparse.Namespace, console: Console) -> int:
+    file = newest_file(arguments.path)
+    if file is not None:
+        written = inspect.export_file(file, arguments.target, prefix=arguments.prefix)
+        console.print(f"{arguments.target}: {_size(written)} of {file.name}", soft_wrap=True)
+        return 0
     checkpoint = inspect.resolve(arguments.path)
     written = inspect.export(checkpoint, arguments.target, prefix=arguments.prefix)
     console.print(f"{arguments.target}: {_size(written)} of {checkpoint.path.name}", soft_wrap=True)
@@ -130,6 +157,8 @@ def _export_hf(arguments: argparse.Namespace, console: Console) -> int:
 def _prune(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.keep < 1:
         raise ConfigurationError(f"--keep {arguments.keep} would delete every checkpoint: keep at least 1")
+    if newest_file(arguments.path) is not None:
+        raise ConfigurationError(f"{arguments.path} holds no checkpoint directories, and files are not pruned")
     if not any(verdict.problem is None for verdict in inspect.verify_all(arguments.path)[: arguments.keep]):
         raise CheckpointError(
             f"none of the newest {arguments.keep} checkpoints is whole, so nothing is deleted: see moe-ckpt verify"

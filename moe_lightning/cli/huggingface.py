@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moe_lightning.checkpoint.files import newest_file, verify_file
 from moe_lightning.checkpoint.full_state import read_checkpoint
 from moe_lightning.checkpoint.inspect import resolve
 from moe_lightning.checkpoint.loader import Checkpoint
@@ -55,7 +56,8 @@ def export_checkpoint(path: Path, target: Path, *, dtype: str | None = None) -> 
 
     if target.exists():
         raise existing(target)
-    source: _Source = _Directory(path) if path.is_dir() else _File(path)
+    file = newest_file(path)
+    source: _Source = _Directory(path) if file is None and path.is_dir() else _File(file or path)
     if "huggingface" not in source.hyper_parameters:
         raise ConfigurationError(f"{path} is no checkpoint of a HuggingFaceModule: transformers has no class for it")
     config = build_config(HuggingFaceConfig, source.hyper_parameters["config"])
@@ -77,6 +79,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         checkpoint = read_checkpoint(path)
+        verify_file(path)
         self._path, self._state = path, checkpoint["state_dict"]
         self.hyper_parameters = checkpoint.get("hyper_parameters", {})
 

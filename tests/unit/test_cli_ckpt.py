@@ -97,3 +97,59 @@ def test_nothing_whole_is_damage_not_a_mistake(root: Path, capsys: pytest.Captur
         (path / ".metadata").unlink()
     assert main(["inspect", str(root)]) == 1
     assert "holds no whole checkpoint" in capsys.readouterr().err
+
+
+def lightning_file(path: Path, step: int) -> dict[str, torch.Tensor]:
+    """A file as Lightning writes it; returns its model."""
+    weight = torch.arange(600.0) + step
+    model = {"model.w": weight, "model.tied": weight, "head": torch.ones(3, dtype=torch.bfloat16)}
+    optimizer = {"state": {0: {"exp_avg": torch.zeros(600)}}, "param_groups": [{"lr": 0.1}]}
+    torch.save(
+        {
+            "state_dict": model,
+            "optimizer_states": [optimizer],
+            "global_step": step,
+            "pytorch-lightning_version": "2.5",
+        },
+        path,
+    )
+    return model
+
+
+@pytest.mark.parametrize("named", ["file", "directory"])
+def test_files_are_inspected_verified_and_exported(
+    tmp_path: Path, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "step-0000007.ckpt"
+    model = lightning_file(path, 7)
+    meant = str(path if named == "file" else tmp_path)
+    assert main(["inspect", meant]) == 0
+    text = capsys.readouterr().out
+    assert "taken after step" in text
+    assert "4.69 KiB in 3 tensors" in text
+    assert main(["verify", meant]) == 0
+    assert capsys.readouterr().out == "step-0000007.ckpt: whole\n"
+    assert main(["export", meant, str(tmp_path / "all.safetensors")]) == 0
+    loaded = load_file(tmp_path / "all.safetensors")
+    assert loaded.keys() == model.keys()
+    assert all(torch.equal(loaded[name], model[name]) for name in model)
+    assert main(["export", meant, str(tmp_path / "none.safetensors"), "--prefix", "x"]) == 2
+    assert main(["prune", meant, "--keep", "1"]) == 2
+    assert main(["export-hf", meant, str(tmp_path / "hf")]) == 2
+    assert "no checkpoint of a HuggingFaceModule" in capsys.readouterr().err
+
+
+def test_every_damage_to_a_files_tensors_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "last.ckpt"
+    weight = lightning_file(path, 1)["model.w"].numpy().tobytes()
+    whole = path.read_bytes()
+    start = whole.index(weight)
+    for position in range(start, start + len(weight), 53):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+        assert main(["verify", str(path)]) == 1
+        assert f"{path} is damaged: the checksum of" in capsys.readouterr().out
+    assert main(["export", str(path), str(tmp_path / "x.safetensors")]) == 1
+    assert not (tmp_path / "x.safetensors").exists()
+    path.write_bytes(whole[:-100])
+    assert main(["verify", str(path)]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 1
