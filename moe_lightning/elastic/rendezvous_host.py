@@ -23,8 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from moe_lightning.elastic.address import Address
 from moe_lightning.elastic.formation import RECONNECT_S
 from moe_lightning.elastic.membership import LOOPBACK
@@ -151,19 +149,6 @@ def _listener(bind: str) -> socket.socket:
         listener.close()
         raise ConfigurationError(f"cannot listen on {bind} ({error.strerror}): choose another") from None
     return listener
-
-
-def bound_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
-    """A store that listens on one interface and nowhere else: torch would bind every one, so it is handed a bound
-    socket; and its port.
-
-    Raises:
-        ConfigurationError: the address is taken or not of this machine.
-    """
-    listener = _listener(str(Address(host=host, port=port)))
-    port = listener.getsockname()[1]
-    descriptor = listener.detach()  # the store closes it
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor), port
 
 
 def main(arguments: list[str] | None = None) -> int:
