@@ -47,7 +47,7 @@ class Range:
 
     def __str__(self) -> str:
         limits = (("of at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
-        return " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+        return " and ".join(f"{word} {_plain(limit)}" for word, limit in limits if limit is not None)
 
 
 PositiveInt = Annotated[int, Range(least=1)]
@@ -231,3 +231,8 @@ def validated(cls: type[T]) -> type[T]:
 
 def _ranges(hint: Any) -> list[Range]:
     return [limit for limit in get_args(hint)[1:] if isinstance(limit, Range)]
+
+
+def _plain(limit: float) -> str:
+    """A limit as a user would write it: whole numbers in full, others short."""
+    return str(int(limit)) if limit == int(limit) and abs(limit) < 1e10 else f"{limit:g}"

@@ -94,7 +94,7 @@ def test_wrong_arguments(override: str, sentence: str) -> None:
     assert str(caught.value).startswith(sentence)
 
 
-@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:65535", "host:99999", "host:-1", "host:0"])
+@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:65536", "host:99999", "host:-1", "host:0"])
 def test_addresses_without_a_port_that_there_is(address: str) -> None:
     with pytest.raises(ConfigurationError, match=r"elastic\.lighthouse=.* must be HOST:PORT"):
         elastic_options(composed(f"elastic.lighthouse='{address}'"), external=False)

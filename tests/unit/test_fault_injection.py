@@ -73,7 +73,7 @@ def test_wrong_faults_are_refused_before_anything_starts(tmp_path: Path) -> None
     for options, message in (
         ({"kill": "rank=1"}, "lacks step"),
         ({"trace": str(tmp_path / "missing.csv")}, "is not a file"),
-        ({"trace_start_s": -1.0}, "trace_start_s=-1.0 must not be negative"),
+        ({"trace_start_s": -1.0}, "trace_start_s=-1.0 of FaultInjection must be a number of at least 0"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             FaultInjection(str(tmp_path), **options)
