@@ -12,14 +12,16 @@ from tests.network.hosts import Hosts, why_not
 from tests.network.trainings import CALM, Training
 
 RENDEZVOUS, STRANGER = "r", "stranger"
-PACE_S = 0.15
+PACE_S = 0.25
+_LAST_BEGIN = 150  # steps after which a test gets a new training
 _FAILED = pytest.StashKey[bool]()
 _ROWS = pytest.StashKey[list[tuple[str, str, str]]]()
 
 
 class Shared:
     """One training at a time for the tests of a module, as starting it is what takes long. A test finds all members in
-    one world on a calm network; one that fails takes the training with it.
+    one world on a calm network, far from the last step whose loss is compared; one that fails takes the training with
+    it.
     """
 
     def __init__(self, folders: Callable[[], Path]) -> None:
@@ -30,7 +32,7 @@ class Shared:
     def take(self, members: str, rendezvous: str = RENDEZVOUS) -> Training:
         """The training with these members, restored or started."""
         training = self._training
-        if training is not None and (training.members, training.rendezvous) == (list(members), rendezvous):
+        if training is not None and self._serves(training, members, rendezvous):
             training.restore()
             return training
         self.drop()
@@ -39,6 +41,11 @@ class Shared:
         training.begin()
         self._training = training
         return training
+
+    @staticmethod
+    def _serves(training: Training, members: str, rendezvous: str) -> bool:
+        is_same = (training.members, training.rendezvous) == (list(members), rendezvous)
+        return is_same and training.newest() < _LAST_BEGIN
 
     def drop(self) -> None:
         """End it as it is."""
