@@ -286,7 +286,8 @@ class StepSampler(Sampler[list[int]]):
             raise ConfigurationError(
                 f"global_batch_size={self.global_batch_size} in {num_micros} micro-batches leaves "
                 f"{self.global_batch_size // num_micros} samples for {world_size} ranks; set it to at least "
-                f"{num_micros * world_size}, or use fewer ranks or micro-batches."
+                f"{num_micros * world_size}, or use fewer ranks or "
+                "micro-batches (accumulate_grad_batches, num_micros)."
             )
         self._slice(self.consumed, rank, world_size, num_micros)
         self.rank, self.world_size, self.num_micros = rank, world_size, num_micros

@@ -51,7 +51,7 @@ class ElasticSettings:
 
     heartbeat_timeout_s: Annotated[Seconds, Range(least=0.1)] = 0.5
     silence_timeout_s: Seconds = 5.0
-    rendezvous_timeout_s: Seconds = 45.0
+    rendezvous_timeout_s: Seconds = 40.0
     hang_timeout_s: Seconds = 10.0
     build_timeout_s: Seconds = 5.0
     join_timeout_s: Seconds = 600.0

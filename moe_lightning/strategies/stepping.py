@@ -39,8 +39,10 @@ class SteppingStrategy(WorldChangingStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Lightning would replace the sampler of every training loader by one that shuffles.
-        self.trainer._accelerator_connector.use_distributed_sampler = False
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:  # a strategy may be set up without a Trainer
+            # Lightning would replace the sampler of every training loader by one that shuffles.
+            module._trainer._accelerator_connector.use_distributed_sampler = False
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -141,9 +141,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     messages = []
     for strategy in ({"placement": [[1, 1]] * 4 + [[1, 0]] * 2}, {"ep_size": 1}):
         trainer = make_trainer(rank, world_size, strategy, fast_dev_run=1)
-        module = OwnModule()
-        module.trainer = trainer
-        trainer.strategy.connect(module)
+        trainer.strategy.connect(OwnModule())
         trainer.strategy.setup_environment()
         trainer.strategy.setup(trainer)
         with pytest.raises(ConfigurationError) as caught:

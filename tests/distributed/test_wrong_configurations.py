@@ -21,12 +21,12 @@ from tests.distributed.training import TINY, OwnModule, RandomTokens, make_train
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"timeout_s": 0}, "timeout_s=0 must be a finite number of seconds above 0"),
+        ({"timeout_s": 0}, "timeout_s=0 of ExpertParallelStrategy must be a number above 0"),
         ({"timeout_s": float("inf")}, "timeout_s=inf"),
         ({"timeout_s": "long"}, "timeout_s='long'"),
-        ({"copies": 0}, "copies=0 must be an integer of at least 1, or null"),
+        ({"copies": 0}, "copies=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
         ({"copies": 1.5}, "copies=1.5"),
-        ({"ep_size": 0}, "ep_size=0 must be an integer of at least 1, or null"),
+        ({"ep_size": 0}, "ep_size=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
         ({"ep_size": "all"}, "ep_size='all'"),
         ({"copies": 2, "placement": [[1]]}, "copies=2 .* give either copies or placement"),
         ({"start_method": "spawn"}, "start_method='spawn' .* use 'popen', torchrun or moe-train"),

@@ -274,7 +274,7 @@ def edited(folder: Path, **values: Any) -> None:
         ({}, {"context_length": 65}, "context_length=65 exceeds the 64 positions"),
         ({}, {"context_length": 0}, "context_length=0 of HuggingFaceConfig must be an integer of at least 1"),
         ({}, {"router": {"top_k": 1}}, "router.top_k is fixed by the pretrained model"),
-        ({}, {"router": {"aux_loss_coef": -1.0}}, "aux_loss_coef=-1.0 must be 0"),
+        ({}, {"router": {"aux_loss_coef": -1.0}}, "aux_loss_coef=-1.0 of RouterConfig must be a number of at least 0"),
         ({}, {"router": {"bias_update_rate": 0.1}}, "needs a selection bias, which mixtral has no room for"),
         ({}, {"overrides": {"dropout": 0.0}}, "has no 'dropout'"),
         ({}, {"overrides": {"hidden_size": "wide"}}, "transformers refuses this configuration"),
