@@ -65,13 +65,13 @@ class Witness(GPTModule):
 
 def evaluate(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, Any]:
     trainer, module = make_trainer(rank, world_size, strategy), Witness()
-    loaders = [DataLoader(RandomTokens(size), batch_size=10) for size in (31, 20)]
+    loaders = [DataLoader(RandomTokens(size), batch_size=10) for size in (34, 20)]
     validation = [
         {name: float(value) for name, value in result.items()}
         for result in trainer.validate(module, loaders, verbose=False)
     ]
     validated, module.seen = module.seen, []
-    test = trainer.test(module, DataLoader(RandomTokens(17), batch_size=8, shuffle=True), verbose=False)
+    test = trainer.test(module, DataLoader(RandomTokens(20), batch_size=8, shuffle=True), verbose=False)
     predictions = trainer.predict(module, DataLoader(RandomTokens(22), batch_size=7))
     assert predictions is not None
     return {

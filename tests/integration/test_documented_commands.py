@@ -64,7 +64,7 @@ ELSEWHERE = (
 QUICK = ("strategy.copies=2", "recipes=trace_routing model.router.forced.path=trace.npz callbacks=load_balancer")
 KNOWN = (
     "moe-train|moe-bench|moe-ckpt|moe-sim|pip install|python -m moe_lightning|python docs/api.py|wandb|ruff|pytest"
-    "|#SBATCH|#!|#|host=|srun|for |done|wait|TORCH_DISABLE|torchrun|sbatch|pre-commit"
+    "|#SBATCH|#!|#|host=|secret=|srun|for |done|wait|TORCH_DISABLE|torchrun|sbatch|pre-commit"
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")
@@ -170,7 +170,7 @@ def run(source: str, names: dict[str, Any]) -> dict[str, Any]:
 def test_every_snippet_is_run_here() -> None:
     known = (
         "class Classifier",
-        "DynamicK(0.0375)",
+        "PartialExpertsCheckpoint(",
         "kernels.set_backend",
         "ThroughputMonitor",
         "class Counting",
@@ -182,7 +182,7 @@ def test_every_snippet_is_run_here() -> None:
 
 
 def test_checkpoints_in_a_script(tmp_path: Path) -> None:
-    source = snippet("README.md", "DynamicK(0.0375)").replace("every_n_steps=50", "every_n_steps=2")
+    source = snippet("README.md", "PartialExpertsCheckpoint(").replace("every_n_steps=50", "every_n_steps=2")
     small = source.replace("max_steps=1000", 'max_steps=4, accelerator="cpu", devices=1, logger=False')
     assert small.count("max_steps=4") == 1
     assert "every_n_steps=2" in small

@@ -95,7 +95,7 @@ def test_a_large_cluster_is_planned_between_two_steps() -> None:
 @settings(deadline=None, max_examples=100)
 @given(problem=problems())
 def test_loads_that_can_be_cut_evenly_are(problem: tuple[np.ndarray, Cluster]) -> None:
-    """Enough slots for E + N - 1 pieces: the busiest rank computes the mean, up to twice the quota's own slack of 1/128."""
+    """Enough slots for E + N - 1 pieces: the busiest rank computes the mean, up to twice the quota's slack of 1/128."""
     load, cluster = problem
     assume(cluster.num_slots >= len(load) + cluster.num_ranks - 1 and load.sum() > 1000 * cluster.num_ranks)
     quota = balanced_quota(load, packed_placement(load, cluster, 1).replicas)
