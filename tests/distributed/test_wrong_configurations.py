@@ -26,6 +26,7 @@ from tests.distributed.training import TINY, OwnModule, RandomTokens, make_train
         ({"timeout_s": "long"}, "timeout_s='long'"),
         ({"copies": 0}, "copies=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
         ({"copies": 1.5}, "copies=1.5"),
+        ({"quota": "fair"}, "quota='fair' of ExpertParallelStrategy must be 'balanced' or 'equal'"),
         ({"ep_size": 0}, "ep_size=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
         ({"ep_size": "all"}, "ep_size='all'"),
         ({"copies": 2, "placement": [[1]]}, "copies=2 .* give either copies or placement"),
@@ -62,7 +63,6 @@ Case = dict[str, Any]
 CASES: dict[str, Callable[[], Case]] = {
     "ep_size=3 does not divide the 2 ranks: use one of [1, 2]": lambda: {"strategy": {"ep_size": 3}},
     "copies=3 of each expert need between 1 and 2": lambda: {"strategy": {"copies": 3}},
-    "quota='fair' is not known: use 'balanced' or 'equal'": lambda: {"strategy": {"quota": "fair"}},
     "placement has shape [1, 4, 2], but this run needs [1, 6, 2]": lambda: {"strategy": {"placement": [[1, 1]] * 4}},
     "no rank holds expert 5": lambda: {"strategy": {"placement": [[1, 0]] * 5 + [[0, 0]]}},
     "ranks [1] holds no replica of expert 0": lambda: {"strategy": {"placement": [[1, 0]] * 6, "ep_size": 1}},

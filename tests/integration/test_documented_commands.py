@@ -64,7 +64,7 @@ ELSEWHERE = (
 QUICK = ("strategy.copies=2", "recipes=trace_routing model.router.forced.path=trace.npz callbacks=load_balancer")
 KNOWN = (
     "moe-train|moe-bench|moe-ckpt|moe-sim|pip install|python -m moe_lightning|python docs/api.py|wandb|ruff|pytest"
-    "|#SBATCH|#!|#|host=|secret=|srun|for |done|wait|TORCH_DISABLE|torchrun|sbatch|pre-commit"
+    "|#SBATCH|#!|#|host=|secret=|until |srun|for |done|wait|TORCH_DISABLE|torchrun|sbatch|pre-commit"
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")
