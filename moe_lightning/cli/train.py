@@ -129,7 +129,8 @@ def _outlook(directory: RunDirectory) -> str:
     newest = directory.newest_checkpoint()
     if newest is None:
         return "no checkpoint had been written, so the same command starts anew"
-    return f"{newest.path} is saved, and the same command goes on after step {newest.step}"
+    saved = newest.path.relative_to(directory.path)
+    return f"{directory}/{saved} is saved, and the same command goes on after step {newest.step}"
 
 
 def resolved(composed: DictConfig) -> dict[str, Any]:

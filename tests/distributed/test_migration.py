@@ -153,7 +153,7 @@ def test_wrong_placements_are_refused_before_anything_moves() -> None:
     assert "puts 6 experts on rank 0, which keeps 4 slots: raise the strategy's slots" in crowded
     assert "0 placements do not fit 1 MoE layers" in missing
     assert "has shape (6, 3), but this run needs (6, 2)" in foreign
-    assert "slots=0 must be an integer of at least 1" in none
+    assert "slots=0 of ExpertParallelStrategy must be an integer of at least 1" in none
 
 
 def too_few(rank: int, world_size: int) -> str:

@@ -26,6 +26,7 @@ from tests.distributed.training import TINY, OwnModule, RandomTokens, make_train
         ({"timeout_s": "long"}, "timeout_s='long'"),
         ({"copies": 0}, "copies=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
         ({"copies": 1.5}, "copies=1.5"),
+        ({"seed": -1}, "seed=-1 of ExpertParallelStrategy must be an integer of at least 0 or null"),
         ({"quota": "fair"}, "quota='fair' of ExpertParallelStrategy must be 'balanced' or 'equal'"),
         ({"ep_size": 0}, "ep_size=0 of ExpertParallelStrategy must be an integer of at least 1 or null"),
         ({"ep_size": "all"}, "ep_size='all'"),
@@ -98,7 +99,6 @@ CASES: dict[str, Callable[[], Case]] = {
         "trainer": {"accumulate_grad_batches": 2, "limit_train_batches": 1}
     },
     "a loader of type Batches cannot be cut over 2 ranks": lambda: {"loader": Batches()},
-    "seed=-1": lambda: {"strategy": {"seed": -1}},
 }
 
 
