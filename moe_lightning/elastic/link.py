@@ -98,6 +98,7 @@ class ControlLink:
     def wake(self) -> None:
         """Let `step` return at once."""
         with suppress(BlockingIOError):
+            with suppress(OSError):  # the thread has ended, and closed its end, meanwhile
             self._waker.send(b"\0")
 
     def step(self, now: float, timeout_s: float) -> None:
