@@ -97,8 +97,7 @@ class ControlLink:
 
     def wake(self) -> None:
         """Let `step` return at once."""
-        with suppress(BlockingIOError):
-            with suppress(OSError):  # the thread has ended, and closed its end, meanwhile
+        with suppress(OSError):  # it is full already, or the thread has ended and closed its end
             self._waker.send(b"\0")
 
     def step(self, now: float, timeout_s: float) -> None:
