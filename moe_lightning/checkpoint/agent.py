@@ -197,7 +197,10 @@ class Agent:
             return None
         tables = [[t for t in arena.waiting_tables() if t.session == session] for arena in arenas]
         step = newest_common([t.step for t in ts] for ts in tables)
-        world, world_size = next((t.world, t.world_size) for ts in tables for t in ts)
+        known = next(((t.world, t.world_size) for ts in tables for t in ts), None)
+        if known is None:
+            return None  # what waited a moment ago has given way to a newer snapshot
+        world, world_size = known
         if len(arenas) >= world_size:
             return None if step is None else _Job(session, step, world, world_size, time.monotonic())
         if any(all(t.session != session for t in arena.tables()) for arena in arenas):
