@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -105,3 +106,26 @@ def test_a_commit_without_drops_writes_k_experts(tmp_path: Path) -> None:
     checkpoint = find_newest(tmp_path / "checkpoints").checkpoint
     assert checkpoint is not None
     assert ((checkpoint.expert_versions() == 12).sum(axis=1) == 2).all()
+
+
+def test_a_snapshot_that_gives_way_while_an_agent_looks_leaves_it_without_a_job(tmp_path: Path) -> None:
+    """A rank may drop what waited, for a newer snapshot, between two looks of the agent."""
+
+    class Fleeting:
+        writer_alive = True
+
+        def __init__(self) -> None:
+            self.waiting = [SimpleNamespace(session="1", step=3, world=1, world_size=1)]
+
+        def waiting_tables(self) -> list[SimpleNamespace]:
+            seen, self.waiting = self.waiting, []
+            return seen
+
+        def tables(self) -> list[SimpleNamespace]:
+            return [SimpleNamespace(session="1")]
+
+    arenas = tmp_path / "arenas"
+    arenas.mkdir(mode=0o700)
+    agent = Agent(arenas, tmp_path / "checkpoints")
+    agent._arenas = {arenas / "rank0": Fleeting()}  # type: ignore[dict-item]
+    assert agent._next_job() is None
