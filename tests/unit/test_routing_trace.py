@@ -231,7 +231,7 @@ def test_traces_that_cannot_be_judged_say_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="iteration is not a file in the archive"):
         balance_trace.load_trace(tmp_path / "bare.npz")
     np.savez(tmp_path / "short.npz", counts=counts, iteration=np.arange(2))
-    with pytest.raises(ConfigurationError, match=r"must be \[samples, layers, ranks, experts\]"):
+    with pytest.raises(ConfigurationError, match=r"needs counts \[samples, layers, ranks, experts\]"):
         balance_trace.load_trace(tmp_path / "short.npz")
     np.savez(tmp_path / "small.npz", counts=counts, iteration=np.array([1, 101, 201]))
     small = balance_trace.load_trace(tmp_path / "small.npz")
