@@ -116,13 +116,6 @@ def log_histograms(logger: WandbLogger, loads: Mapping[int, Tensor], step: int) 
     logger.log_metrics(histograms, step)
 
 
-def log_table(logger: WandbLogger, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-    """Rows of text and numbers as W&B's table `key`, which replaces what it held; rank 0 only."""
-    import wandb
-
-    logger.log_metrics({key: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step)  # type: ignore[dict-item]
-
-
 def lasting_run_id(folder: Path) -> str:
     """The id of the run that logs into a folder: made by the first process that asks, read by those after it."""
     path = folder / "wandb_run_id"
