@@ -8,12 +8,11 @@ water-filling gives one replica at a time to the expert with most tokens per rep
 
 from __future__ import annotations
 
-import heapq
 from typing import Literal, get_args
 
 import numpy as np
 
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.errors import ConfigurationError
 
 AllocationPolicy = Literal["eq1", "waterfill"]
@@ -108,15 +107,27 @@ def _proportional(load: IntArray, slots: int, floor: int) -> IntArray:
 
 
 def _water_filling(load: IntArray, slots: int, floor: int, cap: int) -> IntArray:
-    """One replica at a time to the expert with most tokens per replica; ties to fewer replicas, then the lower id."""
+    """One replica at a time to the expert with most tokens per replica; ties to fewer replicas, then the lower id.
+
+    An expert with r replicas asks for one more at the price t / r: the highest prices of all experts are met, wherever
+    their replicas come in the sequence.
+    """
     replicas = np.full(len(load), floor, dtype=np.int64)
-    heap = [(-tokens / floor, floor, expert) for expert, tokens in enumerate(load.tolist())] if floor < cap else []
-    heapq.heapify(heap)
-    for _ in range(slots - floor * len(load)):
-        if not heap:
+    wanted = min(slots, cap * len(load)) - floor * len(load)
+    if not wanted:
+        return replicas
+    if not load.any():
+        load = np.ones_like(load)
+    most = np.full(len(load), min(cap, floor + wanted))  # replicas that each expert may ask for
+    price, cheapest = int(load.sum()) / slots, int(load[load > 0].min()) / slots
+    while price > cheapest / 2:  # where experts without tokens are needed, everybody asks
+        affordable = np.clip((load / price).astype(np.int64) + 1, floor, most)
+        if int(affordable.sum()) - floor * len(load) >= wanted:
+            most = affordable
             break
-        _, count, expert = heapq.heappop(heap)
-        replicas[expert] = count + 1
-        if count + 1 < cap:
-            heapq.heappush(heap, (-int(load[expert]) / (count + 1), count + 1, expert))
-    return replicas
+        price /= 2
+    asking = most - floor
+    experts = np.repeat(np.arange(len(load)), asking)
+    counts = floor + np.arange(len(experts)) - np.repeat(np.cumsum(asking) - asking, asking)
+    first = np.lexsort((experts, counts, -load[experts] / counts))[:wanted]
+    return replicas + np.bincount(experts[first], minlength=len(load))

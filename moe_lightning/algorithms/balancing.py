@@ -20,11 +20,12 @@ from moe_lightning.algorithms.allocation import AllocationPolicy, affordable_rep
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.dispatch import padded_rows
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
-from moe_lightning.algorithms.migration import BoolArray, MappingMethod, align_placements, held_states
+from moe_lightning.algorithms.migration import BoolArray, MappingMethod, align_placements
 from moe_lightning.algorithms.packing import packed_placement
+from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.performance_model import ONE_COPY, BlockCosts, predict_block, total_copies, total_volumes
-from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
-from moe_lightning.algorithms.quota import balanced_quota, equal_quota
+from moe_lightning.algorithms.placement import Placement, uniform_placement
+from moe_lightning.algorithms.quota import balanced_quota, balanced_split, equal_quota
 from moe_lightning.algorithms.replica_placement import PLACEMENT_RULES, deal_to_ranks
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import (
@@ -132,7 +133,7 @@ def replan_placement(
     """
     if tolerance < 0:
         raise ConfigurationError(f"tolerance={tolerance} would move experts for nothing: use 0 or more")
-    shapes = {placement.replicas.shape for placement in current}
+    shapes = {placement.pairs.shape for placement in current}
     if len(current) != len(loads) or shapes != {(loads.shape[1], cluster.num_ranks)}:
         raise ConfigurationError(
             f"{len(current)} placements of {sorted(shapes)} (experts, ranks) do not fit loads {loads.shape} on "
@@ -148,9 +149,8 @@ def replan_placement(
     fresh = {layer: placement for layer, placement in enumerate(over_layers(better, range(len(loads)))) if placement}
     if not fresh:
         return list(current)
-    held = held_states([current[layer] for layer in fresh])
     mapping = candidates[0].policy.mapping
-    aligned = align_placements(held, list(fresh.values()), cluster, mapping)
+    aligned = align_placements([current[layer] for layer in fresh], list(fresh.values()), cluster, mapping)
     moved = dict(zip(fresh, aligned, strict=True))
     return [moved.get(layer, present) for layer, present in enumerate(current)]
 
@@ -170,11 +170,11 @@ def _better_placement(
         num_nodes=cluster.num_nodes,
         min_replicas=max(candidate.policy.min_replicas for candidate in candidates),
     )
-    missing, busiest = cluster.missing_nodes(present.replicas, promised), _busiest(load, present)
+    missing, busiest = cluster.missing_nodes(present.pairs, promised), _busiest(load, present)
     if not missing and busiest * cluster.num_ranks <= (1 + tolerance) * int(load.sum()):
         return None
     placements = [_place(load, candidate.cluster, candidate.policy) for candidate in candidates]
-    missing_then = [cluster.missing_nodes(placement.replicas, promised) for placement in placements]
+    missing_then = [cluster.missing_nodes(placement.pairs, promised) for placement in placements]
     safest = min(missing_then)
     if safest > missing:
         return None
@@ -191,7 +191,7 @@ def _better_placement(
 
 
 def _busiest(load: IntArray, placement: Placement) -> int:
-    return int(balanced_quota(load, placement.replicas).sum(axis=0).max())
+    return int(placement.pairs.on_ranks(balanced_split(load, placement.pairs)).max())
 
 
 def _place(load: IntArray, cluster: Cluster, policy: PlacementPolicy) -> Placement:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.errors import ConfigurationError
 
 
@@ -48,7 +49,7 @@ class Cluster:
     def num_ranks(self) -> int:
         return len(self.node_of)
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         return max(self.node_of) + 1
 
@@ -71,11 +72,10 @@ class Cluster:
         """All ranks: the first of every node, then the second of every node, and so on."""
         return [rank for row in itertools.zip_longest(*self.ranks_by_node()) for rank in row if rank is not None]
 
-    def missing_nodes(self, replicas: IntArray, wanted: int) -> int:
-        """Distinct nodes that are missing, over all experts, until each of int64 [E, N] is on `wanted` of them."""
-        experts, ranks = np.nonzero(replicas)
-        holds = np.zeros((len(replicas), self.num_nodes), dtype=np.bool_)
-        holds[experts, np.array(self.node_of)[ranks]] = True
+    def missing_nodes(self, held: Pairs, wanted: int) -> int:
+        """Distinct nodes that are missing, over all experts, until each is on `wanted` of them."""
+        holds = np.zeros((held.shape[0], self.num_nodes), dtype=np.bool_)
+        holds[held.experts, np.array(self.node_of)[held.ranks]] = True
         return int(np.maximum(wanted - holds.sum(axis=1), 0).sum())
 
     def node_slots(self) -> IntArray:

@@ -8,7 +8,7 @@ Shapes: L layers, E experts, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, get_args
@@ -18,10 +18,14 @@ from numpy.typing import NDArray
 
 from moe_lightning.algorithms.assignment import greedy_assignment, optimal_assignment
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.placement import IntArray, Placement
+from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.algorithms.placement import Placement
 from moe_lightning.errors import ConfigurationError
 
 MappingMethod = Literal["optimal", "greedy", "none"]
+
+_BLOCK_CELLS = 1 << 11
+"""(layer, expert) cells that are compared at once: 4 MiB a side on 512 nodes."""
 
 _MAX_COMPARED_NODES = 8
 """Comparing the ranks of all pairs of nodes takes an assignment for each pair."""
@@ -72,11 +76,61 @@ class Migration:
 
 def held_states(placements: Sequence[Placement]) -> BoolArray:
     """bool [L, E, N]: which rank holds the state of which expert under these placements."""
-    return np.stack([placement.replicas > 0 for placement in placements])
+    pairs = [placement.pairs for placement in placements]
+    held = np.zeros((len(pairs), *pairs[0].shape), dtype=np.bool_)
+    for layer, own in zip(held, pairs, strict=True):
+        layer[own.experts, own.ranks] = True
+    return held
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _States:
+    """Who holds the state of what, or needs it, as a list.
+
+    Attributes:
+        cells: int64 [S], layer * E + expert, ascending.
+        places: int64 [S], the rank or node of each.
+        num_cells, num_places: how many there are.
+    """
+
+    cells: IntArray
+    places: IntArray
+    num_cells: int
+    num_places: int
+
+    @classmethod
+    def of(cls, held: BoolArray | Sequence[Placement]) -> _States:
+        """Of bool [L, E, N], or of what placements say, one for each layer."""
+        if isinstance(held, np.ndarray):
+            num_layers, num_experts, num_ranks = held.shape
+            cells, ranks = np.divmod(np.flatnonzero(held), num_ranks)
+        else:
+            num_layers, (num_experts, num_ranks) = len(held), held[0].pairs.shape
+            cells = np.concatenate([p.pairs.experts + layer * num_experts for layer, p in enumerate(held)])
+            ranks = np.concatenate([p.pairs.ranks for p in held])
+        return cls(cells=cells, places=ranks, num_cells=num_layers * num_experts, num_places=num_ranks)
+
+    def by_node(self, cluster: Cluster) -> _States:
+        """Of nodes instead of ranks; what several ranks of a node hold counts once."""
+        nodes = cluster.num_nodes
+        keys = np.unique(self.cells * nodes + np.array(cluster.node_of)[self.places])
+        return _States(cells=keys // nodes, places=keys % nodes, num_cells=self.num_cells, num_places=nodes)
+
+    def blocks(self) -> Iterator[NDArray[np.float32]]:
+        """float32 [cells, places] of 0 and 1, the cells of all blocks one after the other."""
+        starts = np.arange(0, self.num_cells, _BLOCK_CELLS)
+        bounds = np.searchsorted(self.cells, [*starts, self.num_cells]).tolist()
+        for start, first, last in zip(starts.tolist(), bounds, bounds[1:], strict=False):
+            block = np.zeros((min(_BLOCK_CELLS, self.num_cells - start), self.num_places), dtype=np.float32)
+            block[self.cells[first:last] - start, self.places[first:last]] = 1
+            yield block
 
 
 def align_placements(
-    held: BoolArray, planned: Sequence[Placement], cluster: Cluster, method: MappingMethod = "optimal"
+    held: BoolArray | Sequence[Placement],
+    planned: Sequence[Placement],
+    cluster: Cluster,
+    method: MappingMethod = "optimal",
 ) -> list[Placement]:
     """Rename the planned nodes, and the ranks within each, so that few states have to move.
 
@@ -86,7 +140,8 @@ def align_placements(
     ranks.
 
     Args:
-        held: bool [L, E, N], what the ranks of the new world hold now; all false for a rank that has just joined.
+        held: what the ranks of the new world hold now: bool [L, E, N], all false for a rank that has just joined, or
+            one placement per layer.
         planned: one placement per layer.
         cluster: nodes of the ranks.
         method: "optimal" (assignment problem), "greedy" (Lazarus: cheapest pair first) or "none".
@@ -96,36 +151,64 @@ def align_placements(
     """
     if method not in get_args(MappingMethod):
         raise ConfigurationError(f"mapping method {method!r} is unknown: use one of {list(get_args(MappingMethod))}")
-    needed = held_states(planned)
-    if held.shape != needed.shape or held.shape[2] != cluster.num_ranks:
+    shapes = [_shape(side) for side in (held, planned)]
+    if shapes[0] != shapes[1] or shapes[0][2] != cluster.num_ranks:
         raise ConfigurationError(
-            f"held states {held.shape} and planned states {needed.shape} (layers, experts, ranks) do not fit "
+            f"held states {shapes[0]} and planned states {shapes[1]} (layers, experts, ranks) do not fit "
             f"{cluster.num_ranks} ranks: build them for the same world"
         )
     if method == "none":
         return list(planned)
     assign = optimal_assignment if method == "optimal" else greedy_assignment
-    ranks = [cluster.ranks_of(node) for node in range(cluster.num_nodes)]
-    held_by_node = np.stack([held[..., list(group)].any(axis=2) for group in ranks], axis=2)
-    needed_by_node = np.stack([needed[..., list(group)].any(axis=2) for group in ranks], axis=2)
-    cost = missing_states(held_by_node, needed_by_node)
+    have, need = _States.of(held), _States.of(planned)
+    ranks = cluster.ranks_by_node()
     size = np.array([len(group) for group in ranks])
+    too_much = need.num_cells * cluster.num_ranks + 1  # more than all states
+    cost = _missing(have.by_node(cluster), need.by_node(cluster))
     if method == "optimal" and size.max() > 1 and 1 < len(ranks) <= _MAX_COMPARED_NODES:
         # Between nodes first: a rank's need counts less than any state that changes its node.
-        cost = cost * (needed.size + 1) + _missing_within(held, needed, ranks)
-    cost[size[:, None] != size[None, :]] = (needed.size + 1) ** 2
+        cost = cost * too_much + _missing_within(_missing(have, need), ranks)
+    cost[size[:, None] != size[None, :]] = too_much**2
+    planned_node = assign(cost)
+    kept = _kept_within(have, need, cluster, planned_node)
+    needs = np.bincount(need.places, minlength=cluster.num_ranks)
     planned_rank = np.empty(cluster.num_ranks, dtype=np.int64)
-    for node, planned_node in enumerate(assign(cost)):
-        mine, theirs = list(ranks[node]), np.array(ranks[planned_node])
+    for node, mine in enumerate(ranks):
+        theirs = np.array(ranks[planned_node[node]])
         assert len(mine) == len(theirs)
-        planned_rank[mine] = theirs[assign(missing_states(held[..., mine], needed[..., theirs]))]
-    return [Placement(replicas=placement.replicas[:, planned_rank]) for placement in planned]
+        planned_rank[mine] = theirs[assign(needs[theirs] - kept[node, : len(mine), : len(mine)])]
+    return [placement.renamed(planned_rank) for placement in planned]
 
 
-def _missing_within(held: BoolArray, needed: BoolArray, ranks: Sequence[tuple[int, ...]]) -> IntArray:
+def _shape(held: BoolArray | Sequence[Placement]) -> tuple[int, ...]:
+    return held.shape if isinstance(held, np.ndarray) else (len(held), *held[0].pairs.shape)
+
+
+def _kept_within(have: _States, need: _States, cluster: Cluster, planned_node: IntArray) -> IntArray:
+    """int64 [nodes, R, R]: states that the i-th rank of each node holds and the j-th of its planned node needs, in
+    nodes of up to R ranks."""
+    num_nodes, node_of = cluster.num_nodes, np.array(cluster.node_of)
+    becomes = np.argsort(planned_node)  # the node that becomes each planned one
+    position = np.empty(cluster.num_ranks, dtype=np.int64)
+    for group in cluster.ranks_by_node():
+        position[group] = np.arange(len(group))
+    width = int(position.max()) + 1
+    mine = have.cells * num_nodes + node_of[have.places]
+    theirs = need.cells * num_nodes + becomes[node_of[need.places]]
+    order = np.argsort(mine, kind="stable")
+    mine = mine[order]
+    first, last = (np.searchsorted(mine, theirs, side=side) for side in ("left", "right"))
+    matches = last - first  # ranks of the node that hold what a planned rank needs
+    needed = np.repeat(np.arange(len(theirs)), matches)
+    holding = order[np.arange(len(needed)) - np.repeat(np.cumsum(matches) - matches - first, matches)]
+    node = node_of[have.places[holding]]
+    flat = (node * width + position[have.places[holding]]) * width + position[need.places[needed]]
+    return np.bincount(flat, minlength=num_nodes * width * width).reshape(num_nodes, width, width)
+
+
+def _missing_within(missing: IntArray, ranks: Sequence[Sequence[int]]) -> IntArray:
     """int64 [nodes, nodes]: states that the ranks of node p lack when they become those of planned node q, at best; 0
-    for nodes of different sizes."""
-    missing = missing_states(held, needed)
+    for nodes of different sizes. From int64 [N, N], the same of ranks."""
     cost = np.zeros((len(ranks), len(ranks)), dtype=np.int64)
     for (p, mine), (q, theirs) in product(enumerate(ranks), enumerate(ranks)):
         if len(mine) == len(theirs):
@@ -136,9 +219,15 @@ def _missing_within(held: BoolArray, needed: BoolArray, ranks: Sequence[tuple[in
 
 def missing_states(held: BoolArray, needed: BoolArray) -> IntArray:
     """int64 [P, Q]: states that planned holder q needs and present holder p lacks, from [L, E, P] and [L, E, Q]."""
-    lacks = (~held).reshape(-1, held.shape[2]).astype(np.float64)
-    wants = needed.reshape(-1, needed.shape[2]).astype(np.float64)
-    return (lacks.T @ wants).astype(np.int64)  # exact: counts are far below 2^53, and float products use the fast path
+    return _missing(_States.of(held), _States.of(needed))
+
+
+def _missing(have: _States, need: _States) -> IntArray:
+    common = np.zeros((have.num_places, need.num_places), dtype=np.int64)
+    for mine, theirs in zip(have.blocks(), need.blocks(), strict=True):
+        common += (mine.T @ theirs).astype(np.int64)  # exact: counts of a block, and floats use the fast path
+    missing: IntArray = np.bincount(need.places, minlength=need.num_places) - common
+    return missing
 
 
 def plan_migration(held: BoolArray, planned: Sequence[Placement], nodes: Sequence[Hashable] | None = None) -> Migration:

@@ -17,13 +17,15 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from moe_lightning.algorithms.allocation import affordable_replicas, allocate_replicas
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.placement import IntArray, Placement
-from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.algorithms.pairs import IntArray, Pairs
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.quota import balanced_split
 from moe_lightning.algorithms.replica_placement import ONE_TOKEN, deal_to_ranks, spread
 from moe_lightning.algorithms.slot_table import SlotTable
 
@@ -52,10 +54,10 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
     table = _pack(load, cluster)
     table.protect(floor)
     table.fill()
-    packed, missing = table.replicas, table.missing_nodes(floor)
+    packed, missing = Placement.of_pairs(table.pairs), table.missing_nodes(floor)
     busiest = _busiest(packed, load)
     if not missing and busiest * cluster.num_ranks <= _BALANCED * load.sum():
-        return Placement(replicas=packed)
+        return packed
     replicas = allocate_replicas(
         load,
         slots=cluster.num_slots,
@@ -64,15 +66,14 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
         max_replicas=cluster.num_ranks,
     )
     greedy = _deal_greedily(replicas, load, cluster, floor)
-    missing_greedily = cluster.missing_nodes(greedy, floor)
+    missing_greedily = cluster.missing_nodes(greedy.pairs, floor)
     if missing and missing_greedily:
         # On nodes of equal size spread always keeps the promise: its running cursor visits distinct nodes before any
         # node twice.
-        return Placement(
-            replicas=deal_to_ranks(spread(replicas, cluster.node_slots()), cluster, load).replicas.clip(max=1)
-        )
+        dealt = deal_to_ranks(spread(replicas, cluster.node_slots()), cluster, load).pairs
+        return Placement.of_pairs(replace(dealt, replicas=np.ones_like(dealt.replicas)))
     better = (missing_greedily, _busiest(greedy, load)) < (missing, busiest)
-    return Placement(replicas=greedy if better else packed)
+    return greedy if better else packed
 
 
 def _pack(load: IntArray, cluster: Cluster) -> SlotTable:
@@ -103,10 +104,9 @@ def _pack(load: IntArray, cluster: Cluster) -> SlotTable:
     return table
 
 
-def _deal_greedily(replicas: IntArray, load: IntArray, cluster: Cluster, floor: int) -> IntArray:
-    """int64 [E, N]: replicas with most tokens first, each to the least loaded rank, an expert's first `floor` on
-    distinct nodes."""
-    table = np.zeros((len(replicas), cluster.num_ranks), dtype=np.int64)
+def _deal_greedily(replicas: IntArray, load: IntArray, cluster: Cluster, floor: int) -> Placement:
+    """Replicas with most tokens first, each to the least loaded rank, an expert's first `floor` on distinct nodes."""
+    holders: list[list[int]] = [[] for _ in replicas]
     free = [cluster.slots_per_rank] * cluster.num_ranks
     idle = [(0, -cluster.slots_per_rank, rank) for rank in range(cluster.num_ranks)]  # a heap: carried, -free, rank
     share = load / replicas
@@ -114,13 +114,15 @@ def _deal_greedily(replicas: IntArray, load: IntArray, cluster: Cluster, floor: 
         piece = int(load[expert]) * ONE_TOKEN // int(replicas[expert])
         taken, aside = _take_ranks(idle, int(replicas[expert]), cluster.node_of, floor)
         for carried, _, rank in taken:
-            table[expert, rank] = 1
+            holders[expert].append(rank)
             free[rank] -= 1
             if free[rank]:
                 aside.append((carried + piece, -free[rank], rank))
         for entry in aside:
             heapq.heappush(idle, entry)
-    return table
+    experts = np.repeat(np.arange(len(holders)), [len(ranks) for ranks in holders])
+    ranks = np.array([rank for ranks in holders for rank in ranks], dtype=np.int64)
+    return Placement.of_pairs(Pairs.of_replicas(experts, ranks, (len(holders), cluster.num_ranks)))
 
 
 def _take_ranks(
@@ -143,6 +145,5 @@ def _take_ranks(
     return taken, list(passed)
 
 
-def _busiest(table: IntArray, load: IntArray) -> int:
-    assert table.any(axis=1).all()
-    return int(balanced_quota(load, table).sum(axis=0).max())
+def _busiest(placement: Placement, load: IntArray) -> int:
+    return int(placement.pairs.on_ranks(balanced_split(load, placement.pairs)).max())

@@ -16,12 +16,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.errors import ConfigurationError
 
 FloatArray = NDArray[np.float64]
@@ -146,29 +147,25 @@ def row_volumes(tokens: IntArray, quota: IntArray) -> IntArray:
 
 def total_volumes(tokens: IntArray, quota: IntArray) -> IntArray:
     """int64 [4, N]: `row_volumes` of int64 [E, N], summed over experts, in time that grows with the holders only."""
-    experts, ranks = np.divmod(np.flatnonzero(quota != 0), quota.shape[1])
-    return pair_volumes(tokens, experts, ranks, quota[experts, ranks])
+    pairs = Pairs.of_table(quota)
+    return pair_volumes(tokens, pairs, pairs.replicas)
 
 
-def pair_volumes(tokens: IntArray, experts: IntArray, ranks: IntArray, rows: IntArray) -> IntArray:
-    """int64 [4, N]: `row_volumes`, summed over experts, of quotas that are given as (expert, rank) pairs.
+def pair_volumes(tokens: IntArray, pairs: Pairs, rows: IntArray, own: IntArray | None = None) -> IntArray:
+    """int64 [4, N]: `row_volumes`, summed over experts, of quotas that are given for pairs of experts and ranks.
 
     A rank sends what it has and does not compute itself, and receives what it computes and does not have.
 
     Args:
         tokens: int64 [E, N], assignments on each rank before dispatch.
-        experts, ranks, rows: int64 [pairs]; rows may be 0.
+        pairs: of experts and ranks.
+        rows: int64 [P], the quota of each; may be 0.
+        own: int64 [N], assignments of each rank, where they are known already.
     """
-    num_ranks = tokens.shape[1]
-    computed = _sum_by(ranks, rows, num_ranks)
-    at_home = _sum_by(ranks, np.minimum(rows, tokens[experts, ranks]), num_ranks)
-    touched = _sum_by(ranks, rows > 0, num_ranks)
-    return np.stack([computed, tokens.sum(axis=0) - at_home, computed - at_home, touched])
-
-
-def _sum_by(ranks: IntArray, amounts: IntArray | BoolArray, num_ranks: int) -> IntArray:
-    """int64 [N]; bincount sums in doubles, exactly below 2^53."""
-    return np.bincount(ranks, weights=amounts, minlength=num_ranks).astype(np.int64)
+    computed = pairs.on_ranks(rows)
+    at_home = pairs.on_ranks(np.minimum(rows, tokens[pairs.experts, pairs.ranks]))
+    touched = np.bincount(pairs.ranks[rows > 0], minlength=pairs.shape[1])
+    return np.stack([computed, (tokens.sum(axis=0) if own is None else own) - at_home, computed - at_home, touched])
 
 
 def copy_volumes(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> IntArray:
@@ -204,9 +201,20 @@ def copy_volumes(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) 
 
 def total_copies(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> IntArray:
     """int64 [P, 2, N]: `copy_volumes` of bool [E, N], summed over experts; only those with a shadow take time."""
-    moved = shadows.any(axis=1)
-    total: IntArray = copy_volumes(shadows[moved], homes[moved], transfer).sum(axis=0)
-    return total
+    moved = np.flatnonzero(shadows.any(axis=1))
+    num_ranks, visits = shadows.shape[1], shadows[moved].astype(np.int64)
+    count = visits.sum(axis=1)
+    if transfer == "average":
+        evenly = int((ONE_COPY * (count + 1) // num_ranks).sum())
+        return np.full((1, 2, num_ranks), evenly, dtype=np.int64)
+    at_home = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(at_home, homes[moved], ONE_COPY if transfer == "scatter" else ONE_COPY * count)
+    received = ONE_COPY * visits.sum(axis=0)
+    if transfer == "direct":
+        return np.stack([at_home, received])[None]
+    pieces = (ONE_COPY // np.maximum(count, 1)) @ visits
+    gathered = received - pieces
+    return np.stack([[at_home, pieces], [gathered, gathered]])
 
 
 def predict_block(volumes: IntArray, copies: IntArray, costs: BlockCosts, scheduled: bool = True) -> BlockTimes:
@@ -218,41 +226,67 @@ def predict_block(volumes: IntArray, copies: IntArray, costs: BlockCosts, schedu
         costs: constants.
         scheduled: whether Trans and Agg run under computations (eq. 8) or on their own (eq. 6).
     """
-    computed, touched = volumes[..., 0, :], volumes[..., 3, :]
+    computed, sent, received, touched = (volumes[..., index, :] for index in range(4))
+    phases = [(copies[..., phase, 0, :], copies[..., phase, 1, :]) for phase in range(copies.shape[-3])]
+    return predict_totals(computed, touched, (sent, received), phases, costs, scheduled)
+
+
+def predict_totals(
+    computed: IntArray,
+    touched: IntArray,
+    exchanged: Sequence[IntArray],
+    phases: Sequence[Sequence[IntArray]],
+    costs: BlockCosts,
+    scheduled: bool = True,
+) -> BlockTimes:
+    """`predict_block` from its single totals, int64 [..., N] each.
+
+    Args:
+        computed, touched: rows and experts that each rank computes.
+        exchanged: rows that each rank sends, and those that it receives.
+        phases: for each phase of Trans, copies that each rank sends and receives; one table where they are the same.
+        costs, scheduled: as for `predict_block`.
+    """
     if np.ndim(costs.rows_per_s) == 0 and not costs.expert_s:  # the busiest rank is the slowest
         forward_s = computed.max(axis=-1) / costs.rows_per_s
     else:
         forward_s = (computed / costs.rows_per_s + touched * costs.expert_s).max(axis=-1)
-    return _scheduled(
-        exchange_s=_exchange_s(volumes[..., 1:3, :], costs.row_bytes, costs),
-        forward_s=np.asarray(forward_s, dtype=np.float64),
-        trans_s=_exchange_s(copies, costs.weight_bytes / ONE_COPY, costs).sum(axis=-1),
-        agg_s=_exchange_s(copies, costs.gradient_bytes / ONE_COPY, costs).sum(axis=-1),
-        costs=costs,
-        scheduled=scheduled,
-    )
+    (exchange_s,) = _exchange_s(exchanged, (costs.row_bytes,), costs)
+    units = (costs.weight_bytes / ONE_COPY, costs.gradient_bytes / ONE_COPY)
+    by_phase = [_exchange_s(phase, units, costs) for phase in phases]
+    trans_s, agg_s = (reduce(np.add, seconds) for seconds in zip(*by_phase, strict=True))
+    return block_times(exchange_s, forward_s, trans_s, agg_s, costs, scheduled)
 
 
-def least_times(num_rows: int, times: BlockTimes, costs: BlockCosts, scheduled: bool, num_ranks: int) -> FloatArray:
+def even_forward_s(num_rows: int, costs: BlockCosts, num_ranks: int) -> float:
+    """Seconds of experts' forward passes if every rank computed just as many of the rows as it is fast."""
+    rows_per_s = costs.rows_per_s
+    all_rows_per_s = rows_per_s * num_ranks if isinstance(rows_per_s, float | int) else math.fsum(rows_per_s.tolist())
+    return num_rows / all_rows_per_s
+
+
+def least_s(
+    forward_s: float, times: BlockTimes, costs: BlockCosts, scheduled: bool, exchange_s: float = 0.0
+) -> FloatArray:
     """Seconds that no plan with these or more copies falls short of, however it divides the rows.
 
     Args:
-        num_rows: assignments of all ranks.
+        forward_s: see `even_forward_s`.
         times: of a plan; its Trans and Agg are what counts.
         costs, scheduled: as for `predict_block`.
-        num_ranks: ranks of the world.
+        exchange_s: of rows that have to travel whatever is done.
     """
-    rows_per_s = costs.rows_per_s
-    all_rows_per_s = rows_per_s * num_ranks if isinstance(rows_per_s, float | int) else math.fsum(rows_per_s.tolist())
-    evenly_s = np.full_like(times.trans_s, num_rows / all_rows_per_s)
-    nothing_s = np.zeros_like(evenly_s)
-    best = _scheduled(nothing_s, evenly_s, times.trans_s, times.agg_s, costs, scheduled)
-    return best.total_s * _ROUNDING
+    return block_times(exchange_s, forward_s, times.trans_s, times.agg_s, costs, scheduled).total_s * _ROUNDING
 
 
-def _scheduled(
-    exchange_s: FloatArray,
-    forward_s: FloatArray,
+def sending_s(rows: IntArray, costs: BlockCosts) -> float:
+    """Seconds of an exchange in which ranks send int64 [N] rows, if receiving takes no longer."""
+    return float(_exchange_s((rows,), (costs.row_bytes,), costs)[0])
+
+
+def block_times(
+    exchange_s: FloatArray | float,
+    forward_s: FloatArray | float,
     trans_s: FloatArray,
     agg_s: FloatArray,
     costs: BlockCosts,
@@ -265,9 +299,9 @@ def _scheduled(
         exposed_trans_s = np.maximum(trans_s - forward_s - costs.dense_forward_s, 0.0)
         exposed_agg_s = np.maximum(agg_s - backward_s - costs.dense_backward_s, 0.0)
     return BlockTimes(
-        exchange_s=exchange_s,
-        forward_s=forward_s,
-        backward_s=backward_s,
+        exchange_s=np.asarray(exchange_s, dtype=np.float64),
+        forward_s=np.asarray(forward_s, dtype=np.float64),
+        backward_s=np.asarray(backward_s, dtype=np.float64),
         trans_s=trans_s,
         agg_s=agg_s,
         exposed_trans_s=exposed_trans_s,
@@ -276,14 +310,18 @@ def _scheduled(
     )
 
 
-def _exchange_s(directions: IntArray, unit_bytes: float, costs: BlockCosts) -> FloatArray:
-    """Seconds [...] for int64 [..., 2, N] times unit_bytes: the busiest rank and direction, and the latency if anything
-    travels."""
+def _exchange_s(directions: Sequence[IntArray], units_bytes: Sequence[float], costs: BlockCosts) -> list[FloatArray]:
+    """Seconds [...] of exchanges of int64 [..., N] units in each direction, for units of each size: the busiest rank
+    and direction, and the latency if anything travels."""
     if np.ndim(costs.bytes_per_s) == 0:
-        busiest = directions.max(axis=(-2, -1)) * unit_bytes / costs.bytes_per_s
+        most = reduce(np.maximum, [amounts.max(axis=-1) for amounts in directions])
+        busiest = [most * unit / costs.bytes_per_s for unit in units_bytes]
     else:
-        busiest = (directions * unit_bytes / costs.bytes_per_s).max(axis=(-2, -1))
-    return np.asarray(busiest + costs.exchange_s * (busiest > 0), dtype=np.float64)
+        busiest = [
+            reduce(np.maximum, [(amounts * unit / costs.bytes_per_s).max(axis=-1) for amounts in directions])
+            for unit in units_bytes
+        ]
+    return [np.asarray(seconds + costs.exchange_s * (seconds > 0), dtype=np.float64) for seconds in busiest]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,83 +4,128 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.algorithms.parts import cut
 from moe_lightning.errors import ConfigurationError
 
-IntArray = NDArray[np.int64]
+__all__ = ["IntArray", "Pairs", "Placement", "dispatch_groups", "parse_placements", "uniform_placement"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """Replicas of each expert on each rank of one MoE layer.
+    """Replicas of each expert on each rank of one MoE layer; never changes.
+
+    Args:
+        replicas: int64 [E, N]; entry (e, n) is how many replicas of expert e rank n holds. Several replicas on one
+            rank are one slot with that multiplicity: it is entitled to as many shares of the expert's tokens.
 
     Attributes:
-        replicas: int64 [E, N]; entry (e, n) is how many replicas of expert e rank n holds. Several replicas on one
-            rank are one slot
-            with that multiplicity: it is entitled to as many shares of the expert's tokens.
+        pairs: the same as a list.
 
     Raises:
         ConfigurationError: the table is not two-dimensional, has a negative entry, or an expert that no rank holds.
     """
 
-    replicas: IntArray
-
-    def __post_init__(self) -> None:
-        table = np.array(self.replicas)
+    def __init__(self, *, replicas: IntArray) -> None:
+        table = np.array(replicas)
         if table.ndim != 2 or 0 in table.shape:
             raise ConfigurationError(f"a placement is a table [experts, ranks], not an array of shape {table.shape}")
         if not np.issubdtype(table.dtype, np.integer):
             raise ConfigurationError(f"a placement counts replicas in integers, not in {table.dtype}")
         if table.min() < 0:
             raise ConfigurationError(f"a placement cannot hold {table.min()} replicas: use 0 or more")
-        missing = np.flatnonzero(table.sum(axis=1) == 0)
+        self._take(Pairs.of_table(table))
+
+    @classmethod
+    def of_pairs(cls, pairs: Pairs) -> Placement:
+        """A placement whose table is made only where somebody asks for it.
+
+        Raises:
+            ConfigurationError: an expert that no rank holds.
+        """
+        placement = cls.__new__(cls)
+        placement._take(pairs)
+        return placement
+
+    def _take(self, pairs: Pairs) -> None:
+        missing = np.flatnonzero(pairs.num_holders == 0)
         if missing.size:
             raise ConfigurationError(
-                f"no rank holds expert {missing[0]} ({missing.size} of {len(table)} experts have no replica): "
+                f"no rank holds expert {missing[0]} ({missing.size} of {pairs.shape[0]} experts have no replica): "
                 "give every expert at least one"
             )
-        table = table.astype(np.int64, copy=False)
+        for array in (pairs.experts, pairs.ranks, pairs.replicas):
+            array.setflags(write=False)
+        self.pairs = pairs
+
+    @cached_property
+    def replicas(self) -> IntArray:
+        """int64 [E, N], read-only."""
+        table = self.pairs.table()
         table.setflags(write=False)
-        object.__setattr__(self, "replicas", table)
+        return table
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Placement) and np.array_equal(self.replicas, other.replicas)
+        if not isinstance(other, Placement) or self.pairs.shape != other.pairs.shape:
+            return False
+        mine, theirs = self.pairs, other.pairs
+        return all(
+            np.array_equal(a, b)
+            for a, b in (
+                (mine.experts, theirs.experts),
+                (mine.ranks, theirs.ranks),
+                (mine.replicas, theirs.replicas),
+            )
+        )
 
     def __hash__(self) -> int:
-        return hash((self.replicas.shape, self.replicas.tobytes()))
+        pairs = self.pairs
+        return hash((pairs.shape, pairs.experts.tobytes(), pairs.ranks.tobytes(), pairs.replicas.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"Placement(replicas={self.replicas.tolist()})"
 
     @property
     def num_experts(self) -> int:
-        return int(self.replicas.shape[0])
+        return self.pairs.shape[0]
 
     @property
     def num_ranks(self) -> int:
-        return int(self.replicas.shape[1])
+        return self.pairs.shape[1]
+
+    def renamed(self, rank_of: IntArray) -> Placement:
+        """The placement in which rank n holds what rank_of[n] holds here; a permutation int64 [N]."""
+        pairs, now = self.pairs, np.argsort(rank_of)
+        ranks = now[pairs.ranks]
+        order = np.argsort(pairs.experts * self.num_ranks + ranks)
+        columns = {"ranks": ranks[order], "replicas": pairs.replicas[order]}
+        return Placement.of_pairs(Pairs(experts=pairs.experts, shape=pairs.shape, **columns))
 
     def experts_on(self, rank: int) -> tuple[int, ...]:
         """The distinct experts that a rank holds, ascending: one slot each."""
-        return tuple(int(e) for e in np.flatnonzero(self.replicas[:, rank]))
+        return tuple(self.pairs.experts[self.pairs.ranks == rank].tolist())
 
     def holders(self, expert: int) -> tuple[int, ...]:
         """The ranks that hold an expert, ascending."""
-        return tuple(int(n) for n in np.flatnonzero(self.replicas[expert]))
+        first, last = self.pairs.starts[expert : expert + 2]
+        return tuple(self.pairs.ranks[first:last].tolist())
 
     def owners(self) -> IntArray:
         """int64 [E]: the lowest rank that holds each expert; it speaks for the expert where one rank must (norms,
         saving).
         """
-        lowest: IntArray = (self.replicas > 0).argmax(axis=1).astype(np.int64)
-        return lowest
+        return self.pairs.ranks[self.pairs.starts[:-1]]
 
     def check_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Raise ConfigurationError unless every dispatch group holds every expert."""
         for group in groups:
-            missing = np.flatnonzero(self.replicas[:, list(group)].sum(axis=1) == 0)
+            inside = np.zeros(self.num_ranks, dtype=np.bool_)
+            inside[list(group)] = True
+            held = np.bincount(self.pairs.experts[inside[self.pairs.ranks]], minlength=self.num_experts)
+            missing = np.flatnonzero(held == 0)
             if missing.size:
                 raise ConfigurationError(
                     f"dispatch group of ranks {list(group)} holds no replica of expert {missing[0]}: "
@@ -116,18 +161,17 @@ def uniform_placement(num_experts: int, num_ranks: int, copies: int = 1) -> Plac
         )
     if not 1 <= copies <= num_ranks:
         raise ConfigurationError(f"copies={copies} of each expert need between 1 and {num_ranks} (the number of ranks)")
-    table = np.zeros((num_experts, num_ranks), dtype=np.int64)
-    blocks = cut(num_ranks, copies)
-    for first, last in itertools.pairwise(blocks):
-        ranks = last - first
-        if ranks <= num_experts:
-            bounds = cut(num_experts, ranks)
-            for i in range(ranks):
-                table[bounds[i] : bounds[i + 1], first + i] = 1
+    experts, ranks = [], []
+    for first, last in itertools.pairwise(cut(num_ranks, copies)):
+        here = np.arange(first, last)
+        if len(here) <= num_experts:
+            experts.append(np.arange(num_experts))
+            ranks.append(np.repeat(here, np.diff(cut(num_experts, len(here)))))
         else:
-            for i in range(ranks):
-                table[i * num_experts // ranks, first + i] = 1
-    return Placement(replicas=table)
+            experts.append((here - first) * num_experts // len(here))
+            ranks.append(here)
+    shape = (num_experts, num_ranks)
+    return Placement.of_pairs(Pairs.of_replicas(np.concatenate(experts), np.concatenate(ranks), shape))
 
 
 def parse_placements(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.algorithms.quota_flow import relieve
 from moe_lightning.errors import ConfigurationError
 
@@ -32,23 +32,25 @@ _FEW_PAIRS, _LITTLE_PATIENCE = 1024, 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Pairs:
-    """The (expert, rank) pairs of a placement in expert-major order; all int64 [pairs] unless said otherwise.
+class _Demand:
+    """What the holders of experts share, by pairs of an expert and a rank; all int64 [P] unless said otherwise.
 
     Attributes:
-        experts, ranks: of each pair.
-        shares: replicas of the pair.
+        pairs: who holds what.
         demand: tokens of the pair's expert.
         starts: [experts with a holder], the first pair of each.
         segment: which of these experts the pair belongs to.
     """
 
-    experts: IntArray
-    ranks: IntArray
-    shares: IntArray
+    pairs: Pairs
     demand: IntArray
     starts: IntArray
     segment: IntArray
+
+    @property
+    def shares(self) -> IntArray:
+        """Replicas of the pair."""
+        return self.pairs.replicas
 
     def split(self, pull: IntArray) -> IntArray:
         """Tokens of each pair in proportion to its pull, by cumulative rounding: pair j gets
@@ -76,8 +78,9 @@ def equal_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
     Raises:
         ConfigurationError: an expert has tokens but no replica.
     """
-    pairs = _pairs(tokens, replicas)
-    return _dense(pairs, pairs.split(pairs.shares), replicas.shape)
+    pairs = Pairs.of_table(replicas)
+    demand = _demand(tokens, pairs)
+    return pairs.dense(demand.split(demand.shares))
 
 
 def balanced_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
@@ -89,74 +92,80 @@ def balanced_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
 
     Returns:
         int64 [E, N] with row sums `tokens` and zeros where `replicas` is zero. The busiest rank carries at most 0.8
-        percent more than it must; on clusters of hundreds of ranks, where proving that would take longer than the
-        tokens are worth, it is merely never worse than `equal_quota`.
+        percent more than it must, 1.6 percent where hundreds of ranks are links of long chains; on clusters of
+        thousands, where proving that may take longer than the tokens are worth, it is merely never worse than
+        `equal_quota`.
 
     Raises:
         ConfigurationError: an expert has tokens but no replica.
     """
-    pairs = _pairs(tokens, replicas)
-    num_ranks = replicas.shape[1]
-    equal = pairs.split(pairs.shares)
-    if len(pairs.starts) == len(pairs.experts) or num_ranks == 1:
-        return _dense(pairs, equal, replicas.shape)  # one holder each: nothing to choose
+    pairs = Pairs.of_table(replicas)
+    return pairs.dense(balanced_split(tokens, pairs))
+
+
+def balanced_split(tokens: IntArray, pairs: Pairs) -> IntArray:
+    """int64 [P]: `balanced_quota` of holders that are given as pairs; the same arguments, limits and errors."""
+    demand = _demand(tokens, pairs)
+    num_ranks = pairs.shape[1]
+    if len(demand.starts) == len(pairs.experts) or num_ranks == 1:
+        return demand.demand  # one holder each: nothing to choose
     mean = max(1, -(-int(tokens.sum()) // num_ranks))
-    num_holders = np.diff(pairs.starts, append=len(pairs.ranks))
-    bound = max(mean, int((-(-pairs.demand[pairs.starts] // num_holders)).max()))
-    balanced = pairs.split(_balancing_pull(pairs, num_ranks, mean, bound))
-    best = min(balanced, equal, key=lambda quota: int(_load(pairs, quota, num_ranks).max()))
-    best = relieve(best, bound, experts=pairs.segment, ranks=pairs.ranks, demand=pairs.demand)
-    return _dense(pairs, best, replicas.shape)
+    num_holders = np.diff(demand.starts, append=len(pairs.ranks))
+    bound = max(mean, int((-(-demand.demand[demand.starts] // num_holders)).max()))
+    pull, equal_load = _balancing_pull(demand, mean, bound)
+    best = demand.split(pull)
+    load = pairs.on_ranks(best)
+    if int(load.max()) > equal_load:
+        equal = demand.split(demand.shares)
+        load_then = pairs.on_ranks(equal)
+        if load_then.max() < load.max():
+            best, load = equal, load_then
+    return relieve(best, load, bound, experts=demand.segment, ranks=pairs.ranks, demand=demand.demand)
 
 
-def _balancing_pull(pairs: _Pairs, num_ranks: int, mean: int, bound: int) -> IntArray:
-    """weight of the rank * shares of the pair, for the best weights found; `bound`: a load that no split can beat."""
+def _balancing_pull(demand: _Demand, mean: int, bound: int) -> tuple[IntArray, int]:
+    """weight of the rank * shares of the pair, for the best weights found, and a load that the busiest rank of an equal
+    split does not fall short of.
+
+    Args:
+        demand: what is to be split.
+        mean: tokens of a rank, at least 1.
+        bound: a load that no split can beat.
+    """
+    pairs, starts = demand.pairs, demand.starts
     # Products of a weight with an expert's tokens, summed over its holders, must stay inside int64.
-    largest = int((np.add.reduceat(pairs.shares, pairs.starts) * pairs.demand[pairs.starts]).max())
+    largest = int((np.add.reduceat(pairs.replicas, starts) * demand.demand[starts]).max())
     one = max(1, min(_ONE, (1 << 62) // max(1, largest)))
-    weights = np.full(num_ranks, one)
+    weights = np.full(pairs.shape[1], one)
     patience = _LITTLE_PATIENCE if len(pairs.experts) <= _FEW_PAIRS else _PATIENCE
-    best_pull, best_load, best_round = pairs.shares, np.iinfo(np.int64).max, 0
+    best_pull, best_load, best_round, equal_load = pairs.replicas, np.iinfo(np.int64).max, 0, 0
     for index in range(_ROUNDS):
-        pull = weights[pairs.ranks] * pairs.shares
-        norm = np.add.reduceat(pull, pairs.starts)
-        load = _load(pairs, pairs.demand * pull // norm[pairs.segment], num_ranks)
+        pull = weights[pairs.ranks] * pairs.replicas
+        norm = np.add.reduceat(pull, starts)
+        load = pairs.on_ranks(demand.demand * pull // norm[demand.segment])
         busiest = int(load.max())
+        if not index:
+            equal_load = busiest  # of weights that are all the same, rounded down
         if busiest < best_load:
             best_pull, best_load, best_round = pull, busiest, index
         if busiest <= bound * _GOOD_ENOUGH or index - best_round >= patience:
             break
         weights = weights * mean // np.maximum(load, max(1, mean // 64))
         weights = np.maximum(weights * one // max(1, int(weights.max())), 1)
-    return best_pull
+    return best_pull, equal_load
 
 
-def _pairs(tokens: IntArray, replicas: IntArray) -> _Pairs:
-    if tokens.shape != replicas.shape[:1]:
-        raise ConfigurationError(f"{len(tokens)} token counts do not fit a placement of {len(replicas)} experts")
-    experts, ranks = np.divmod(np.flatnonzero(replicas != 0), replicas.shape[1])
-    held, starts = np.unique(experts, return_index=True)
-    homeless = tokens > 0
-    homeless[held] = False
+def _demand(tokens: IntArray, pairs: Pairs) -> _Demand:
+    if len(tokens) != pairs.shape[0]:
+        raise ConfigurationError(f"{len(tokens)} token counts do not fit a placement of {pairs.shape[0]} experts")
+    held = pairs.num_holders > 0
+    homeless = (tokens > 0) & ~held
     if homeless.any():
         expert = int(homeless.argmax())
         raise ConfigurationError(f"expert {expert} has {tokens[expert]} tokens but no replica: place it on a rank")
-    return _Pairs(
-        experts=experts,
-        ranks=ranks,
-        shares=replicas[experts, ranks],
-        demand=tokens[experts],
-        starts=starts,
-        segment=np.repeat(np.arange(len(held)), np.diff(starts, append=len(experts))),
+    return _Demand(
+        pairs=pairs,
+        demand=tokens[pairs.experts],
+        starts=pairs.starts[:-1][held],
+        segment=pairs.experts if held.all() else (np.cumsum(held) - 1)[pairs.experts],
     )
-
-
-def _load(pairs: _Pairs, tokens: IntArray, num_ranks: int) -> IntArray:
-    """int64 [N]: tokens on each rank; bincount sums in doubles, exactly below 2^53."""
-    return np.bincount(pairs.ranks, weights=tokens, minlength=num_ranks).astype(np.int64)
-
-
-def _dense(pairs: _Pairs, tokens: IntArray, shape: tuple[int, ...]) -> IntArray:
-    quota = np.zeros(shape, dtype=np.int64)
-    quota[pairs.experts, pairs.ranks] = tokens
-    return quota

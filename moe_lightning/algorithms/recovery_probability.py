@@ -125,13 +125,22 @@ def sampled_recovery(tables: Sequence[IntArray], failures: int, *, samples: int 
 
 
 def _failed_sets(rng: np.random.Generator, num_nodes: int, failures: int, samples: int) -> NDArray[np.bool_]:
-    """bool [N, samples]: uniformly drawn sets of failed nodes (Floyd's method, for all samples at once)."""
-    few = min(failures, num_nodes - failures)
-    chosen, every = np.zeros((num_nodes, samples), dtype=np.bool_), np.arange(samples)
-    for last in range(num_nodes - few, num_nodes):
-        node = rng.integers(0, last + 1, samples)
-        chosen[np.where(chosen[node, every], last, node), every] = True
-    return chosen if few == failures else ~chosen
+    """bool [N, samples]: uniformly drawn sets of failed nodes.
+
+    Every node fails with chance failures / N at first. Of the sets of any one size all are then equally likely, and
+    stay so while nodes drawn at random join those that are too small and leave those that are too large.
+    """
+    chosen = rng.integers(0, 1 << 16, (num_nodes, samples), dtype=np.uint16) < (failures << 16) // num_nodes
+    missing = failures - chosen.sum(axis=0)
+    for joins, short in ((True, missing), (False, -missing)):
+        column = np.flatnonzero(short > 0)
+        while column.size:
+            node = rng.integers(0, num_nodes, len(column))
+            changes = chosen[node, column] != joins
+            chosen[node[changes], column[changes]] = joins
+            short[column[changes]] -= 1
+            column = column[short[column] > 0]
+    return chosen
 
 
 def _fatal(failed: NDArray[np.uint64], nodes: IntArray, size: IntArray) -> NDArray[np.uint64]:

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lightning.algorithms.allocation import nodes_for_each
-from moe_lightning.algorithms.placement import IntArray, Placement
+from moe_lightning.algorithms.pairs import IntArray, Pairs
+from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.repair_table import RepairTable
 from moe_lightning.errors import ConfigurationError
 
@@ -70,13 +71,19 @@ def repair_placements(
     repaired: dict[bytes, Placement] = {}  # layers that hold the same need the same
     placements = []
     for layer in held:
-        key = layer.tobytes()
+        pairs = Pairs.of_table(layer)
+        key = pairs.experts.tobytes() + pairs.ranks.tobytes()
         if key not in repaired:
-            limit = _level_slots(num_experts, int(np.count_nonzero(layer)), sizes, floor, room)
-            repaired[key] = _repair(layer, domains, floor, limit)
+            limit = _level_slots(num_experts, len(pairs.experts), sizes, floor, room)
+            repaired[key] = _repair(pairs, domains, floor, limit)
         placements.append(repaired[key])
-    slots = max((int(np.count_nonzero(p.replicas, axis=0).max()) for p in repaired.values()), default=0)
+    slots = max((int(_residents(p.pairs).max()) for p in repaired.values()), default=0)
     return Repair(placements=tuple(placements), min_replicas=floor, slots=slots)
+
+
+def _residents(held: Pairs) -> IntArray:
+    """int64 [N]: experts on each rank."""
+    return np.bincount(held.ranks, minlength=held.shape[1])
 
 
 def _level_slots(num_experts: int, num_held: int, sizes: IntArray, floor: int, room: int) -> int:
@@ -87,23 +94,21 @@ def _level_slots(num_experts: int, num_held: int, sizes: IntArray, floor: int, r
     return slots
 
 
-def _repair(held_EN: BoolArray, domains: IntArray, floor: int, slots: int) -> Placement:
-    if _is_settled(held_EN, domains, floor, slots):
-        return Placement(replicas=held_EN.astype(np.int64))
-    table = RepairTable(held_EN, domains.tolist(), floor=floor, slots=slots)
+def _repair(held: Pairs, domains: IntArray, floor: int, slots: int) -> Placement:
+    if _is_settled(held, domains, floor, slots):
+        return Placement.of_pairs(held)
+    table = RepairTable(held, domains.tolist(), floor=floor, slots=slots)
     table.drop_surplus()
     table.protect()
     table.level()
-    return Placement(replicas=table.replicas())
+    return Placement.of_pairs(table.pairs())
 
 
-def _is_settled(held_EN: BoolArray, domains: IntArray, floor: int, slots: int) -> bool:
+def _is_settled(held: Pairs, domains: IntArray, floor: int, slots: int) -> bool:
     """Whether a layer needs no repair, as most do where experts have replicas to spare."""
-    num_experts, num_ranks = held_EN.shape
-    experts, ranks = np.divmod(np.flatnonzero(held_EN), num_ranks)
-    load = np.bincount(ranks, minlength=num_ranks)
+    load = _residents(held)
     if load.max() > slots or np.ptp(load) > 1:
         return False
     num_domains = int(domains.max()) + 1
-    on_node = np.unique(experts * num_domains + domains[ranks]) // num_domains
-    return bool((np.bincount(on_node, minlength=num_experts) >= floor).all())
+    on_node = np.unique(held.experts * num_domains + domains[held.ranks]) // num_domains
+    return bool((np.bincount(on_node, minlength=held.shape[0]) >= floor).all())

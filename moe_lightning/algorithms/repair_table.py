@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import Pairs
 
 _Found = TypeVar("_Found")
 
@@ -42,28 +42,29 @@ class RepairTable:
     """Replicas of one layer.
 
     Args:
-        held: bool [E, N].
+        held: the present replicas, one of an expert on a rank.
         domains: node of each rank.
         floor: nodes that shall hold each expert; the slots must allow it.
         slots: experts that a rank may hold.
     """
 
-    def __init__(self, held: NDArray[np.bool_], domains: Sequence[int], *, floor: int, slots: int) -> None:
-        self._held, self._domains, self._floor, self._slots = held, domains, floor, slots
+    def __init__(self, held: Pairs, domains: Sequence[int], *, floor: int, slots: int) -> None:
+        self._shape, self._domains, self._floor, self._slots = held.shape, domains, floor, slots
+        present = list(zip(held.experts.tolist(), held.ranks.tolist(), strict=True))
+        self._held = set(present)
         self._on: list[set[int]] = [set() for _ in domains]
-        self._nodes: list[dict[int, int]] = [{} for _ in range(len(held))]  # of each expert: replicas on each node
+        self._nodes: list[dict[int, int]] = [{} for _ in range(held.shape[0])]  # of each expert: replicas on each node
         self._by_load: list[tuple[int, int]] = []  # a heap of (load, rank); entries of other loads are out of date
-        for expert, rank in np.argwhere(held).tolist():
+        for expert, rank in present:
             self._hold(expert, rank)
         self._by_load = [(len(experts), rank) for rank, experts in enumerate(self._on)]
         heapq.heapify(self._by_load)
 
-    def replicas(self) -> IntArray:
-        """int64 [E, N] of 0 and 1."""
-        table = np.zeros(self._held.shape, dtype=np.int64)
-        pairs = [(expert, rank) for rank, experts in enumerate(self._on) for expert in experts]
-        table[tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)] = 1
-        return table
+    def pairs(self) -> Pairs:
+        """The replicas as they are now."""
+        ranks = np.repeat(np.arange(len(self._on)), [len(experts) for experts in self._on])
+        experts = np.fromiter(chain.from_iterable(self._on), dtype=np.int64, count=len(ranks))
+        return Pairs.of_replicas(experts, ranks, self._shape)
 
     def drop_surplus(self) -> None:
         """Ranks above their slots, the fullest first, drop replicas that enough nodes hold without them."""
@@ -159,7 +160,7 @@ class RepairTable:
                 asked.add(rank)
                 for x in sorted(self._on[rank]):
                     follow = _Claim(expert=x, leaves=rank, cause=claim)
-                    if self._held[x, rank]:
+                    if (x, rank) in self._held:
                         queue.append(follow)
                     else:
                         queue.appendleft(follow)

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.placement import IntArray, Placement
+from moe_lightning.algorithms.pairs import IntArray, Pairs
+from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.recovery_probability import fatal_counts, fatal_sets, supports
 from moe_lightning.errors import ConfigurationError
 
@@ -157,26 +159,34 @@ def deal_to_ranks(table: IntArray, cluster: Cluster, load: IntArray | None = Non
         load: int64 [E] tokens of each expert, or None.
     """
     assert (table.sum(axis=0) <= cluster.node_slots()).all()
-    replicas = np.zeros((len(table), cluster.num_ranks), dtype=np.int64)
+    held = np.zeros((len(table), cluster.num_ranks), dtype=np.int16)
     weight = np.full(len(table), ONE_TOKEN) if load is None else load * ONE_TOKEN // np.maximum(table.sum(axis=1), 1)
     order = np.argsort(-weight, kind="stable")
     nodes_of_size: dict[int, list[list[int]]] = {}
+    dealt: list[tuple[IntArray, IntArray]] = []
     for ranks in cluster.ranks_by_node():
         nodes_of_size.setdefault(len(ranks), []).append(ranks)
     for nodes in nodes_of_size.values():
         ranks_MR = np.array(nodes)
         column = np.array(cluster.node_of)[ranks_MR[:, 0]]
-        _deal_to_nodes(replicas, table[:, column], ranks_MR, cluster.slots_per_rank, order, weight)
-    return Placement(replicas=replicas)
+        dealt += _deal_to_nodes(held, table[:, column], ranks_MR, cluster.slots_per_rank, order, weight)
+    experts_of, ranks_of = (np.concatenate(column) for column in zip(*dealt, strict=True))
+    return Placement.of_pairs(Pairs.of_replicas(experts_of, ranks_of, (len(table), cluster.num_ranks)))
 
 
 def _deal_to_nodes(
-    replicas: IntArray, table: IntArray, ranks_MR: IntArray, slots_per_rank: int, order: IntArray, weight: IntArray
-) -> None:
-    """Deal to M nodes of R ranks each at once: in every round, each node deals the next of its replicas.
+    held: NDArray[np.int16],
+    table: IntArray,
+    ranks_MR: IntArray,
+    slots_per_rank: int,
+    order: IntArray,
+    weight: IntArray,
+) -> list[tuple[IntArray, IntArray]]:
+    """Deal to M nodes of R ranks each at once: in every round, each node deals the next of its replicas; of each round,
+    the experts and their ranks.
 
     Args:
-        replicas: int64 [E, N], written to.
+        held: int16 [E, N], replicas so far, written to.
         table: int64 [E, M].
         ranks_MR: int64 [M, R], the nodes' ranks, ascending.
         slots_per_rank: room of each rank.
@@ -188,16 +198,20 @@ def _deal_to_nodes(
     node, experts = (np.repeat(array, table[experts, node]) for array in (node, experts))
     turn = np.arange(len(node)) - np.searchsorted(node, node)
     used, carried = np.zeros_like(ranks_MR), np.zeros_like(ranks_MR)
+    dealt = []
     place = np.broadcast_to(np.arange(ranks_MR.shape[1]), ranks_MR.shape)
     for round_ in range(int(turn.max(initial=-1)) + 1):
         now = turn == round_
         dealing, expert = node[now], experts[now]
         full = used[dealing] >= slots_per_rank
-        held = replicas[expert[:, None], ranks_MR[dealing]]
-        first = np.lexsort((place[dealing], used[dealing], carried[dealing], held, full), axis=1)[:, 0]
-        replicas[expert, ranks_MR[dealing, first]] += 1
+        here = held[expert[:, None], ranks_MR[dealing]]
+        first = np.lexsort((place[dealing], used[dealing], carried[dealing], here, full), axis=1)[:, 0]
+        rank = ranks_MR[dealing, first]
+        held[expert, rank] += 1
+        dealt.append((expert, rank))
         used[dealing, first] += 1
         carried[dealing, first] += weight[expert]
+    return dealt
 
 
 def _check(replicas: IntArray, node_slots: IntArray) -> None:

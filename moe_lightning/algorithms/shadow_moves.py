@@ -4,7 +4,8 @@ A move copies an expert to all ranks that lack it but the n with fewest of its t
 the performance model needs by an amount that does not depend on the moves before it, so a move costs a few operations
 on [B, N], and nothing is tabulated for experts that never move.
 
-Shapes: B values of n, E experts, N ranks, H holders of an expert, S most experts on a rank.
+Shapes: B values of n, R of them that are still searched, E experts, N ranks, H holders of an expert, S most experts on
+a rank, P pairs of an expert and a rank that holds it.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from functools import cached_property
 
 import numpy as np
 
+from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.performance_model import (
     BlockCosts,
     BlockTimes,
     BoolArray,
-    FloatArray,
-    copy_volumes,
-    least_times,
+    even_forward_s,
+    least_s,
     pair_volumes,
     predict_block,
+    predict_totals,
+    sending_s,
     total_copies,
 )
-from moe_lightning.algorithms.placement import IntArray, Placement
-from moe_lightning.algorithms.quota import balanced_quota
-from moe_lightning.algorithms.shadows import ShadowPlan, choose_homes
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.quota import balanced_split
+from moe_lightning.algorithms.shadow_totals import CopyTotals
+from moe_lightning.algorithms.shadows import ShadowPlan, choose_homes, plan_volumes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,9 +43,15 @@ class Layer:
 
     @cached_property
     def load(self) -> IntArray:
-        """int64 [E]."""
+        """int64 [E], tokens of each expert."""
         load: IntArray = self.tokens.sum(axis=1)
         return load
+
+    @cached_property
+    def own(self) -> IntArray:
+        """int64 [N], tokens of each rank."""
+        own: IntArray = self.tokens.sum(axis=0)
+        return own
 
     @cached_property
     def homes(self) -> IntArray:
@@ -49,27 +59,55 @@ class Layer:
         return choose_homes(self.placement, self.load)
 
     @cached_property
-    def pairs(self) -> tuple[IntArray, IntArray, IntArray]:
-        """int64 [pairs] each: expert, rank and quota of every resident, by expert and then by rank."""
-        experts, ranks = np.divmod(np.flatnonzero(self.placement.replicas != 0), self.placement.num_ranks)
-        return experts, ranks, balanced_quota(self.load, self.placement.replicas)[experts, ranks]
+    def quotas(self) -> IntArray:
+        """int64 [P], what every resident computes without shadows."""
+        return balanced_split(self.load, self.placement.pairs)
 
     @cached_property
-    def holders(self) -> list[tuple[IntArray, IntArray]]:
-        """Of each expert, int64 [H] each: the ranks that hold it, ascending, and their quotas."""
-        experts, ranks, quotas = self.pairs
-        cuts = np.searchsorted(experts, np.arange(1, len(self.load)))
-        return list(zip(np.split(ranks, cuts), np.split(quotas, cuts), strict=True))
+    def unmoved(self) -> IntArray:
+        """int64 [4, N], the ranks' volumes without shadows."""
+        return pair_volumes(self.tokens, self.placement.pairs, self.quotas, self.own)
+
+    @cached_property
+    def homeless(self) -> IntArray:
+        """int64 [N], tokens of each rank whose experts are no residents of it."""
+        pairs = self.placement.pairs
+        return self.own - pairs.on_ranks(self.tokens[pairs.experts, pairs.ranks])
+
+    def holders(self, expert: int) -> tuple[IntArray, IntArray]:
+        """int64 [H] each: the ranks that hold an expert, ascending, and their quotas."""
+        pairs = self.placement.pairs
+        first, last = pairs.starts[expert : expert + 2]
+        return pairs.ranks[first:last], self.quotas[first:last]
 
     @cached_property
     def residents(self) -> tuple[IntArray, IntArray]:
         """int64 [N, S] each: the experts of every rank, ascending, and their quotas; padded with quotas of 0."""
-        order = np.argsort(self.pairs[1], kind="stable")
-        experts, ranks, quotas = (column[order] for column in self.pairs)
+        pairs = self.placement.pairs
+        order = np.argsort(pairs.ranks, kind="stable")
+        ranks = pairs.ranks[order]
         slot = np.arange(len(ranks)) - np.searchsorted(ranks, ranks)
         tables = np.zeros((2, self.placement.num_ranks, int(slot.max()) + 1), dtype=np.int64)
-        tables[:, ranks, slot] = experts, quotas
+        tables[:, ranks, slot] = pairs.experts[order], self.quotas[order]
         return tables[0], tables[1]
+
+    def predict_s(self, plan: ShadowPlan, costs: BlockCosts, scheduled: bool) -> float:
+        """Predicted seconds under a plan for this layer."""
+        volumes = plan_volumes(self.tokens, self.placement.pairs, plan, self.load, self.own)
+        copies = total_copies(plan.shadows, plan.homes, costs.transfer)
+        return float(predict_block(volumes, copies, costs, scheduled).total_s)
+
+    def least_s(self, plan: ShadowPlan, costs: BlockCosts, scheduled: bool) -> float:
+        """Seconds that a plan takes at least, however its holders share the tokens: its copies, an even share of the
+        rows, and the travels of tokens whose experts are neither residents nor shadows on their rank."""
+        copies = total_copies(plan.shadows, plan.homes, costs.transfer)
+        times = predict_block(self.unmoved, copies, costs, scheduled)
+        forward_s = even_forward_s(int(self.load.sum()), costs, self.placement.num_ranks)
+        moved = np.flatnonzero(plan.shadows.any(axis=1))
+        kept = self.tokens[moved]
+        kept *= plan.shadows[moved]
+        travel_s = sending_s(self.homeless - kept.sum(axis=0), costs)
+        return float(least_s(forward_s, times, costs, scheduled, travel_s))
 
 
 class GreedyMoves:
@@ -84,22 +122,26 @@ class GreedyMoves:
     Attributes:
         unmoved_s: predicted seconds without shadows.
         best_s: float64 [B], the least predicted seconds of each n so far.
-        best_BE: bool [B, E], the experts that were moved then.
+        num_copies: int64 [B], shadows in the plan of each n that takes them.
     """
 
     def __init__(self, layer: Layer, costs: BlockCosts, values_B: IntArray, scheduled: bool) -> None:
         self._layer, self._costs, self._scheduled, self._values = layer, costs, scheduled, values_B
-        num_values, (num_experts, num_ranks) = len(values_B), layer.tokens.shape
-        self._num_rows = int(layer.load.sum())
-        self._volumes = np.repeat(pair_volumes(layer.tokens, *layer.pairs)[None], num_values, axis=0)
-        nobody = np.zeros((num_values, 1, num_ranks), dtype=np.bool_)
-        self._copies = copy_volumes(nobody, layer.homes[:1], costs.transfer)[:, 0]
-        lacking = num_ranks - np.array([len(ranks) for ranks, _ in layer.holders])
+        num_values, num_ranks = len(values_B), layer.placement.num_ranks
+        self._computed, self._sent, self._received, self._touched = np.repeat(
+            layer.unmoved[:, None], num_values, axis=1
+        )
+        self._copies = CopyTotals(num_values, num_ranks, costs.transfer)
+        lacking = num_ranks - layer.placement.pairs.num_holders
         self._targets = np.maximum(lacking - values_B[:, None], 0)  # [B, E], ranks that a moved expert is copied to
-        self._moved = np.zeros((num_values, num_experts), dtype=np.bool_)
-        self._rows = np.arange(num_values)  # which n the volumes and copies are of
-        self._positions: dict[int, IntArray] = {}
-        self.best_BE = self._moved.copy()
+        self._useless = self._targets == 0  # or moved already
+        self._rows = np.arange(num_values)  # int64 [R]: which n the volumes and copies are of
+        self._orders: dict[int, tuple[IntArray, IntArray]] = {}
+        self._forward_s = even_forward_s(int(layer.load.sum()), costs, num_ranks)
+        self._made: list[tuple[IntArray, IntArray]] = []  # of each round, rows and the experts that they moved
+        self._best_rounds = np.zeros(num_values, dtype=np.int64)
+        self._num_copies = np.zeros(num_values, dtype=np.int64)
+        self.num_copies = self._num_copies.copy()
         self.best_s = self._predict().total_s
         self.unmoved_s = self.best_s[0]
 
@@ -107,102 +149,118 @@ class GreedyMoves:
         """Relieve the busiest rank of its heaviest unused expert, until the loads differ by less than alpha times their
         mean, that rank has none, or the copies alone take longer than the best plan."""
         residents, quotas = self._layer.residents
-        limit = alpha * self._num_rows / len(residents)
         while self._rows.size:
-            computed = self._volumes[:, 0]
-            busiest = computed.argmax(axis=1)
-            rows, experts = self._rows[:, None], residents[busiest]
-            useless = self._moved[rows, experts] | (self._targets[rows, experts] == 0)
-            relief = np.where(useless, 0, quotas[busiest])
+            busiest = self._computed.argmax(axis=1)
+            experts = residents[busiest]
+            relief = quotas[busiest]
+            relief[self._useless[self._rows[:, None], experts]] = 0
             slot = relief.argmax(axis=1)
             index = np.arange(len(slot))
-            goes_on = (computed.max(axis=1) - computed.min(axis=1) >= limit) & (relief[index, slot] > 0)
+            goes_on = (relief[index, slot] > 0) & self._is_uneven(self._computed[index, busiest], alpha)
+            experts = experts[index, slot]
+            if not goes_on.all():
+                self._keep(goes_on)
+                experts = experts[goes_on]
+            if experts.size:
+                self._move(experts)
+                self._judge()
+
+    def _judge(self) -> None:
+        """Take note of the searches that are better than before, and end those that cannot become so."""
+        times, rows = self._predict(), self._rows
+        best_s = self.best_s[rows]
+        better = times.total_s < best_s
+        if better.any():
+            gained = rows[better]
+            self.best_s[gained] = best_s[better] = times.total_s[better]
+            self._best_rounds[gained] = len(self._made)
+            self.num_copies[gained] = self._num_copies[gained]
+        goes_on = least_s(self._forward_s, times, self._costs, self._scheduled) < best_s
+        if not goes_on.all():
             self._keep(goes_on)
-            self._move(experts[index, slot][goes_on])
-            times = self._predict()
-            better = times.total_s < self.best_s[self._rows]
-            self.best_s[self._rows[better]] = times.total_s[better]
-            self.best_BE[self._rows[better]] = self._moved[self._rows[better]]
-            self._keep(self._least_s(times) < self.best_s[self._rows])
+
+    def _is_uneven(self, most: IntArray, alpha: float) -> BoolArray:
+        """bool [R]: whether the loads differ by alpha times their mean or more; `most`: int64 [R], the largest."""
+        mean = self._layer.load.sum() / self._computed.shape[1]
+        uneven: BoolArray = most - mean >= alpha * mean + 1  # the least load is below the mean: no need to look for it
+        if not uneven.all():
+            uneven |= most - self._computed.min(axis=1) >= alpha * mean
+        return uneven
 
     def _keep(self, goes_on: BoolArray) -> None:
-        """Go on with these searches [rows] only."""
-        if not goes_on.all():
-            self._rows = self._rows[goes_on]
-            self._volumes, self._copies = self._volumes[goes_on], self._copies[goes_on]
+        """Go on with these searches [R] only."""
+        self._rows = self._rows[goes_on]
+        self._computed, self._sent = self._computed[goes_on], self._sent[goes_on]
+        self._received, self._touched = self._received[goes_on], self._touched[goes_on]
+        self._copies.keep(goes_on)
 
     def shadows(self, index: int) -> BoolArray:
         """bool [E, N]: the best plan of the n with this index."""
         shadows = np.zeros(self._layer.tokens.shape, dtype=np.bool_)
-        for expert in np.flatnonzero(self.best_BE[index]).tolist():
-            shadows[expert] = self._shadows(expert, self._values[index : index + 1])[0]
+        for rows, experts in self._made[: self._best_rounds[index]]:
+            (expert,) = experts[rows == index].tolist()
+            keys, least = self._order(expert)
+            shadows[expert] = keys >= least[index]
         return shadows
-
-    @property
-    def num_copies(self) -> IntArray:
-        """int64 [B]: shadows in the best plan of each n."""
-        copies: IntArray = (self._targets * self.best_BE).sum(axis=1)
-        return copies
-
-    def least_s(self, plan: ShadowPlan) -> float:
-        """Seconds that the copies of this plan take at least, however its holders share the tokens."""
-        copies = total_copies(plan.shadows, plan.homes, self._costs.transfer)
-        unmoved = pair_volumes(self._layer.tokens, *self._layer.pairs)
-        return float(self._least_s(predict_block(unmoved, copies, self._costs, self._scheduled)))
 
     # ------------------------------------------------------------------ one move
 
     def _move(self, experts: IntArray) -> None:
-        """Move an expert int64 [rows] in each search: its shadows keep their ranks' tokens, residents share the rest in
+        """Move an expert int64 [R] in each search: its shadows keep their ranks' tokens, residents share the rest in
         proportion to what they had."""
-        if not experts.size:
-            return
-        layer, values = self._layer, self._values[self._rows]
-        kept = np.empty((len(experts), layer.tokens.shape[1]), dtype=np.int64)
-        shadows = np.empty(kept.shape, dtype=np.bool_)
-        chosen = np.unique(experts).tolist()
-        for expert in chosen:
-            same = experts == expert if len(chosen) > 1 else slice(None)
-            shadows[same] = self._shadows(expert, values[same])
-            kept[same] = layer.tokens[expert] * shadows[same]
-        self._volumes[:, 0] += kept
-        self._volumes[:, 1] -= kept
+        layer, rows = self._layer, self._rows
+        shadows = np.empty(self._computed.shape, dtype=np.int64)
+        kept = np.empty(self._computed.shape, dtype=np.int64)
+        groups = [(expert, np.flatnonzero(experts == expert)) for expert in dict.fromkeys(experts.tolist())]
+        for expert, same in groups:
+            keys, least = self._order(expert)
+            if len(groups) == 1:
+                np.greater_equal(keys, least[rows, None], out=shadows, casting="unsafe")
+                np.multiply(shadows, layer.tokens[expert], out=kept)
+            else:
+                shadows[same] = visits = (keys >= least[rows[same], None]).astype(np.int64)
+                kept[same] = visits * layer.tokens[expert]
+        self._computed += kept
+        self._sent -= kept
         if self._costs.expert_s:  # else nobody asks for how many experts a rank computes
-            self._volumes[:, 3] += kept > 0
-        for expert in chosen:
-            rows = np.flatnonzero(experts == expert)
-            self._share_rest(expert, rows, layer.load[expert] - kept[rows].sum(axis=1))
-        self._copies += copy_volumes(shadows[:, None], layer.homes[experts][:, None], self._costs.transfer)[:, 0]
-        self._moved[self._rows, experts] = True
+            self._touched += kept > 0
+        rest = layer.load[experts] - kept.sum(axis=1)
+        for expert, same in groups:
+            self._share_rest(expert, same, rest[same])
+        targets = self._targets[rows, experts]
+        self._copies.add(shadows, layer.homes[experts], targets)
+        self._useless[rows, experts] = True
+        self._num_copies[rows] += targets
+        self._made.append((rows, experts))
 
     def _share_rest(self, expert: int, rows: IntArray, rest: IntArray) -> None:
         """Give the residents of an expert int64 [rows] of its tokens instead of all."""
-        holders, before = self._layer.holders[expert]
-        own, load, upto = self._layer.tokens[expert, holders], self._layer.load[expert], np.cumsum(before)
-        after = rest[:, None] * upto // load - rest[:, None] * (upto - before) // load
-        change = [
-            after - before,
-            np.maximum(own - after, 0) - np.maximum(own - before, 0),
-            np.maximum(after - own, 0) - np.maximum(before - own, 0),
-            (after > 0).astype(np.int64) - (before > 0),
-        ]
-        self._volumes[rows[:, None], :, holders] += np.stack(change, axis=-1)
+        holders, before = self._layer.holders(expert)
+        own, upto = self._layer.tokens[expert, holders], before.cumsum()
+        share = rest[:, None] * np.stack([upto, upto - before])[:, None] // self._layer.load[expert]
+        after = share[0] - share[1]
+        fewer = after - before
+        more_sent = np.maximum(own - after, 0) - np.maximum(own - before, 0)
+        where = rows[:, None], holders
+        self._computed[where] += fewer
+        self._sent[where] += more_sent
+        self._received[where] += more_sent + fewer  # computed is own, less sent, and received
+        if self._costs.expert_s:
+            self._touched[where] += (after > 0).astype(np.int64) - (before > 0)
 
-    def _shadows(self, expert: int, values_R: IntArray) -> BoolArray:
-        """bool [R, N]: where an expert goes if it is moved."""
-        if expert not in self._positions:
-            holders, _ = self._layer.holders[expert]
-            tokens = self._layer.tokens[expert].copy()
-            tokens[holders] = np.iinfo(np.int64).max  # residents come last
-            position = np.empty_like(tokens)
-            position[np.argsort(tokens, kind="stable")] = np.arange(len(tokens))
-            position[holders] = -1
-            self._positions[expert] = position
-        shadows: BoolArray = self._positions[expert] >= values_R[:, None]
-        return shadows
+    def _order(self, expert: int) -> tuple[IntArray, IntArray]:
+        """int64 [N] and int64 [B]: if an expert is moved, it is copied to the ranks with keys of at least each n's."""
+        if expert not in self._orders:
+            holders, _ = self._layer.holders(expert)
+            num_ranks = self._layer.placement.num_ranks
+            keys = self._layer.tokens[expert] * num_ranks + np.arange(num_ranks)  # by tokens, ties by rank
+            keys[holders] = np.iinfo(np.int64).max  # residents come last
+            least = np.sort(keys)[np.minimum(self._values, num_ranks - 1)]
+            keys[holders] = -1
+            self._orders[expert] = keys, least
+        return self._orders[expert]
 
     def _predict(self) -> BlockTimes:
-        return predict_block(self._volumes, self._copies, self._costs, self._scheduled)
-
-    def _least_s(self, times: BlockTimes) -> FloatArray:
-        return least_times(self._num_rows, times, self._costs, self._scheduled, self._layer.placement.num_ranks)
+        phases = self._copies.phases
+        exchanged = (self._sent, self._received)
+        return predict_totals(self._computed, self._touched, exchanged, phases, self._costs, self._scheduled)

@@ -9,12 +9,14 @@ Shapes: B values of n searched at once, E experts, N ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.shadow_moves import GreedyMoves, Layer
-from moe_lightning.algorithms.shadows import ShadowPlan, no_shadows, predict_plan
+from moe_lightning.algorithms.shadows import ShadowPlan, no_shadows
 from moe_lightning.errors import ConfigurationError
 
 _MAX_VALUES = 16
@@ -51,16 +53,16 @@ def search_shadows(
     moves = GreedyMoves(layer, costs, _values(placement.num_ranks, skipped_ranks), scheduled)
     moves.make(alpha)
     chosen = int(np.argmin(moves.best_s))
-    best = ShadowPlan(shadows=moves.shadows(chosen), homes=layer.homes, quota_rule="local")
-    plans = [no_shadows(tokens, placement), best]
-    seconds = [float(moves.unmoved_s), float(predict_plan(tokens, placement, best, costs, scheduled).total_s)]
+    nothing = ShadowPlan(shadows=np.zeros(tokens.shape, dtype=np.bool_), homes=layer.homes)
+    plans = [nothing, replace(nothing, shadows=moves.shadows(chosen))]
+    seconds = [float(moves.unmoved_s), layer.predict_s(plans[1], costs, scheduled)]
     # Balanced quotas cost more to find, so only two plans are tried with them: the best and the one with most shadows.
     widest = int(np.argmax(moves.num_copies))
     for index in dict.fromkeys((chosen, widest)):
-        plan = ShadowPlan(shadows=moves.shadows(index), homes=layer.homes, quota_rule="balanced")
-        if moves.least_s(plan) < min(seconds):
+        plan = replace(nothing, shadows=moves.shadows(index), quota_rule="balanced")
+        if layer.least_s(plan, costs, scheduled) < min(seconds):
             plans.append(plan)
-            seconds.append(float(predict_plan(tokens, placement, plan, costs, scheduled).total_s))
+            seconds.append(layer.predict_s(plan, costs, scheduled))
     return plans[int(np.argmin(seconds))]
 
 
@@ -74,9 +76,9 @@ def _values(num_ranks: int, skipped_ranks: int | None) -> IntArray:
 
 
 def _check(tokens: IntArray, placement: Placement, skipped_ranks: int | None, alpha: float) -> None:
-    if tokens.shape != placement.replicas.shape:
+    if tokens.shape != placement.pairs.shape:
         raise ConfigurationError(
-            f"tokens {tokens.shape} do not fit a placement of {placement.replicas.shape} (experts, ranks)"
+            f"tokens {tokens.shape} do not fit a placement of {placement.pairs.shape} (experts, ranks)"
         )
     if alpha < 0:
         raise ConfigurationError(f"alpha={alpha} can never be met: use 0 or more")

@@ -14,17 +14,18 @@ from typing import Literal
 
 import numpy as np
 
+from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.algorithms.performance_model import (
     BlockCosts,
     BlockTimes,
     BoolArray,
     FloatArray,
+    pair_volumes,
     predict_block,
     total_copies,
-    total_volumes,
 )
-from moe_lightning.algorithms.placement import IntArray, Placement
-from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.quota import balanced_quota, balanced_split
 from moe_lightning.errors import ConfigurationError
 
 QuotaRule = Literal["local", "balanced"]
@@ -58,13 +59,14 @@ class ShadowPlan:
 
     def check(self, placement: Placement) -> None:
         """Raise ConfigurationError where the plan was made for another placement."""
-        if self.shadows.shape != placement.replicas.shape:
+        pairs = placement.pairs
+        if self.shadows.shape != pairs.shape:
             raise ConfigurationError(
                 f"a shadow plan for {self.shadows.shape} (experts, ranks) does not fit a placement of "
-                f"{placement.replicas.shape}: plan again after a new placement"
+                f"{pairs.shape}: plan again after a new placement"
             )
-        resident = placement.replicas > 0
-        if (self.shadows & resident).any() or not resident[np.arange(len(self.homes)), self.homes].all():
+        at_home = np.unique(pairs.experts[pairs.ranks == self.homes[pairs.experts]])
+        if self.shadows[pairs.experts, pairs.ranks].any() or len(at_home) < len(self.homes):
             raise ConfigurationError(
                 "the shadow plan names homes of another placement: plan again after a new placement"
             )
@@ -74,12 +76,12 @@ def choose_homes(placement: Placement, load: IntArray) -> IntArray:
     """int64 [E]: the holder that speaks for each expert; hot experts first, to the holder that speaks for fewest."""
     homes = np.zeros(placement.num_experts, dtype=np.int64)
     duties = np.zeros(placement.num_ranks, dtype=np.int64)
-    experts, ranks = np.divmod(np.flatnonzero(placement.replicas != 0), placement.num_ranks)
-    holders_of = np.split(ranks, np.searchsorted(experts, np.arange(1, placement.num_experts)))
+    ranks, starts = placement.pairs.ranks, placement.pairs.starts.tolist()
     for expert in np.argsort(-load, kind="stable").tolist():
-        holders = holders_of[expert]
-        homes[expert] = holders[np.argmin(duties[holders])]
-        duties[homes[expert]] += 1
+        holders = ranks[starts[expert] : starts[expert + 1]]
+        home = holders[duties[holders].argmin()]
+        homes[expert] = home
+        duties[home] += 1
     return homes
 
 
@@ -108,40 +110,50 @@ def predict_plan(
     tokens: IntArray, placement: Placement, plan: ShadowPlan, costs: BlockCosts, scheduled: bool = True
 ) -> BlockTimes:
     """Predicted seconds of a block under a plan, for tokens int64 [E, N]."""
-    volumes = _plan_volumes(tokens, placement, plan)
-    copies = total_copies(plan.shadows, plan.homes, costs.transfer)
-    return predict_block(volumes, copies, costs, scheduled)
-
-
-def _plan_volumes(tokens: IntArray, placement: Placement, plan: ShadowPlan) -> IntArray:
-    """int64 [4, N]: `total_volumes` of `shadow_quota`, without the table where shadows keep their ranks' tokens."""
-    if plan.quota_rule == "balanced" or not plan.num_copies:
-        return total_volumes(tokens, shadow_quota(tokens, placement, plan))
     plan.check(placement)
+    volumes = plan_volumes(tokens, placement.pairs, plan, tokens.sum(axis=1), tokens.sum(axis=0))
+    return predict_block(volumes, total_copies(plan.shadows, plan.homes, costs.transfer), costs, scheduled)
+
+
+def plan_volumes(tokens: IntArray, residents: Pairs, plan: ShadowPlan, load: IntArray, own: IntArray) -> IntArray:
+    """int64 [4, N]: `total_volumes` of `shadow_quota`, without tables of all experts and ranks.
+
+    Args:
+        tokens: int64 [E, N].
+        residents: of a placement that the plan was made for.
+        plan: shadows.
+        load: int64 [E], tokens of each expert.
+        own: int64 [N], tokens of each rank.
+    """
+    if plan.quota_rule == "balanced" and plan.num_copies:
+        holders = residents.joined(plan.shadows)
+        return pair_volumes(tokens, holders, balanced_split(load, holders), own)
     moved = np.flatnonzero(plan.shadows.any(axis=1))
-    kept = tokens[moved] * plan.shadows[moved]
-    rest = tokens.sum(axis=1)
+    kept = tokens[moved]
+    kept *= plan.shadows[moved]
+    rest = load.copy()
     rest[moved] -= kept.sum(axis=1)
-    volumes = total_volumes(tokens, balanced_quota(rest, placement.replicas))
+    volumes = pair_volumes(tokens, residents, balanced_split(rest, residents), own)
     at_home = kept.sum(axis=0)
     volumes[0] += at_home
     volumes[1] -= at_home
-    volumes[3] += (kept > 0).sum(axis=0)
+    volumes[3] += np.count_nonzero(kept, axis=0)
     return volumes
 
 
 def no_shadows(tokens: IntArray, placement: Placement) -> ShadowPlan:
     """Only residents compute."""
     return ShadowPlan(
-        shadows=np.zeros(placement.replicas.shape, dtype=np.bool_), homes=choose_homes(placement, tokens.sum(axis=1))
+        shadows=np.zeros(placement.pairs.shape, dtype=np.bool_), homes=choose_homes(placement, tokens.sum(axis=1))
     )
 
 
 def top_shadows(tokens: IntArray, placement: Placement, count: int) -> ShadowPlan:
     """The `count` experts with most tokens, everywhere: the top-2 and top-3 policies that Pro-Prophet compares with."""
-    shadows = np.zeros(placement.replicas.shape, dtype=np.bool_)
+    shadows = np.zeros(placement.pairs.shape, dtype=np.bool_)
     shadows[np.argsort(-tokens.sum(axis=1), kind="stable")[:count]] = True
-    return ShadowPlan(shadows=shadows & (placement.replicas == 0), homes=choose_homes(placement, tokens.sum(axis=1)))
+    shadows[placement.pairs.experts, placement.pairs.ranks] = False
+    return ShadowPlan(shadows=shadows, homes=choose_homes(placement, tokens.sum(axis=1)))
 
 
 def fastermoe_shadows(tokens: IntArray, placement: Placement, costs: BlockCosts) -> ShadowPlan:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.performance_model import BoolArray
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.algorithms.replica_placement import ONE_TOKEN
 
 
@@ -27,35 +27,36 @@ class SlotTable:
         cluster: ranks, nodes and slots.
 
     Attributes:
-        replicas: int64 [E, N] of 0 and 1.
-        holders: of each expert, how many ranks hold it.
+        holders: of each expert, the ranks that hold it.
         on_nodes: of each expert, how many of a node's ranks hold it, for the nodes where any does.
-        free: int64 [N], free slots.
+        free: of each rank, free slots.
     """
 
     def __init__(self, load: IntArray, cluster: Cluster) -> None:
-        self.replicas = np.zeros((len(load), cluster.num_ranks), dtype=np.int64)
-        self.holders = [0] * len(load)
+        self.holders: list[set[int]] = [set() for _ in load]
         self.on_nodes: list[dict[int, int]] = [{} for _ in load]
-        self.free = np.full(cluster.num_ranks, cluster.slots_per_rank)
+        self.free = [cluster.slots_per_rank] * cluster.num_ranks
         self._load: list[int] = load.tolist()
-        self._cluster = cluster
         self._node_of = cluster.node_of
-        self._ranks_of = [np.array(ranks) for ranks in cluster.ranks_by_node()]
+
+    @property
+    def pairs(self) -> Pairs:
+        """Who holds what."""
+        experts = np.repeat(np.arange(len(self.holders)), [len(ranks) for ranks in self.holders])
+        ranks = np.fromiter(chain.from_iterable(self.holders), dtype=np.int64, count=len(experts))
+        return Pairs.of_replicas(experts, ranks, (len(self.holders), len(self.free)))
 
     def put(self, expert: int, rank: int) -> None:
         """Let a rank with a free slot hold an expert that it lacks."""
-        node = self._node_of[rank]
-        self.replicas[expert, rank] = 1
-        self.holders[expert] += 1
-        self.on_nodes[expert][node] = self.on_nodes[expert].get(node, 0) + 1
+        node, nodes = self._node_of[rank], self.on_nodes[expert]
+        self.holders[expert].add(rank)
+        nodes[node] = nodes.get(node, 0) + 1
         self.free[rank] -= 1
 
     def take(self, expert: int, rank: int) -> None:
         """Undo `put`."""
         node, nodes = self._node_of[rank], self.on_nodes[expert]
-        self.replicas[expert, rank] = 0
-        self.holders[expert] -= 1
+        self.holders[expert].remove(rank)
         nodes[node] -= 1
         if not nodes[node]:
             del nodes[node]
@@ -73,63 +74,95 @@ class SlotTable:
         short = [expert for expert, nodes in enumerate(self.on_nodes) if len(nodes) < floor]
         if not short:
             return
-        crowd = np.array([self._share(expert) for expert in range(len(self._load))]) @ self.replicas
+        crowd = [0] * len(self.free)
+        for expert, ranks in enumerate(self.holders):
+            for rank in ranks:
+                crowd[rank] += self._share(expert)
+        idle = [(carried, rank) for rank, carried in enumerate(crowd) if self.free[rank]]
+        heapq.heapify(idle)  # ranks with a free slot; entries with another crowd are out of date
         for expert in sorted(short, key=lambda expert: (-self._load[expert], expert)):
             while len(self.on_nodes[expert]) < floor:
-                elsewhere = np.ones(len(self.free), dtype=np.bool_)
-                for node in self.on_nodes[expert]:
-                    elsewhere[self._ranks_of[node]] = False
-                open_ranks = np.flatnonzero(elsewhere & (self.free > 0))
-                if open_ranks.size:
-                    rank = int(open_ranks[np.argmin(crowd[open_ranks])])
-                else:
-                    surplus = self._surplus_replica(elsewhere, floor)
+                open_rank = self._open_rank(expert, crowd, idle)
+                if open_rank is None:
+                    surplus = self._surplus_replica(expert, floor)
                     if surplus is None:
                         break
-                    loser, rank = surplus
-                    self._change(self.take, loser, rank, crowd)
-                self._change(self.put, expert, rank, crowd)
+                    loser, open_rank = surplus
+                    self._change(self.take, loser, open_rank, crowd, idle)
+                self._change(self.put, expert, open_rank, crowd, idle)
 
-    def _change(self, put_or_take: Callable[[int, int], None], expert: int, rank: int, crowd: IntArray) -> None:
-        """Put or take a replica, and move the shares of all holders in the crowd int64 [N]."""
-        crowd -= self.replicas[expert] * self._share(expert)
+    def _open_rank(self, expert: int, crowd: list[int], idle: list[tuple[int, int]]) -> int | None:
+        """The rank that carries least of those with a free slot on a node without the expert; ties to the lowest."""
+        passed: list[tuple[int, int]] = []
+        found = None
+        while idle and found is None:
+            carried, rank = heapq.heappop(idle)
+            if carried == crowd[rank] and self.free[rank] and (carried, rank) not in passed[-1:]:
+                passed.append((carried, rank))
+                if self._node_of[rank] not in self.on_nodes[expert]:
+                    found = rank
+        for entry in passed:
+            heapq.heappush(idle, entry)
+        return found
+
+    def _change(
+        self,
+        put_or_take: Callable[[int, int], None],
+        expert: int,
+        rank: int,
+        crowd: list[int],
+        idle: list[tuple[int, int]],
+    ) -> None:
+        """Put or take a replica, and move the shares of all holders in the crowd of each rank."""
+        before = self._share(expert)
+        touched = {*self.holders[expert], rank}
+        for holder in self.holders[expert]:
+            crowd[holder] -= before
         put_or_take(expert, rank)
-        crowd += self.replicas[expert] * self._share(expert)
+        share = self._share(expert)
+        for holder in self.holders[expert]:
+            crowd[holder] += share
+        for holder in touched:
+            if self.free[holder]:
+                heapq.heappush(idle, (crowd[holder], holder))
 
     def _share(self, expert: int) -> int:
         """Tokens of an expert for each holder, in fixed point."""
-        return self._load[expert] * ONE_TOKEN // max(1, self.holders[expert])
+        return self._load[expert] * ONE_TOKEN // max(1, len(self.holders[expert]))
 
-    def _surplus_replica(self, allowed: BoolArray, floor: int) -> tuple[int, int] | None:
-        """(expert, rank) of the replica with the smallest share that protection can spare on the allowed ranks bool
-        [N]; ties to the lowest expert, then the lowest rank."""
+    def _surplus_replica(self, needy: int, floor: int) -> tuple[int, int] | None:
+        """(expert, rank) of the replica with the smallest share that protection can spare on nodes without the needy
+        expert; ties to the lowest expert, then the lowest rank."""
+        avoided = self.on_nodes[needy]
         spare = [
-            (self._load[expert] / self.holders[expert], expert)
+            (self._load[expert] / len(self.holders[expert]), expert)
             for expert, nodes in enumerate(self.on_nodes)
-            if len(nodes) > floor or self.holders[expert] > len(nodes)
+            if len(nodes) > floor or len(self.holders[expert]) > len(nodes)
         ]
         heapq.heapify(spare)
         while spare:
             expert = heapq.heappop(spare)[1]
             nodes = self.on_nodes[expert]
-            for rank in np.flatnonzero(allowed & (self.replicas[expert] > 0)).tolist():
-                if len(nodes) > floor or nodes[self._node_of[rank]] > 1:
+            for rank in sorted(self.holders[expert]):
+                node = self._node_of[rank]
+                if node not in avoided and (len(nodes) > floor or nodes[node] > 1):
                     return expert, rank
         return None
 
     def fill(self) -> None:
         """Every free slot takes the expert with most tokens per holder that its rank lacks; ties to the lowest."""
         books = enumerate(zip(self._load, self.holders, strict=True))
-        need = [(-load / holders, expert) for expert, (load, holders) in books]
+        need = [(-load / len(ranks), expert) for expert, (load, ranks) in books]
         heapq.heapify(need)
-        for rank in np.flatnonzero(self.free).tolist():
+        for rank, free in enumerate(self.free):
             held = []
-            while need and self.free[rank]:
+            while free and need:
                 most = heapq.heappop(need)
                 expert = most[1]
-                if not self.replicas[expert, rank]:
+                if rank not in self.holders[expert]:
                     self.put(expert, rank)
-                    most = (-self._load[expert] / self.holders[expert], expert)
+                    free -= 1
+                    most = (-self._load[expert] / len(self.holders[expert]), expert)
                 held.append(most)
             for entry in held:
                 heapq.heappush(need, entry)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lightning.algorithms.pairs import Pairs
 from moe_lightning.algorithms.parts import cut
 from moe_lightning.algorithms.placement import (
     Placement,
@@ -56,6 +57,28 @@ def test_holders_owners_and_slots_agree(num_experts: int, num_ranks: int, seed: 
         assert placement.owners()[expert] == holders[0]
         assert all(expert in placement.experts_on(n) for n in holders)
     assert sum(len(placement.experts_on(n)) for n in range(num_ranks)) == (table > 0).sum()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_a_placement_is_the_same_from_a_table_and_from_its_replicas(
+    num_experts: int, num_ranks: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    table = rng.integers(0, 3, (num_experts, num_ranks))
+    table[:, 0] += 1
+    cells = rng.permutation(np.repeat(np.arange(table.size), table.reshape(-1)))  # one for each replica, in any order
+    listed = Placement.of_pairs(Pairs.of_replicas(cells // num_ranks, cells % num_ranks, table.shape))
+    assert listed == Placement(replicas=table)
+    assert hash(listed) == hash(Placement(replicas=table))
+    assert (listed.replicas == table).all()
+    assert not listed.replicas.flags.writeable
+    order = rng.permutation(num_ranks)
+    assert (listed.renamed(order).replicas == table[:, order]).all()
+    visits = (rng.random(table.shape) < 0.4) & (table == 0)
+    assert (listed.pairs.joined(visits).table() == table + visits).all()
+    table[0, 0] += 1
+    assert listed != Placement(replicas=table)
 
 
 def test_placements_are_values() -> None:

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.packing import packed_placement
 from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.errors import ConfigurationError
 from tests.unit.flows import max_flow
@@ -123,6 +125,19 @@ def test_hot_neighbours_are_relieved_to_the_optimum_at_256_experts_on_64_ranks(p
     tokens, replicas = _popular(generator, 256), place(generator, 256, 64)
     peak = int(balanced_quota(tokens, replicas).sum(axis=0).max())
     assert not fits(tokens, replicas, peak * 128 // 129 - 1)
+
+
+@pytest.mark.parametrize(("seed", "num_experts", "slots"), [(2, 400, 4), (3, 400, 4), (5, 256, 4)])
+def test_loads_that_drifted_since_they_were_packed_on_256_ranks_are_split_to_two_percent(
+    seed: int, num_experts: int, slots: int
+) -> None:
+    """Packed experts are cut by one rank after the other: relief has to travel along chains of dozens of ranks."""
+    generator = np.random.default_rng(seed)
+    packed = (generator.dirichlet(np.full(num_experts, 0.3)) * 2**26).astype(np.int64)
+    replicas = packed_placement(packed, Cluster.of(256, slots, 8), 2).replicas
+    tokens = (packed * generator.lognormal(0.0, 0.3, num_experts)).astype(np.int64)
+    peak = int(balanced_quota(tokens, replicas).sum(axis=0).max())
+    assert not fits(tokens, replicas, peak * 100 // 102 - 1)
 
 
 def test_two_hot_experts_on_one_rank_are_spread():
