@@ -22,18 +22,17 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.algorithms.ledger import worst_case_plt
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
-from moe_lightning.callbacks.dynamic_k import DynamicK
+from moe_lightning.callbacks.checkpoint_budget import bound_cost, choose_k, count_losses, planned_steps
 from moe_lightning.callbacks.load_balancer import LoadBalancer
+from moe_lightning.checkpoint.agent_control import warnings_of
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.fence import enter_world, next_world
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.recovery_sources import RecoverySources
 from moe_lightning.checkpoint.session import CheckpointSession, CheckpointSettings
-from moe_lightning.checkpoint.source import CheckpointSource
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
@@ -53,8 +52,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         dirpath: directory of the checkpoints of this run.
         every_n_steps: optimizer steps between checkpoints; "auto" after the first one takes the interval that costs
             least (MoC 5.3), never shorter than writing takes.
-        k_snapshot, k_persist, order, scopes, keep_last, failures_per_hour, fallback_dir, windows: see
-            CheckpointSettings.
+        k_snapshot, k_persist, order, scopes, keep_last, verify_within, copies_on_storage, failures_per_hour,
+            fallback_dir, windows: see CheckpointSettings.
         save_on_train_end: save every expert when training ends, so that a resume loses nothing.
         timeout_s: longest wait for the last checkpoint to be written.
 
@@ -77,6 +76,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         order: Order = "sequential",
         scopes: str | Iterable[str] = "full",
         keep_last: PositiveInt = 2,
+        verify_within: PositiveInt = 8,
+        copies_on_storage: PositiveInt | None = None,
         failures_per_hour: Coefficient = 0.0,
         fallback_dir: str | None = None,
         windows: Literal["any", "scheduled"] = "any",
@@ -90,6 +91,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             order=order,
             scopes=scopes if isinstance(scopes, str) else tuple(scopes),
             keep_last=keep_last,
+            verify_within=verify_within,
+            copies_on_storage=copies_on_storage,
             failures_per_hour=failures_per_hour,
             fallback_dir=fallback_dir,
             windows=windows,
@@ -117,8 +120,17 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
 
     @override
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
-        """What ckpt_path="last" may choose from."""
-        return {str(self._root)} if self._root.is_dir() and checkpoints(self._root) else set()
+        """What ckpt_path="last" may choose from, the same on every rank; collective."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, ExpertParallelStrategy):
+            return set()  # `setup` says that it needs another one
+
+        def look() -> bool:
+            if trainer.state.fn == "fit":
+                self.enter_root(strategy)
+            return self._root.is_dir() and bool(checkpoints(self._root))
+
+        return {str(self._root)} if strategy.decide(look) else set()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -126,14 +138,15 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             raise ConfigurationError(
                 f"PartialExpertsCheckpoint needs strategy='expert_parallel', not {type(trainer.strategy).__name__}"
             )
-        elastic = trainer.strategy.elastic
-        is_member = elastic is None or (elastic.members is not None and not elastic.is_newcomer)
-        if stage == "fit" and is_member and trainer.is_global_zero:  # the others wait for this hook before they load
-            self._enter_root(trainer.strategy)
+        if stage == "fit":  # rank 0 looks for what all load, and does so after this hook
+            self.enter_root(trainer.strategy)
 
-    def _enter_root(self, strategy: ExpertParallelStrategy) -> None:
-        """This world may resume from what is in the directory: older ones commit nothing there from now on."""
-        if self._root.is_dir() and run_of(self._root) is not None:
+    def enter_root(self, strategy: ExpertParallelStrategy) -> None:
+        """This world may resume from what is in the directory: older ones commit nothing there from now on. Rank 0
+        says so for all; who waits to join a running world does not."""
+        elastic = strategy.elastic
+        is_member = elastic is None or (elastic.members is not None and not elastic.is_newcomer)
+        if is_member and strategy.is_global_zero and self._root.is_dir() and run_of(self._root) is not None:
             number = strategy.world_number or self._world_number or next_world(self._root)
             enter_world(self._root, number)
             self._world_number = number if strategy.elastic is None else 0
@@ -170,7 +183,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             node=strategy.node_name,
             fallback=Path(self.settings.fallback_dir or self._root.absolute()),
             report=rank_zero_warn,
-            enter=partial(self._enter_root, strategy),
+            enter=partial(self.enter_root, strategy),
         )
 
     def settle_snapshots(self) -> None:
@@ -288,7 +301,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             self.books.ledger.record(counted)
         self._counts = None
         self._adapt(trainer)
-        self._bound_cost(trainer)
+        if self.books is not None:
+            bound_cost(trainer, self.session, self.books, order=self.settings.order)
         self._is_interrupted = False
         self.session.save(trainer.global_step, self.books, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
@@ -318,7 +332,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             self.books.reassign(state.owners())
         elif state.num_experts and counted is not None:
             steps_counted = max(1, trainer.global_step - max(0, self._saved_at))
-            planned = counted.sum(axis=1) // steps_counted * _planned_steps(trainer)
+            planned = counted.sum(axis=1) // steps_counted * planned_steps(trainer)
             scopes = parse_scopes(self.settings.scopes)
             self.books = state.books(planned.clip(min=1), scopes=scopes, order=self.settings.order)
             if self._received_books is not None:
@@ -342,56 +356,14 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             self._world_number = self.session.world_number
         if self.books is not None:
             if restored is not None and restored.keys("ledger"):
-                self._lost_plt += self._count_losses(restored)
+                self._lost_plt += count_losses(self.books, restored)
             self._choose_k(trainer, self._lost_plt)
             self._lost_plt = 0.0
+        strategy.release_restored()
 
     def _choose_k(self, trainer: pl.Trainer, lost: float) -> None:
-        """Let a DynamicK callback, where there is one, raise K: for this interval, and after a restore that lost
-        tokens."""
-        dynamic = _dynamic_k(trainer)
-        if dynamic is None:
-            return
         assert self.session is not None
-        session, interval, total_steps = self.session, self._interval(), _planned_steps(trainer)
-
-        def predicted_plt(k: int) -> float:
-            if self.settings.order != "sequential":
-                return 0.0  # there is no bound: `_bound_cost` looks at every checkpoint
-            copied = max(k, session.k_snapshot)
-            return worst_case_plt(
-                num_experts=session.num_experts, k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
-            )
-
-        k = dynamic.start(k0=session.k_persist, num_experts=session.num_experts, predicted_plt=predicted_plt)
-        if lost:
-            k = dynamic.after_fault(lost)
-        if k > self.session.k_persist:
-            rank_zero_warn(
-                f"DynamicK writes {k} experts of each layer instead of {self.session.k_persist}: with fewer, the next "
-                f"fault could bring the lost tokens above {100 * dynamic.threshold:.2f} percent"
-            )
-        self.session.raise_k(k)
-
-    def _count_losses(self, restored: CheckpointSource) -> float:
-        """Account for experts that came back older than the checkpoint; the PLT that this restore cost."""
-        assert self.books is not None
-        lost = self.books.restore(restored.read_object("ledger"), restored.step, restored.expert_versions())
-        if lost.any():
-            stale = int((lost > 0).sum())
-            rank_zero_warn(
-                f"{stale} experts were restored from older versions: {int(lost.sum())} assignments lost, "
-                f"PLT {100 * self.books.ledger.plt:.3f} percent so far"
-            )
-        return self.books.ledger.plt_of(lost.sum(axis=1))
-
-    def _bound_cost(self, trainer: pl.Trainer) -> None:
-        """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
-        dynamic, books, session = _dynamic_k(trainer), self.books, self.session
-        if dynamic is None or books is None or session is None or self.settings.order == "sequential":
-            return
-        cost = lambda k: books.cost(books.plan(max(k, session.k_snapshot), k))  # noqa: E731
-        session.raise_k(dynamic.before_checkpoint(cost))
+        choose_k(trainer, self.session, order=self.settings.order, interval=self._interval(), lost=lost)
 
     def _adapt(self, trainer: pl.Trainer) -> None:
         assert self.session is not None
@@ -420,8 +392,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             metrics |= {f"copied_{window.value}_bytes": size for window, size in report.copied_by_window.items()}
         if status.committed_step is not None:
             metrics |= {"persist_ms": 1e3 * status.persist_s, "persist_bytes": status.persist_bytes}
-        if status.error is not None:
-            rank_zero_warn(f"the last checkpoint could not be written: {status.error}")
+        for warning in warnings_of(status):
+            rank_zero_warn(warning)
         for logger in trainer.loggers:
             logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()}, trainer.global_step)
 
@@ -455,16 +427,3 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
                 is_broken=lambda: elastic is not None and elastic.engine.reason is not None,
             )
             self.best_model_path = self.last_model_path = status.committed_path or ""
-
-
-def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:
-    return next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]
-
-
-def _planned_steps(trainer: pl.Trainer) -> int:
-    steps = trainer.estimated_stepping_batches
-    if steps == float("inf"):
-        raise ConfigurationError(
-            "the proportion of lost tokens needs the length of the training: give the Trainer max_steps or max_epochs"
-        )
-    return int(steps)

@@ -21,20 +21,33 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_lightning.checkpoint.agent_control import LOCK, STATUS, STOP, AgentStatus
-from moe_lightning.checkpoint.agreement import Agreement, agreed_step, propose
+from moe_lightning.checkpoint.agent_control import LOCK, STATUS, STOP, AgentStatus, record_root
+from moe_lightning.checkpoint.agreement import Agreement, propose
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.buffers import TripleBuffer, newest_common
 from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part
-from moe_lightning.checkpoint.durable import lock_exclusively, write_durably
+from moe_lightning.checkpoint.durable import identity_of, lock_exclusively, write_durably
 from moe_lightning.checkpoint.fence import Superseded, check_world, staging_path
+from moe_lightning.checkpoint.own_root import Elsewhere, OwnRoot
+from moe_lightning.checkpoint.persist_job import (
+    Job,
+    interrupted_job,
+    is_superseded,
+    left_behind,
+    next_job,
+    others_went_on,
+    passed_by,
+    session_of,
+    waits_for_newer_session,
+)
 from moe_lightning.checkpoint.room import ARENAS, rank_of
-from moe_lightning.checkpoint.store import checkpoints, write_part
-from moe_lightning.checkpoint.table import Table
+from moe_lightning.checkpoint.scrubbing import Scrubber
+from moe_lightning.checkpoint.store import read_manifest, write_part
 from moe_lightning.errors import CheckpointError
 
 _HOPE_S = 0.2
@@ -44,21 +57,6 @@ _LAST_ATTEMPTS = 3
 """Failures in a row after which an agent that should leave gives up."""
 
 
-@dataclass
-class _Job:
-    """A step that is being persisted on this node."""
-
-    session: str
-    step: int
-    world: int
-    world_size: int
-    began: float
-    agreed: int | None = None  # with other nodes: this step's snapshot is the first of that step or later
-    written: set[Path] = field(default_factory=set)
-    nbytes: int = 0
-    checked: float = 0.0
-
-
 class Agent:
     """The agent's loop.
 
@@ -66,10 +64,14 @@ class Agent:
         arenas: directory of the arena files.
         root: directory of the checkpoints.
         keep_last: whole checkpoints to keep.
+        verify_within: commits within which every carried file is read again.
+        copy_every: every so many commits all experts are written to files of their own, and pruning keeps a checkpoint
+            that shares none of its files with the newest one; 0: never.
         poll_s: pause between two looks at the arenas.
         grace_s: after the last worker's death, how long to wait for new ones before exiting.
         retry_s: pause after a failed attempt; it doubles with every further one, up to a minute.
         commit_timeout_s: how long to wait for the parts of other nodes.
+        identity: of the very directory that the snapshots are for (`identity_of`); None: of the one that is there.
     """
 
     def __init__(
@@ -78,17 +80,22 @@ class Agent:
         root: Path,
         *,
         keep_last: int = 2,
+        verify_within: int = 8,
+        copy_every: int = 0,
         poll_s: float = 0.02,
         grace_s: float = 30.0,
         retry_s: float = 1.0,
         commit_timeout_s: float = 600.0,
+        identity: str | None = None,
     ) -> None:
         self.arenas_path, self.root, self.keep_last = arenas, root, keep_last
         self.poll_s, self.grace_s, self.retry_s, self.commit_timeout_s = poll_s, grace_s, retry_s, commit_timeout_s
+        self.copy_every, self._own_root = copy_every or None, OwnRoot(root, identity)
+        self._scrubber = Scrubber(verify_within)
         self.status = AgentStatus()
         self._arenas: dict[Path, Arena] = {}
         self._damaged: set[Path] = set()  # arenas that were passed over
-        self._job: _Job | None = None
+        self._job: Job | None = None
         self._retry_at = 0.0
         self._failures = 0  # in a row
         self._seen: tuple[list[tuple[TripleBuffer, bool]], Agreement | None] | None = None
@@ -113,7 +120,7 @@ class Agent:
                 return self._leave()  # somebody took the node's snapshots away
             if (told or gone) and not busy and (self._failures >= _LAST_ATTEMPTS or not self._pending()):
                 return self._leave()
-            if not busy:
+            if not busy and (told or not self.scrub()):
                 time.sleep(self.poll_s)
 
     def stop(self) -> None:
@@ -126,6 +133,8 @@ class Agent:
         if time.monotonic() < self._retry_at:
             return False
         try:
+            if self._job is not None or any(_has_work(arena) for arena in self._arenas.values()):
+                self._own_root.check()
             self._take_up()
             if self._finish():  # perhaps an agent before this one, or another node's, wrote everything
                 return True
@@ -137,11 +146,21 @@ class Agent:
             return written
         except (OSError, CheckpointError) as error:
             # A newer world takes directories away, which shows in many ways.
-            if self._job is not None and self._stands_aside(self._job.world):
+            is_own = not isinstance(error, Elsewhere)
+            if is_own and self._job is not None and self._stands_aside(self._job.world):
                 return True
             # Storage may recover; a snapshot that makes no whole checkpoint stays as it is.
-            self._fail(_sentence(error, self.root), keep=isinstance(error, OSError) or self._failures < _LAST_ATTEMPTS)
+            keep = isinstance(error, OSError) or self._failures < _LAST_ATTEMPTS
+            self._fail(_sentence(error, self.root), keep=keep, withdraw=is_own)
             return True
+
+    def scrub(self) -> bool:
+        """Read a little of what checkpoints carry over, and report damage; False where nothing is left to be read."""
+        has_read = self._scrubber.work()
+        for problem in self._scrubber.problems[self.status.damaged :]:
+            print(problem, flush=True)
+            self._report(replace(self.status, damage=problem, damaged=len(self._scrubber.problems)))
+        return has_read
 
     # --- steps of a round -------------------------------------------------------------------------------------------
 
@@ -170,46 +189,15 @@ class Agent:
         seen = (states, Agreement.read(self.root) if any(state.waiting for state, _ in states) else None)
         if self._job is None and seen != self._seen:  # otherwise there was nothing to do, and tables are long
             self._seen = seen
-            self._job = self._interrupted_job() or self._next_job()
+            self._job = interrupted_job(self._arenas.values()) or next_job(self.root, *self._current())
         job = self._job
         if job is None:
             return
         for arena in self._arenas.values():
             state = arena.state
             index = state.waiting.get(job.step)
-            if state.persisting is None and index is not None and _session(arena.table(index)) == job.session:
+            if state.persisting is None and index is not None and session_of(arena.table(index)) == job.session:
                 arena.transition(lambda s: s.start_persist(job.step) if job.step in s.waiting else s)
-
-    def _interrupted_job(self) -> _Job | None:
-        """A persist that an agent before this one began."""
-        for arena in self._arenas.values():
-            index = arena.state.persisting
-            if index is not None:
-                table = arena.table(index)
-                if table is not None:
-                    return _Job(table.session, table.step, table.world, table.world_size, time.monotonic())
-                arena.transition(lambda s: s.fail_persist() if s.persisting is not None else s)
-        return None
-
-    def _next_job(self) -> _Job | None:
-        session, arenas = self._current()
-        if session is None:
-            return None
-        tables = [[t for t in arena.waiting_tables() if t.session == session] for arena in arenas]
-        step = newest_common([t.step for t in ts] for ts in tables)
-        known = next(((t.world, t.world_size) for ts in tables for t in ts), None)
-        if known is None:
-            return None  # what waited a moment ago has given way to a newer snapshot
-        world, world_size = known
-        if len(arenas) >= world_size:
-            return None if step is None else _Job(session, step, world, world_size, time.monotonic())
-        if any(all(t.session != session for t in arena.tables()) for arena in arenas):
-            return None  # a rank has only just come to this session
-        step = agreed_step(self.root, session, arenas, step, world=world)
-        if step is None:
-            return None
-        agreed = Agreement.read(self.root)
-        return _Job(session, step, world, world_size, time.monotonic(), agreed.step if agreed is not None else None)
 
     def _current(self) -> tuple[str | None, list[Arena]]:
         """The newest session of which a snapshot waits, and the arenas of its ranks; None where nothing waits that is
@@ -219,18 +207,10 @@ class Agent:
         if session is None:
             return None, []
         world = max(table.world for table in waiting if table.session == session)
-        if self._stands_aside(world) or self._is_superseded(session):
+        if self._stands_aside(world) or is_superseded(self.root, session):
             return None, []
-        left = self._left_behind(session)
+        left = left_behind(self._arenas, session)
         return session, [arena for path, arena in self._arenas.items() if path not in left]
-
-    def _left_behind(self, session: str) -> list[Path]:
-        """Arenas of ranks that are no longer of this world: dead, and with snapshots of older sessions only."""
-        return [
-            path
-            for path, arena in self._arenas.items()
-            if not arena.writer_alive and all(table.session < session for table in arena.tables())
-        ]
 
     def _write(self) -> bool:
         """Write the parts of all ranks of this node that are P and not written yet."""
@@ -246,7 +226,9 @@ class Agent:
         if not todo:
             return False
         with ThreadPoolExecutor(max_workers=min(4, len(todo))) as pool:
-            parts = pool.map(lambda item: write_part(self.root, item[2], item[1].payload), todo)
+            damaged = frozenset(self._scrubber.damaged)
+            write = partial(write_part, self.root, damaged=damaged, copy_every=self.copy_every)
+            parts = pool.map(lambda item: write(item[2], item[1].payload), todo)
             for (path, _, _), part in zip(todo, parts, strict=True):
                 job.written.add(path)
                 job.nbytes += sum(record.nbytes for record in part.files.values())
@@ -262,6 +244,7 @@ class Agent:
             return False
         self._end_job(success=True)
         self._failures = 0
+        self._own_root.made()
         persist_s = time.monotonic() - job.began
         self._report(
             replace(
@@ -274,15 +257,26 @@ class Agent:
                 error=None,
             )
         )
-        for path in self._left_behind(job.session):
+        for path in left_behind(self._arenas, job.session):
             self._let_go(path, delete=True)
         agreed = Agreement.read(self.root)
         if agreed is not None and agreed.session == job.session and not agreed.is_open and agreed.step <= job.step:
             propose(self.root, agreed, agreed.fulfilled(), world=job.world)
-        prune(self.root, self.keep_last)
+        self._after_commit(committed, job.world)
         return True
 
-    def _give_up_if_hopeless(self, job: _Job) -> None:
+    def _after_commit(self, committed: Path, world: int) -> None:
+        """Nothing here makes the commit a failure."""
+        try:
+            ranks = {rank_of(path) for path in self._arenas}
+            self._scrubber.committed(committed, read_manifest(committed), ranks)
+            prune(self.root, self.keep_last, world=world, with_reserve=self.copy_every is not None)
+        except (OSError, CheckpointError) as error:
+            where = getattr(error, "filename", None) or self.root
+            reason = error.strerror if isinstance(error, OSError) else error
+            print(f"what is old could not be deleted or read again at {where}: {reason}", flush=True)
+
+    def _give_up_if_hopeless(self, job: Job) -> None:
         """End the job if parts are missing that will never come (looked at only now and then: it reads tables)."""
         now = time.monotonic()
         if now - job.checked < _HOPE_S:
@@ -292,13 +286,13 @@ class Agent:
         live = [arena for arena in self._arenas.values() if arena.writer_alive]
         # A rank's arena that was left behind says nothing of that rank while others write here: it may have moved on
         # to another node.
-        left = self._left_behind(job.session) if live else []
+        left = left_behind(self._arenas, job.session) if live else []
         arenas = {path: arena for path, arena in self._arenas.items() if path not in left}
-        followed = [arena for arena in self._arenas.values() if self._waits_for_newer_session(arena, job.session)]
+        followed = [arena for arena in self._arenas.values() if waits_for_newer_session(arena, job.session)]
         if followed and all(arena in followed for arena in live):
             self._end_job(success=False, keep=False)  # training was rolled back: what this session left is void
-        elif self._others_went_on(job) or any(
-            rank_of(path) in missing and _passed_by(arena, job.step) for path, arena in arenas.items()
+        elif others_went_on(self.root, job) or any(
+            rank_of(path) in missing and passed_by(arena, job.step) for path, arena in arenas.items()
         ):
             self._end_job(success=False)
         elif now - job.began > self.commit_timeout_s:
@@ -306,26 +300,6 @@ class Agent:
                 f"the parts of ranks {missing} of step {job.step} did not come within {self.commit_timeout_s:g} s: "
                 "look at their agents"
             )
-
-    def _others_went_on(self, job: _Job) -> bool:
-        """Whether the other nodes will persist another step, or have persisted a later session's."""
-        agreed = Agreement.read(self.root)
-        is_ours = agreed is not None and agreed.session == job.session and not agreed.is_open
-        if agreed is not None and is_ours and (agreed.step > job.step or job.agreed not in (None, agreed.step)):
-            return True
-        return self._is_superseded(job.session)
-
-    def _is_superseded(self, session: str) -> bool:
-        """Whether the others went on, in a world without this node, and save a later session."""
-        agreed = Agreement.read(self.root)
-        committed = checkpoints(self.root) if self.root.is_dir() else []
-        return (agreed is not None and agreed.session > session) or (
-            bool(committed) and committed[0][1].session > session
-        )
-
-    @staticmethod
-    def _waits_for_newer_session(arena: Arena, session: str) -> bool:
-        return any(table.session > session for table in arena.waiting_tables())
 
     def _end_job(self, *, success: bool, keep: bool = True) -> None:
         job, self._job, self._seen = self._job, None, None
@@ -347,14 +321,14 @@ class Agent:
             return True
         return False
 
-    def _fail(self, problem: str, *, keep: bool) -> None:
+    def _fail(self, problem: str, *, keep: bool, withdraw: bool) -> None:
         """Keep the error for the workers, drop this node's parts, and try again later with the newest snapshot."""
         job = self._job
         if job is not None:
             for arena in self._arenas.values():
                 index = arena.state.persisting
                 table = None if index is None else arena.table(index)
-                if table is not None:
+                if withdraw and table is not None:
                     with contextlib.suppress(OSError, CheckpointError):  # `problem` says it already
                         withdraw_part(self.root, job.session, job.step, table.rank, world=job.world)
             self._end_job(success=False, keep=keep)
@@ -399,11 +373,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Writes the snapshots of this node's workers to storage.")
     parser.add_argument("--arenas", type=Path, required=True)
     parser.add_argument("--checkpoints", type=Path, required=True)
-    parser.add_argument("--keep-last", type=int, default=2)
-    for name, default in (("poll", 0.02), ("grace", 30.0), ("retry", 1.0), ("commit-timeout", 600.0)):
-        parser.add_argument(f"--{name}-s", type=float, default=default)
+    parser.add_argument("--identity", help="of the directory of checkpoints; default: of what is there")
+    for name, default in (("keep-last", 2), ("verify-within", 8), ("copy-every", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, seconds in (("poll", 0.02), ("grace", 30.0), ("retry", 1.0), ("commit-timeout", 600.0)):
+        parser.add_argument(f"--{name}-s", type=float, default=seconds)
     options: dict[str, Any] = vars(parser.parse_args(argv))
     arenas, root = options.pop("arenas"), options.pop("checkpoints")
+    if options["identity"] is None and root.is_dir():
+        options["identity"] = identity_of(root)
     if not arenas.is_dir():
         print(f"{arenas} is gone, there is nothing to write")
         return 0
@@ -413,21 +391,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except CheckpointError as served:
             print(served)
             return 0
+        record_root(lock, root, options["identity"])
         agent = Agent(arenas, root, **options)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.stop())
         return agent.run()
 
 
-def _passed_by(arena: Arena, step: int) -> bool:
-    """Whether a rank will never deliver a step: it has none and is dead, or has newer ones."""
+def _has_work(arena: Arena) -> bool:
+    """Something to be written, or being written."""
     state = arena.state
-    steps = [buffer.step for buffer in state.buffers]
-    return step not in steps and (max(steps) > step or not arena.writer_alive)
-
-
-def _session(table: Table | None) -> str | None:
-    return None if table is None else table.session
+    return bool(state.waiting) or state.persisting is not None
 
 
 def _sentence(error: OSError | CheckpointError, root: Path) -> str:

@@ -7,13 +7,22 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from moe_lightning.checkpoint.durable import identity_of
+from moe_lightning.errors import CheckpointError, ConfigurationError
 
 STATUS = "status.json"
 STOP = "stop"
 LOCK = "agent.lock"
 LOG = "agent.log"
+
+_POLL_S = 0.01
+_RECORD_S = 1.0
+_LEAVE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +37,8 @@ class AgentStatus:
         persist_bytes: bytes that this node wrote for it.
         error: why the last attempt failed, one sentence; None once an attempt succeeded again.
         errors: failed attempts so far.
+        damaged: carried files that were found damaged so far.
+        damage: the last one of them, one sentence.
     """
 
     committed_step: int | None = None
@@ -37,6 +48,8 @@ class AgentStatus:
     persist_bytes: int = 0
     error: str | None = None
     errors: int = 0
+    damaged: int = 0
+    damage: str | None = None
 
 
 def read_status(arenas: Path) -> AgentStatus:
@@ -45,6 +58,16 @@ def read_status(arenas: Path) -> AgentStatus:
         return AgentStatus(**json.loads((arenas / STATUS).read_bytes()))
     except FileNotFoundError:
         return AgentStatus()
+
+
+def warnings_of(status: AgentStatus) -> list[str]:
+    """What an agent complains of. The counts make the sentence a new one each time: Python shows a warning once."""
+    found = []
+    if status.error is not None:
+        found.append(f"checkpoints could not be written {status.errors} times so far: {status.error}")
+    if status.damage is not None:
+        found.append(f"{status.damaged} damaged files of checkpoints were found so far: {status.damage}")
+    return found
 
 
 def agent_alive(arenas: Path) -> bool:
@@ -57,9 +80,99 @@ def agent_alive(arenas: Path) -> bool:
         return False
 
 
+def served_root(arenas: Path) -> Path | None:
+    """Where the agent that served the directory last writes to, as a path that leads to the very directory that it was
+    started for; None where that is not recorded, or the path leads elsewhere by now."""
+    try:
+        record = json.loads((arenas / LOCK).read_bytes())
+        root = Path(record["root"])
+        return root if identity_of(root) == record["identity"] else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def record_root(lock: IO[str], root: Path, identity: str | None) -> None:
+    """The agent's side: say in the lock file what is served."""
+    lock.truncate(0)
+    json.dump({"root": str(root), "identity": identity, "pid": os.getpid()}, lock)
+    lock.flush()
+
+
 def request_stop(arenas: Path) -> None:
     """Ask the agent to persist what waits, to release the arenas, and to exit."""
     (arenas / STOP).touch(mode=0o600)
+
+
+class AgentHandle:
+    """A node's agent, as the rank that keeps it sees it: one that this process started, or found at work.
+
+    Args:
+        arenas: directory that it serves.
+        root: of the checkpoints.
+        options: `keep_last`, `poll_s`, `grace_s`, `retry_s`, `commit_timeout_s` of `Agent`, and others of its numbers.
+    """
+
+    def __init__(self, arenas: Path, root: Path, **options: float) -> None:
+        self._arenas, self._root, self._options = arenas, root, options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self) -> None:
+        """Ask for an agent: one that was told to leave stays.
+
+        Raises:
+            ConfigurationError: one serves that writes elsewhere, and it does not leave.
+        """
+        if not self._has_own and agent_alive(self._arenas) and not self._serves_root():
+            self._replace()
+        (self._arenas / STOP).unlink(missing_ok=True)
+        self.ensure()
+
+    def ensure(self) -> None:
+        """Start an agent where none serves."""
+        if not self.runs:
+            self._process = start_agent(self._arenas, self._root, **self._options)
+
+    @property
+    def runs(self) -> bool:
+        """Whether an agent serves these arenas; one that was started here may still be importing."""
+        return self._has_own or agent_alive(self._arenas)
+
+    def leave(self, timeout_s: float) -> None:
+        """Let the agent persist what waits and exit, whoever started it, and wait until it has.
+
+        Raises:
+            CheckpointError: it has not in time.
+        """
+        request_stop(self._arenas)
+        deadline = time.monotonic() + timeout_s
+        while self.runs:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the agent of {self._arenas} has not left within {timeout_s:.0f} s: see {LOG} there"
+                )
+            time.sleep(_POLL_S)
+
+    @property
+    def _has_own(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _serves_root(self) -> bool:
+        deadline = time.monotonic() + _RECORD_S
+        while (root := served_root(self._arenas)) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)  # it may have begun this instant
+        return root is not None and identity_of(root) == identity_of(self._root)
+
+    def _replace(self) -> None:
+        """The directory of checkpoints has moved: the agent that writes to its old place goes, another one comes."""
+        request_stop(self._arenas)
+        deadline = time.monotonic() + _LEAVE_S
+        while agent_alive(self._arenas):
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"an agent serves {self._arenas} that does not write to {self._root}, and has not left within "
+                    f"{_LEAVE_S:g} s: end the process that {self._arenas / LOCK} names"
+                )
+            time.sleep(_POLL_S)
 
 
 def start_agent(arenas: Path, root: Path, **options: float) -> subprocess.Popen[bytes]:
@@ -78,6 +191,8 @@ def start_agent(arenas: Path, root: Path, **options: float) -> subprocess.Popen[
         "--checkpoints",
         str(root),
     ]
+    if root.is_dir():
+        command += ["--identity", identity_of(root)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     # Not in the worker's directory, which may be gone before the agent is, nor with its output: readers of that would

@@ -114,7 +114,7 @@ class Arena:
         self._table_at = superblock + 5 * _PAGE
         self._blocks_at = self._table_at + 3 * self.table_bytes
         self._parsed: dict[
-            int, tuple[tuple[int, int], Table]
+            int, tuple[tuple[int, int], Table | None]
         ] = {}  # tables by generation and digest: parsing takes long
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
@@ -244,7 +244,7 @@ class Arena:
     # --- tables and payloads ----------------------------------------------------------------------------------------
 
     def table(self, index: int) -> Table | None:
-        """The table of a buffer's snapshot; None where the buffer is empty or torn."""
+        """The table of a buffer's snapshot; None where the buffer is empty, torn, or of something else."""
         begin, step, size, digest, end = _HEADER.unpack_from(self._map, self._header_at + index * _PAGE)
         if begin != end or begin == 0 or step == NO_STEP or size > self.table_bytes:
             return None
@@ -255,7 +255,11 @@ class Arena:
         data = self._map[at : at + size]
         if xxhash.xxh3_64_intdigest(data) != digest:
             return None
-        table = Table.parse(data)
+        try:
+            table = Table.parse(data, str(self.path), memory_bytes=self.memory.numel())
+        except CheckpointError as error:
+            logger.warning("%s: this snapshot is passed over", error)
+            table = None
         self._parsed[index] = (begin, digest), table
         return table
 

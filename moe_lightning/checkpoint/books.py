@@ -164,12 +164,8 @@ class Books:
                 f"the checkpoint counts tokens of {list(saved['processed'].shape)} experts (layers, experts), "
                 f"the model has {list(self._shape)}: use the configuration it was written with"
             )
-        history = {
-            int(s): h.numpy().astype(np.int64) for s, h in zip(saved["history_steps"], saved["history"], strict=True)
-        }
-        processed = saved["processed"].numpy().astype(np.int64)
-        persisted = saved["persisted_version"].numpy(), saved["persisted_processed"].numpy().astype(np.int64)
-        held = _seen_by(versions, [persisted, *history.items(), (step, processed)])
+        processed, history = saved["processed"].numpy().astype(np.int64), _history_of(saved)
+        held = processed - unseen_tokens(saved, step, versions)
         self.ledger.load_state_dict(
             {
                 "planned_assignments": self.ledger.planned_assignments,
@@ -185,6 +181,24 @@ class Books:
         self._persisted_version, self._persisted_processed = versions.copy(), held.copy()
         self._history = history
         return self.ledger.recover(Source.STORAGE)
+
+
+def unseen_tokens(saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:
+    """int64 [L, E]: the tokens that experts of some versions have not seen, as the books of a checkpoint remember.
+
+    Args:
+        saved: from `Books.dump`.
+        step: of the checkpoint.
+        versions: int64 [L, E].
+    """
+    processed = saved["processed"].numpy().astype(np.int64)
+    persisted = saved["persisted_version"].numpy(), saved["persisted_processed"].numpy().astype(np.int64)
+    unseen: IntArray = processed - _seen_by(versions, [persisted, *_history_of(saved).items(), (step, processed)])
+    return unseen
+
+
+def _history_of(saved: Mapping[str, Any]) -> dict[int, IntArray]:
+    return {int(s): h.numpy().astype(np.int64) for s, h in zip(saved["history_steps"], saved["history"], strict=True)}
 
 
 def _seen_by(versions: IntArray, remembered: Iterable[tuple[IntArray | int, IntArray]]) -> IntArray:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,9 +28,10 @@ from moe_lightning.checkpoint.fence import (
     world_lock,
 )
 from moe_lightning.checkpoint.frames import StoredPiece, dump_metadata
+from moe_lightning.checkpoint.lease import unread
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part, check_coverage
 from moe_lightning.checkpoint.records import is_partial
-from moe_lightning.checkpoint.store import checkpoints, part_path, previous_of
+from moe_lightning.checkpoint.store import Heading, headings, part_path, previous_of
 from moe_lightning.checkpoint.sweeping import delete_staging
 from moe_lightning.errors import CheckpointError
 
@@ -56,7 +58,7 @@ def try_commit(root: Path, session: str, step: int, world_size: int, *, world: i
     ):
         return None
     with world_lock(root, world):
-        done = next((p for p, m in checkpoints(root) if (m.session, m.step) == (session, step)), None)
+        done = next((p for p, h in headings(root) if (h.session, h.step) == (session, step)), None)
         if done is not None:
             return done
         if not staging.is_dir():
@@ -114,7 +116,7 @@ def _assemble(root: Path, staging: Path, parts: list[Part]) -> None:
     manifest = Manifest(
         run=first.run,
         session=first.session,
-        sequence=1 + max((m.sequence for _, m in checkpoints(root)), default=0),
+        sequence=1 + max((heading.sequence for _, heading in headings(root)), default=0),
         step=first.step,
         world=first.world,
         world_size=first.world_size,
@@ -168,41 +170,75 @@ def _give_name(root: Path, staging: Path, opened: Path, step: int, world: int) -
     return target
 
 
-def prune(root: Path, keep_last: int) -> list[str]:
+def prune(root: Path, keep_last: int, *, world: int | None = None, with_reserve: bool = False) -> list[str]:
     """Delete all but the newest whole checkpoints, and what interrupted saves left behind.
 
     A manifest becomes a mark of what is to be deleted before anything is, so that no half-deleted directory looks like
     a checkpoint; files that kept manifests refer to stay. Nothing is deleted that neither such a mark nor the name of
-    a file of a save vouches for, and links are not followed.
+    a file of a save vouches for, and links are not followed. What somebody reads stays for now (`lease.py`). One
+    directory that cannot be deleted keeps no other from being.
+
+    Args:
+        world: that prunes; it deletes nothing once a newer one has begun. None: whoever asks may.
+        with_reserve: keep the newest checkpoint that shares no file with the newest of all, too.
 
     Returns:
         The names of the deleted checkpoints.
+
+    Raises:
+        Superseded: a newer world saves or has resumed there.
+        OSError: something could not be deleted; all else was.
     """
-    removed = []
-    with world_lock(root):
-        named = checkpoints(root)
-        own = [(path, manifest) for path, manifest in named if not path.is_symlink()]
-        kept, dropped = own[: max(1, keep_last)], own[max(1, keep_last) :]
-        if not kept:
+    removed: list[str] = []
+    failures: list[OSError] = []
+    with world_lock(root, world):
+        if world is not None:
+            check_world(root, world)
+        named = headings(root)
+        own = [(path, heading) for path, heading in named if not path.is_symlink()]
+        if not own:
             return []
-        staying = [pair for pair in named if pair not in dropped]
-        needed = {(path / record.path).resolve() for path, m in staying for record in m.files.values()}
-        for path, _ in reversed(dropped):
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(path / MANIFEST, path / PRUNED)
-            sync_directory(path)
-            removed.append(path.name)
+        kept, dropped = own[: max(1, keep_last)], own[max(1, keep_last) :]
+        reserve = _reserve(own) if with_reserve else None
+        for path, _ in reversed([pair for pair in dropped if pair[0] != reserve]):
+            with _noting(failures), unread(path) as free:
+                if free:
+                    os.rename(path / MANIFEST, path / PRUNED)
+                    sync_directory(path)
+                    removed.append(path.name)
+        staying = [(path, heading) for path, heading in named if path.name not in removed]
+        needed = {(path / reference).resolve() for path, heading in staying for reference in heading.references}
         newest = kept[0][1]
         for path in root.glob("step-*"):
-            if not path.is_symlink() and not (path / MANIFEST).exists():
-                _delete_unneeded(path, newest.run, needed)
+            with _noting(failures):
+                if not path.is_symlink() and not (path / MANIFEST).exists():
+                    _delete_unneeded(path, newest.run, needed)
         for path in root.glob(".staging-*"):
             owner = parse_staging(path)
             if owner is not None and owner[1:] < (newest.session, newest.step):
-                delete_staging(path)
+                with _noting(failures):
+                    delete_staging(path)
         for path in root.glob(SWEPT):
-            delete_staging(path)
+            with _noting(failures):
+                delete_staging(path)
+    if failures:
+        raise failures[0]
     return removed
+
+
+def _reserve(own: list[tuple[Path, Heading]]) -> Path | None:
+    """The newest checkpoint all of whose files are other ones than those of the newest of all; None without one."""
+    newest = own[0][1].names
+    return next((path for path, heading in own if heading.names.isdisjoint(newest)), None)
+
+
+@contextlib.contextmanager
+def _noting(failures: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):  # deleted by somebody else
+            failures.append(error)
 
 
 def _delete_unneeded(path: Path, run: str, needed: set[Path]) -> None:
@@ -210,8 +246,8 @@ def _delete_unneeded(path: Path, run: str, needed: set[Path]) -> None:
     mark = path / PRUNED
     try:
         manifest = Manifest.parse(mark.read_bytes(), str(mark))
-    except (FileNotFoundError, NotADirectoryError, CheckpointError):
-        return  # somebody else's
+    except (OSError, CheckpointError):
+        return  # somebody else's, or damaged: nothing vouches for its files
     if manifest.run != run:
         return
     own = [path / record.path for record in manifest.files.values() if "/" not in record.path]

@@ -62,6 +62,16 @@ def write_durably(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
+def identity_of(directory: Path) -> str:
+    """Device and inode of a directory: the same by whatever path it is reached, another one for a copy.
+
+    Raises:
+        OSError: there is none.
+    """
+    about = os.stat(directory)
+    return f"{about.st_dev:x}.{about.st_ino:x}"
+
+
 def sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,21 +1,23 @@
-"""Lightning checkpoint files (`.ckpt`), for `moe-ckpt`: which one a path means, what it holds, whether it is whole.
-
-torch writes a file as a zip archive with a CRC-32 for every tensor's bytes; loading does not compare them.
+"""Lightning checkpoint files (`.ckpt`): written durably under a seal, and for `moe-ckpt` which one a path means, what
+it holds, whether it is whole.
 """
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+import os
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
+import torch
 from torch import Tensor
 
+from moe_lightning.checkpoint.durable import sync_directory
 from moe_lightning.checkpoint.full_state import read_checkpoint
 from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.sealing import SealingFile, check_file
 from moe_lightning.errors import CheckpointError
 
 SUFFIX = ".ckpt"
@@ -39,6 +41,42 @@ class FileSummary:
     model_bytes: int
     optimizer_bytes: int
     disk_bytes: int
+
+
+def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write a checkpoint file whole or not at all, sealed (`sealing.py`), on disk when this returns; torch and stock
+    Lightning read it.
+
+    Raises:
+        OSError: the storage failed; what was written is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in path.parent.glob(f".{path.name}.*.new"):  # by a process that died while it wrote
+        left_over.unlink(missing_ok=True)
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
+    try:
+        with open(staged, "wb") as file:
+            sealing = SealingFile(file)
+            try:
+                torch.save(checkpoint, cast(IO[bytes], sealing))  # it needs write and flush only
+            except RuntimeError as error:
+                raise sealing.error or error from error
+            sealing.seal()
+        os.rename(staged, path)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """A checkpoint file, compared with its checksums and read without unpickling code.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or Lightning did not write it.
+    """
+    check_file(path)
+    return read_checkpoint(path)
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -76,32 +114,15 @@ def summarise_file(path: Path) -> FileSummary:
     )
 
 
-def verify_file(path: Path) -> None:
-    """Compare everything in a checkpoint file with its CRC-32.
-
-    Raises:
-        CheckpointError: it is damaged, or Lightning did not write it.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is damaged or no checkpoint: {error}") from error
-    if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} in it does not match")
-    read_checkpoint(path)
-
-
 def model_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     """The model's tensors whose names begin with a prefix, verified; names of one tensor get a copy each.
 
     Raises:
         CheckpointError: the file is damaged.
     """
-    verify_file(path)
     found: dict[str, Tensor] = {}
     storages: set[int] = set()
-    for name, value in read_checkpoint(path)["state_dict"].items():
+    for name, value in read_file(path)["state_dict"].items():
         if isinstance(value, Tensor) and name.startswith(prefix):
             storage = value.untyped_storage().data_ptr()
             found[name] = value.clone() if storage in storages else value.contiguous()

@@ -11,14 +11,16 @@ from safetensors.torch import save_file
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.commit import prune
-from moe_lightning.checkpoint.files import checkpoint_files, model_tensors, newest_file, summarise_file, verify_file
+from moe_lightning.checkpoint.files import checkpoint_files, model_tensors, newest_file, read_file, summarise_file
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.records import OBJECT
-from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.store import RECORD, checkpoints, run_record_problem
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Summary", "Verdict", "export", "export_file", "prune", "resolve", "summarise", "verify_all"]
+
+_MOST_LOOKS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,20 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The result of verifying one checkpoint: `problem` is None where it is whole."""
+    """The result of verifying one checkpoint.
+
+    Attributes:
+        problem: None where it is whole.
+        is_pruned: it was deleted, by a run that goes on, while it was looked at.
+    """
 
     name: str
     problem: str | None
+    is_pruned: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return self.problem is None and not self.is_pruned
 
 
 def resolve(path: Path) -> Checkpoint:
@@ -107,23 +119,42 @@ def summarise(checkpoint: Checkpoint) -> Summary:
 
 
 def verify_all(path: Path) -> list[Verdict]:
-    """Verify a checkpoint, or every checkpoint in a directory, newest first; damaged manifests come last. A directory
-    without checkpoint directories: its checkpoint files.
+    """Verify a checkpoint, or every checkpoint in a directory, newest first; damaged manifests come last, and then the
+    record of the directory's run where it is damaged. A directory without checkpoint directories: its checkpoint files.
 
     Raises:
         ConfigurationError: there is nothing to verify.
     """
     if newest_file(path) is not None:
         return [Verdict(name=found.name, problem=_problem_of_file(found)) for found in checkpoint_files(path)]
+    for _ in range(_MOST_LOOKS):
+        verdicts = [_verdict(found) for found in _directories(path)]
+        if not all(verdict.is_pruned for verdict in verdicts):
+            break  # else newer ones have come meanwhile
+    record_problem = run_record_problem(path)
+    return verdicts if record_problem is None else [*verdicts, Verdict(name=RECORD, problem=record_problem)]
+
+
+def _directories(path: Path) -> list[Path]:
+    """The checkpoint that a path is, or those in it."""
     if (path / MANIFEST).exists():
-        paths = [path]
-    else:
-        readable = [found for found, _ in checkpoints(path)] if path.is_dir() else []
-        named = sorted(found for found in path.glob("step-*") if (found / MANIFEST).exists())
-        paths = [*readable, *(found for found in named if found not in readable)]
+        return [path]
+    readable = [found for found, _ in checkpoints(path)] if path.is_dir() else []
+    named = sorted(found for found in path.glob("step-*") if (found / MANIFEST).exists())
+    paths = [*readable, *(found for found in named if found not in readable)]
     if not paths:
         raise ConfigurationError(f"{path} holds no checkpoint: name a checkpoint, or the directory that holds them")
-    return [Verdict(name=found.name, problem=_problem(found)) for found in paths]
+    return paths
+
+
+def _verdict(path: Path) -> Verdict:
+    try:
+        Checkpoint(path).verify()
+    except CheckpointError as error:
+        # Whoever prunes takes the manifest away before anything else.
+        is_pruned = not (path / MANIFEST).exists()
+        return Verdict(name=path.name, problem=None if is_pruned else str(error), is_pruned=is_pruned)
+    return Verdict(name=path.name, problem=None)
 
 
 def export(checkpoint: Checkpoint, target: Path, *, prefix: str = "") -> int:
@@ -169,17 +200,9 @@ def _write(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[str, s
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _problem(path: Path) -> str | None:
-    try:
-        Checkpoint(path).verify()
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
 def _problem_of_file(path: Path) -> str | None:
     try:
-        verify_file(path)
+        read_file(path)
     except CheckpointError as error:
         return str(error)
     return None

@@ -17,6 +17,7 @@ from moe_lightning.algorithms.inventory import HeldExpert, SnapshotInventory
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.records import Piece, is_partial, parse_expert_key
 from moe_lightning.checkpoint.room import ARENAS
+from moe_lightning.checkpoint.schema import is_whole
 from moe_lightning.checkpoint.table import Table
 from moe_lightning.errors import CheckpointError
 
@@ -42,7 +43,10 @@ def local_inventory(arenas: Path, run: str) -> list[SnapshotInventory]:
     for kind, arena in open_arenas(arenas):
         for table in arena.tables():
             if table.run == run:
-                found += _parities_of(table) if kind == "parity" else [_inventory_of(table, kind)]
+                try:
+                    found += _parities_of(table) if kind == "parity" else [_inventory_of(table, kind)]
+                except CheckpointError as error:
+                    logger.warning("%s: it is passed over", error)
         arena.close()
     return sorted(found, key=lambda s: (s.session, s.step, -s.writer), reverse=True)
 
@@ -73,8 +77,15 @@ def units_of(pieces: Iterable[Piece]) -> dict[tuple[int, int] | None, list[int]]
 
 
 def protected_tables(table: Table) -> list[Table]:
-    """The tables of the group's members, from the table of a parity."""
-    return [Table.parse(text.encode()) for text in table.extra["tables"]]
+    """The tables of the group's members, from the table of a parity.
+
+    Raises:
+        CheckpointError: it is of something else.
+    """
+    origin, texts = f"the parity of rank {table.rank}", table.extra.get("tables")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise CheckpointError(f"{origin} was written by something else: it lacks the tables of its group")
+    return [Table.parse(text.encode(errors="replace"), origin) for text in texts]
 
 
 def _inventory_of(table: Table, kind: str, **parity: Any) -> SnapshotInventory:
@@ -96,9 +107,11 @@ def _inventory_of(table: Table, kind: str, **parity: Any) -> SnapshotInventory:
 
 def _parities_of(table: Table) -> list[SnapshotInventory]:
     """One entry for each other member: this parity helps to compute its snapshot."""
-    members = tuple(table.extra["members"])
+    members = table.extra.get("members")
+    if not isinstance(members, list) or not all(is_whole(member) for member in members):
+        raise CheckpointError(f"the parity of rank {table.rank} was written by something else: it lacks its group")
     return [
-        _inventory_of(protected, "parity", holder=table.rank, members=members)
+        _inventory_of(protected, "parity", holder=table.rank, members=tuple(members))
         for protected in protected_tables(table)
         if protected.rank != table.rank
     ]

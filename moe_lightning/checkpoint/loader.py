@@ -2,17 +2,18 @@
 
 Verification compares the checksum of every file, `.metadata` included, with the manifest, and checks that every key is
 there exactly once. Tensors are then read as raw bytes at the offsets that the manifest gives; objects are unpickled
-with `weights_only=True`.
+with `weights_only=True`. A damaged tensor of an expert can be read from elsewhere (`mending.py`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from typing_extensions import override
 
 from moe_lightning.checkpoint.frames import StoredPiece
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
-from moe_lightning.checkpoint.source import CheckpointSource
+from moe_lightning.checkpoint.records import DTYPES, Piece, is_partial, parse_expert_key
+from moe_lightning.checkpoint.source import CheckpointSource, Held
 from moe_lightning.checkpoint.store import checkpoints, read_manifest
 from moe_lightning.errors import CheckpointError
 
@@ -41,19 +43,55 @@ class Found:
     problems: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """A file that is not as the manifest says.
+
+    Attributes:
+        problem: a sentence that names it.
+        keys: of the tensors and objects in it whose bytes are wrong; none where only what lies between them is.
+    """
+
+    problem: str
+    keys: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Borrowed:
+    """A piece that lies in another checkpoint."""
+
+    piece: Piece
+    owner: Checkpoint
+    item: StoredPiece
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mean:
+    """A piece whose every version is lost: the mean of these."""
+
+    piece: Piece
+    items: Sequence[Held]
+
+
 class Checkpoint(CheckpointSource):
     """One checkpoint directory.
 
     Args:
         path: the directory.
         run: the run that it must belong to, if that matters.
+        substitutes: key of a damaged expert tensor -> the name of the checkpoint beside this one that it is read from,
+            or None: the mean of the layer's other experts takes its place. Whoever chose them has compared what is
+            read with its checksums.
 
     Raises:
         CheckpointError: there is no undamaged manifest, or it belongs to another run.
     """
 
-    def __init__(self, path: Path, *, run: str | None = None) -> None:
+    def __init__(
+        self, path: Path, *, run: str | None = None, substitutes: Mapping[str, str | None] | None = None
+    ) -> None:
         self.path = path
+        self.substitutes = dict(substitutes or {})
         try:
             self.manifest: Manifest = read_manifest(path)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -63,13 +101,52 @@ class Checkpoint(CheckpointSource):
 
     @cached_property
     @override
-    def _pieces(self) -> dict[str, list[StoredPiece]]:
+    def _pieces(self) -> Mapping[str, Sequence[Held]]:
+        others = {name: Checkpoint(self.path.parent / name) for name in {*self.substitutes.values()} if name}
+        pieces: dict[str, Sequence[Held]] = {**self._items}
+        for key, name in self.substitutes.items():
+            if name:
+                owner = others[name]
+                pieces[key] = [_Borrowed(piece=item.piece, owner=owner, item=item) for item in owner.items(key)]
+        means = {key: self.peers(key) for key, name in self.substitutes.items() if name is None}
+        for key, peers in means.items():
+            (item,) = self.items(key)
+            pieces[key] = [_Mean(piece=replace(item.piece, version=0), items=[pieces[peer][0] for peer in peers])]
+        return pieces
+
+    def items(self, key: str) -> Sequence[StoredPiece]:
+        """What the manifest says of a key; nothing where it has none."""
+        return self._items.get(key, ())
+
+    @cached_property
+    def _items(self) -> Mapping[str, Sequence[StoredPiece]]:
         return self.manifest.pieces()
+
+    def peers(self, key: str) -> list[str]:
+        """Keys of the same tensor of the layer's other experts, whole ones with a version of their own."""
+        layer, _, *which = parse_expert_key(key)
+
+        def outlines(of: str) -> list[tuple[str, tuple[int, ...], int]]:
+            return [(item.piece.dtype, item.piece.global_shape, item.piece.first_row) for item in self.items(of)]
+
+        def is_peer(other: str) -> bool:
+            other_layer, _, *other_which = parse_expert_key(other)
+            has_version = self.substitutes.get(other, "its own") is not None
+            return (other_layer, other_which) == (layer, which) and has_version and outlines(other) == outlines(key)
+
+        if len(self.items(key)) != 1:
+            return []
+        return [other for other in self._items if other != key and is_partial(other) and is_peer(other)]
 
     @property
     @override
     def step(self) -> int:
         return self.manifest.step
+
+    @property
+    def directories(self) -> list[Path]:
+        """Its own, and those that its substitutes are read from."""
+        return [self.path, *(self.path.parent / name for name in sorted({*filter(None, self.substitutes.values())}))]
 
     def verify(self) -> None:
         """Compare every file with its checksum, and check coverage.
@@ -77,16 +154,52 @@ class Checkpoint(CheckpointSource):
         Raises:
             CheckpointError: the first file or key that is not as it should be.
         """
+        self._check_structure()
+        for _, problem in self._file_problems():
+            raise CheckpointError(problem)
+
+    def damages(self) -> list[Damage]:
+        """Every file that is not as it should be, and what of its contents is wrong.
+
+        Raises:
+            CheckpointError: the manifest does not describe a whole checkpoint.
+        """
+        self._check_structure()
+        return [
+            Damage(
+                problem=problem,
+                keys=frozenset(
+                    item.piece.key for item in self.manifest.stored if item.file == name and not self.is_intact(item)
+                ),
+            )
+            for name, problem in self._file_problems()
+        ]
+
+    def is_intact(self, item: StoredPiece) -> bool:
+        """Whether the bytes of a piece match its checksum."""
+        try:
+            with open(self._file(item.file), "rb", buffering=0) as file:
+                digest, left = xxhash.xxh3_64(), item.piece.nbytes
+                file.seek(item.data_offset)
+                while left > 0 and (chunk := file.read(min(left, _HASH_CHUNK_BYTES))):
+                    digest.update(chunk)
+                    left -= len(chunk)
+        except OSError:
+            return False
+        return left == 0 and digest.hexdigest() == item.piece.xxh3
+
+    def _check_structure(self) -> None:
         if METADATA not in self.manifest.files:
             raise CheckpointError(f"{self.path / MANIFEST} does not list {METADATA}")
-        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-            for problem in pool.map(self._check_file, sorted(self.manifest.files)):
-                if problem:
-                    raise CheckpointError(problem)
         check_coverage(self.manifest.stored, extra=self.manifest.extra)
-        for item in self.manifest.stored:
-            if item.offset + item.length > self.manifest.files[item.file].nbytes:
-                raise CheckpointError(f"{item.piece.key} lies outside {self._file(item.file)}")
+
+    def _file_problems(self) -> Iterator[tuple[str, str]]:
+        """(name, what is wrong with it) of every file that is not as it should be."""
+        names = sorted(self.manifest.files)
+        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+            for name, problem in zip(names, pool.map(self._check_file, names), strict=True):
+                if problem:
+                    yield name, problem
 
     def _check_file(self, name: str) -> str | None:
         record, path = self.manifest.files[name], self._file(name)
@@ -105,14 +218,27 @@ class Checkpoint(CheckpointSource):
         return None if digest.hexdigest() == record.xxh3 else f"{path} is damaged: its checksum does not match"
 
     @override
-    def _raw(self, item: StoredPiece) -> torch.Tensor:
+    def _raw(self, item: Any) -> torch.Tensor:
         """uint8 [nbytes]: a piece's payload, mapped from its file."""
+        if isinstance(item, _Borrowed):
+            return item.owner._raw(item.item)
+        if isinstance(item, _Mean):
+            return self._mean(item)
         if item.piece.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        mapped = np.memmap(
-            self._file(item.file), mode="c", dtype=np.uint8, offset=item.data_offset, shape=item.piece.nbytes
-        )
+        path = self._file(item.file)
+        try:
+            mapped = np.memmap(path, mode="c", dtype=np.uint8, offset=item.data_offset, shape=item.piece.nbytes)
+        except (OSError, ValueError) as error:  # shorter than it was when it was verified
+            raise CheckpointError(f"{path} has changed while it was read ({error}): start again") from error
         return torch.from_numpy(mapped)
+
+    def _mean(self, item: _Mean) -> torch.Tensor:
+        dtype = DTYPES[item.piece.dtype]
+        total = torch.zeros(item.piece.shape, dtype=torch.float32)
+        for other in item.items:
+            total += self._raw(other).view(dtype).view(item.piece.shape).to(torch.float32)
+        return (total / len(item.items)).to(dtype).flatten().view(torch.uint8)
 
     def _file(self, name: str) -> Path:
         return self.path / self.manifest.files[name].path
@@ -133,14 +259,9 @@ def find_newest(root: Path, *, run: str | None = None, report: Callable[[str], N
         if report is not None:
             report(problem)
 
-    readable = [path for path, _ in checkpoints(root)]
-    for path in sorted(root.glob("step-*"), reverse=True):
-        if path not in readable and (path / MANIFEST).exists():
-            try:
-                Checkpoint(path)
-            except CheckpointError as error:
-                note(str(error))
-    for path in readable:
+    for problem in unreadable(root):
+        note(problem)
+    for path, _ in checkpoints(root):
         try:
             checkpoint = Checkpoint(path, run=run)
             checkpoint.verify()
@@ -149,3 +270,14 @@ def find_newest(root: Path, *, run: str | None = None, report: Callable[[str], N
         else:
             return Found(checkpoint=checkpoint, problems=tuple(problems))
     return Found(checkpoint=None, problems=tuple(problems))
+
+
+def unreadable(root: Path) -> Iterator[str]:
+    """One sentence for every checkpoint of a directory whose manifest cannot be read, the newest first."""
+    readable = {path for path, _ in checkpoints(root)}
+    for path in sorted(root.glob("step-*"), reverse=True):
+        if path not in readable and (path / MANIFEST).exists():
+            try:
+                Checkpoint(path)
+            except CheckpointError as error:
+                yield str(error)

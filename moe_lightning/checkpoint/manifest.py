@@ -18,7 +18,7 @@ import xxhash
 
 from moe_lightning.checkpoint.frames import StoredPiece
 from moe_lightning.checkpoint.records import DTYPES, OBJECT, is_partial, parse_expert_key
-from moe_lightning.checkpoint.schema import check_file, check_pieces, check_record
+from moe_lightning.checkpoint.schema import check_file, check_pieces, check_places, check_record, read_object
 from moe_lightning.errors import CheckpointError
 
 MANIFEST = "MANIFEST.json"
@@ -204,7 +204,8 @@ def _typed(values: dict[str, Any], record: type[Part] | type[Manifest], origin: 
     for name, entry in files.items():
         if not _SAFE_PATH.fullmatch(entry.path) or PurePosixPath(entry.path).name != name or name in (".", ".."):
             raise CheckpointError(f"{origin} names the file {entry.path!r}, which no checkpoint of ours would hold")
-    check_pieces(stored, {name: entry.nbytes for name, entry in files.items()}, origin)
+    check_pieces((item.piece for item in stored), origin)
+    check_places(stored, {name: entry.nbytes for name, entry in files.items()}, origin)
     return {name: value for name, value in values.items() if name in known} | {"files": files, "stored": stored}
 
 
@@ -225,10 +226,4 @@ def _unseal(data: bytes, origin: str) -> dict[str, Any]:
     body = data[envelope.end() : -2]
     if xxhash.xxh3_64_hexdigest(body).encode() != envelope[2]:
         raise CheckpointError(f"{origin} is damaged: its checksum does not match")
-    try:
-        values = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{origin} was written by something else: its body cannot be read ({error})") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{origin} was written by something else: its body is no object")
-    return values
+    return read_object(body, origin, subject="its body")

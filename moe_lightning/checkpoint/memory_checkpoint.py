@@ -13,7 +13,6 @@ import torch
 from typing_extensions import override
 
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.checkpoint.frames import StoredPiece
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.records import OBJECT, Piece, is_partial, parse_expert_key
 from moe_lightning.checkpoint.source import CheckpointSource, Held
@@ -85,7 +84,7 @@ class MemoryCheckpoint(CheckpointSource):
         for item in sorted(self._fetched, key=lambda item: item.piece.first_row):
             found[item.piece.key].append(item)
         if self._storage is not None:
-            for key, items in self._storage.manifest.pieces().items():
+            for key, items in self._storage._pieces.items():
                 if self._is_on_storage(key):
                     found.setdefault(key, list(items))
         return dict(found)
@@ -97,7 +96,7 @@ class MemoryCheckpoint(CheckpointSource):
 
     @override
     def _raw(self, item: Any) -> torch.Tensor:
-        if isinstance(item, StoredPiece):
+        if not isinstance(item, FetchedPiece):
             assert self._storage is not None
             return self._storage._raw(item)
         if item.data is None:

@@ -277,7 +277,7 @@ class Protector:
             for writer in payloads.keys() - set(self._group):
                 file = self._files[writer]
                 file.begin()[: payloads[writer].numel()] = payloads[writer]
-                file.publish(relocated(Table.parse(texts[writer]), file.base))
+                file.publish(relocated(Table.parse(texts[writer], f"the snapshot of rank {writer}"), file.base))
             if self._parity is not None:
                 shares = [payloads[member] for member in self._group if member != self._world.rank]
                 self._publish_parity(self._parity, flight, texts, shares)

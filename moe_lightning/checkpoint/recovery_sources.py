@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lightning.algorithms.inventory import SnapshotInventory, StorageInventory
+from moe_lightning.checkpoint.durable import identity_of
 from moe_lightning.checkpoint.inventory import local_inventory
-from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.mending import find_usable
 from moe_lightning.checkpoint.room import existing_arenas
 from moe_lightning.checkpoint.store import run_of
 
@@ -22,7 +24,7 @@ class RecoverySources:
         name: of the run's arenas on this node, without the run's number.
         node: of this process.
         fallback: room for arenas beside shared memory.
-        report: told what is wrong with a damaged checkpoint that is passed over.
+        report: told what is wrong with damaged checkpoints, and what is done about it.
         enter: called before the storage is looked at; no older world commits anything after that.
     """
 
@@ -37,7 +39,9 @@ class RecoverySources:
     def arenas(self) -> Path | None:
         """This node's arenas; None where there are none."""
         run = run_of(self.root)
-        return None if run is None else existing_arenas(arenas_name(self.name, run, self.node), self.fallback)
+        if run is None:
+            return None
+        return existing_arenas(arenas_name(self.name, run, self.node, self.root), self.fallback)
 
     def snapshots(self) -> list[SnapshotInventory]:
         """Whole snapshots on this node."""
@@ -45,17 +49,18 @@ class RecoverySources:
         return local_inventory(arenas, run) if run is not None and arenas is not None else []
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The newest whole checkpoint on storage; one rank of the world asks."""
+        """The newest checkpoint on storage that is whole or can be mended; one rank of the world asks."""
         run = run_of(self.root)
         if run is None:
             return None
         self.enter()
-        return find_newest(self.root, run=run, report=self.report).checkpoint
+        return find_usable(self.root, run=run, report=self.report).checkpoint
 
 
-def arenas_name(name: str, run: str, node: str) -> str:
-    """Names a run's arenas on a node; nodes have names where several may share a machine."""
-    return "-".join(part for part in (name, run[:8], node) if part)
+def arenas_name(name: str, run: str, node: str, root: Path) -> str:
+    """Names a run's arenas on a node; nodes have names where several may share a machine. A copy of the run's
+    directory has arenas of its own, wherever it lies."""
+    return "-".join(part for part in (name, run[:8], identity_of(root), node) if part)
 
 
 def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:

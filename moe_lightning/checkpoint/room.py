@@ -9,7 +9,10 @@ from moe_lightning.errors import ConfigurationError
 
 ARENAS = "rank*.arena"
 
-_MEMORY = Path("/dev/shm")
+NAMED = "moe-lightning-"
+"""What the names of arenas' directories begin with."""
+
+MEMORY = Path("/dev/shm")
 
 
 def arena_path(directory: Path, rank: int) -> Path:
@@ -24,14 +27,14 @@ def rank_of(path: Path) -> int:
 
 def existing_arenas(name: str, fallback: Path) -> Path | None:
     """The directory that `arena_directory` made for this name; None where there is none of this user's."""
-    for room in (_MEMORY, fallback):
-        path = room / f"moe-lightning-{name}"
+    for room in (MEMORY, fallback):
+        path = room / f"{NAMED}{name}"
         if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
             return path
     return None
 
 
-def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Path = _MEMORY) -> Path:
+def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Path = MEMORY) -> Path:
     """A private directory for arenas: in shared memory, or under `fallback` where that is missing or too small.
 
     Raises:
@@ -39,7 +42,7 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
     """
     rooms = [room for room in (memory, fallback) if room.is_dir()]
     for room in rooms:
-        existing = room / f"moe-lightning-{name}"
+        existing = room / f"{NAMED}{name}"
         held = sum(f.stat().st_size for f in existing.glob(ARENAS)) if existing.is_dir() else 0
         if _free_bytes(room) + held >= needed_bytes:
             existing.mkdir(mode=0o700, exist_ok=True)

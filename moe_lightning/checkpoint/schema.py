@@ -1,18 +1,20 @@
-"""What a manifest may say: types, limits, and that every piece lies inside its file. A checksum vouches for bytes, not
-for who wrote them, so nothing of a manifest is computed with before it was checked here."""
+"""What manifests, parts and tables of snapshots may say: types, limits, and that every piece lies inside its file or
+memory. A checksum vouches for bytes, not for who wrote them, so nothing is computed with before it was checked here."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from moe_lightning.checkpoint.frames import StoredPiece
 from moe_lightning.checkpoint.records import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
-_LARGEST = 2**63 - 1
+LARGEST = 2**63 - 1
 _END_OF_TIME_S = 253_402_300_799  # the last second of the year 9999
 _MOST_EXPERTS = 1 << 24  # of all layers together
 _MOST_DIMENSIONS = 64
@@ -20,7 +22,7 @@ _KEY_LENGTH = 4096
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
-def is_whole(value: object, low: int = 0, high: int = _LARGEST) -> bool:
+def is_whole(value: object, low: int = 0, high: int = LARGEST) -> bool:
     """Whether a value is an integer within limits; booleans are none."""
     return type(value) is int and low <= value <= high
 
@@ -41,17 +43,36 @@ _RECORD: Mapping[str, Callable[[Any], bool]] = {
     "previous": lambda value: value is None or _is_text(value),
     "files": lambda value: isinstance(value, dict),
     "stored": lambda value: isinstance(value, list),
+    "placed": lambda value: isinstance(value, list),
     "extra": lambda value: isinstance(value, dict) and all(_EXTRA[n](v) for n, v in value.items() if n in _EXTRA),
 }
 _EXTRA: Mapping[str, Callable[[Any], bool]] = {
     "num_layers": lambda value: is_whole(value, 0, _MOST_EXPERTS),
     "num_experts": lambda value: is_whole(value, 0, _MOST_EXPERTS),
-    "plt": lambda value: value is None or (type(value) in (int, float) and abs(value) <= _LARGEST),
+    "plt": lambda value: value is None or (type(value) in (int, float) and abs(value) <= LARGEST),
 }
 
 
+def read_object(data: bytes, origin: str, *, subject: str = "it") -> dict[str, Any]:
+    """A JSON object.
+
+    Args:
+        subject: what of the origin the data is, for messages.
+
+    Raises:
+        CheckpointError: the data is something else.
+    """
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{origin} was written by something else: {subject} cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{origin} was written by something else: {subject} is no object")
+    return values
+
+
 def check_record(values: Mapping[str, Any], names: Iterable[str], origin: str) -> None:
-    """The entries of a manifest or a part, `files` and `stored` not looked into.
+    """The entries of a manifest, a part or a table, lists of files and pieces not looked into.
 
     Args:
         names: that it must have.
@@ -78,49 +99,91 @@ def check_file(name: str, entry: Any, origin: str) -> None:
         raise _refused(origin, f"it lacks an entry of the file {_short(name)}, or one is not what it should be")
 
 
-def check_pieces(stored: Iterable[StoredPiece], file_bytes: Mapping[str, int], origin: str) -> None:
-    """Every piece is one of a tensor or an object and lies inside its file.
+def check_pieces(pieces: Iterable[Piece], origin: str) -> None:
+    """Every piece is one of a tensor or an object.
+
+    Raises:
+        CheckpointError: the first that is none.
+    """
+    layers = experts = 0
+    for piece in pieces:
+        problem, layer, expert = _examined(piece)
+        if problem:
+            raise _refused(origin, f"{_short(piece.key)} {problem}")
+        layers, experts = max(layers, layer + 1), max(experts, expert + 1)
+        if layers * experts > _MOST_EXPERTS:
+            raise _refused(origin, f"{_short(piece.key)} is one of more than {_MOST_EXPERTS} experts")
+
+
+def check_places(stored: Iterable[StoredPiece], file_bytes: Mapping[str, int], origin: str) -> None:
+    """Every checked piece lies inside its file.
 
     Args:
         file_bytes: file name -> its size.
 
     Raises:
-        CheckpointError: the first piece that is or does not.
+        CheckpointError: the first that does not.
     """
-    layers = experts = 0
     for item in stored:
-        problem = _problem_of(item.piece) or _problem_of_place(item, file_bytes)
+        problem = _problem_of_place(item, file_bytes)
         if problem:
             raise _refused(origin, f"{_short(item.piece.key)} {problem}")
-        if is_partial(item.piece.key):
-            try:
-                layer, expert, _, _ = parse_expert_key(item.piece.key)
-            except (ConfigurationError, ValueError) as error:
-                raise _refused(origin, f"{_short(item.piece.key)} is no expert's key") from error
-            layers, experts = max(layers, layer + 1), max(experts, expert + 1)
-            if layers * experts > _MOST_EXPERTS:
-                raise _refused(origin, f"{_short(item.piece.key)} is one of more than {_MOST_EXPERTS} experts")
 
 
-def _problem_of(piece: Piece) -> str | None:
+def check_block(piece: Piece, block: Any, due: Any, memory_bytes: int, origin: str) -> None:
+    """A checked piece lies inside a memory, and its turn is a step.
+
+    Args:
+        block: offset of its bytes.
+        due: see `table.Placed`.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if not is_whole(block) or block + piece.nbytes > memory_bytes:
+        raise _refused(origin, f"{_short(piece.key)} lies outside of its {memory_bytes} bytes")
+    if not is_whole(due, -1):
+        raise _refused(origin, f"the turn of {_short(piece.key)} is {_short(due)}")
+
+
+def _examined(piece: Piece) -> tuple[str | None, int, int]:
+    """(what is wrong with a piece, its layer, its expert); -1 of what is no expert's."""
     if not (_is_text(piece.key) and _is_text(piece.group) and _is_text(piece.dtype)):
-        return "has a key, group or dtype that is no text"
-    if piece.dtype != OBJECT and piece.dtype not in DTYPES:
-        return f"has the unknown dtype {_short(piece.dtype)}"
+        return "has a key, group or dtype that is no text", -1, -1
     if not (_is_digest(piece.xxh3) and is_whole(piece.version, -1) and is_whole(piece.nbytes)):
-        return "has a checksum, version or size that cannot be"
+        return "has a checksum, version or size that cannot be", -1, -1
     sizes = (*piece.shape, piece.first_row, piece.num_rows)
-    if len(piece.shape) > _MOST_DIMENSIONS or not all(is_whole(size) for size in sizes):
-        return f"has the shape {_short(list(sizes))}"
-    if piece.dtype == OBJECT:
-        return f"is an object with the shape {_short(list(piece.shape))}" if piece.shape else None
-    itemsize = DTYPES[piece.dtype].itemsize
-    if math.prod(max(1, size) for size in piece.global_shape) * itemsize > _LARGEST:
-        return f"has the shape {_short(list(piece.global_shape))}"
-    if math.prod(piece.shape) * itemsize != piece.nbytes:
-        return f"has {piece.nbytes} bytes, which its shape {_short(list(piece.shape))} has not"
-    if piece.first_row + (piece.shape[0] if piece.shape else 0) > piece.num_rows:
-        return f"has rows behind its last one, {piece.num_rows}"
+    if len(piece.shape) > _MOST_DIMENSIONS or not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
+        return f"has the shape {_short(list(sizes))}", -1, -1
+    return _examined_outline(piece.key, piece.dtype, sizes, piece.nbytes)
+
+
+@lru_cache(maxsize=1 << 14)
+def _examined_outline(key: str, dtype: str, sizes: tuple[int, ...], nbytes: int) -> tuple[str | None, int, int]:
+    """What stays the same from one snapshot to the next, so that it is looked at once."""
+    shape, first_row, num_rows = sizes[:-2], sizes[-2], sizes[-1]
+    problem, layer, expert = _problem_of_sizes(dtype, shape, first_row, num_rows, nbytes), -1, -1
+    if problem is None and is_partial(key):
+        try:
+            layer, expert, _, _ = parse_expert_key(key)
+        except (ConfigurationError, ValueError):
+            problem = "is no expert's key"
+    return problem, layer, expert
+
+
+def _problem_of_sizes(dtype: str, shape: tuple[int, ...], first_row: int, num_rows: int, nbytes: int) -> str | None:
+    if dtype == OBJECT:
+        return f"is an object with the shape {_short(list(shape))}" if shape else None
+    if dtype not in DTYPES:
+        return f"has the unknown dtype {_short(dtype)}"
+    itemsize = DTYPES[dtype].itemsize
+    whole = (num_rows, *shape[1:]) if shape else ()
+    if math.prod(max(1, size) for size in whole) * itemsize > LARGEST:
+        return f"has the shape {_short(list(whole))}"
+    if math.prod(shape) * itemsize != nbytes:
+        return f"has {nbytes} bytes, which its shape {_short(list(shape))} has not"
+    if first_row + (shape[0] if shape else 0) > num_rows:
+        return f"has rows behind its last one, {num_rows}"
     return None
 
 

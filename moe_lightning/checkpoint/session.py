@@ -1,14 +1,12 @@
 """One start of a run as its checkpoints see it: this rank's snapshotter, this node's agent, and what is saved when.
 
-Saving needs no messages: every rank takes the same decisions from the same counts. Ranks talk when a session opens,
-    and once
-more when K_snapshot and the interval adapt themselves to measured times.
+Saving needs no messages: every rank takes the same decisions from the same counts. Ranks talk when a session opens, and
+once more when K_snapshot and the interval adapt themselves to measured times.
 """
 
 from __future__ import annotations
 
 import shutil
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,14 +20,7 @@ from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
-from moe_lightning.checkpoint.agent_control import (
-    STOP,
-    AgentStatus,
-    agent_alive,
-    read_status,
-    request_stop,
-    start_agent,
-)
+from moe_lightning.checkpoint.agent_control import AgentHandle, AgentStatus, read_status
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.copy_windows import CopyWindows
@@ -70,6 +61,10 @@ class CheckpointSettings:
         scopes: the kinds of expert state that may stay behind: a preset ("full", "moc", "weights", "none") or kinds.
             Parameters in float32 are master weights; those of lower precision are weights.
         keep_last: whole checkpoints to keep.
+        verify_within: commits within which every file that checkpoints carry over is read again; what is damaged is
+            written anew.
+        copies_on_storage: every so many checkpoints hold all experts in files of their own, and one whole checkpoint is
+            kept that shares no file with the newest; None: never, so that an expert has one copy on storage.
         failures_per_hour: expected rate of faults, for the adaptive interval.
         fallback_dir: room for snapshots where shared memory is missing or too small; None: the checkpoint directory.
         windows: when snapshots are copied: in "any" part of a step, as soon as possible, or "scheduled" by HAS (REFT
@@ -84,6 +79,8 @@ class CheckpointSettings:
     order: Order = "sequential"
     scopes: str | Iterable[str] = "full"
     keep_last: PositiveInt = 2
+    verify_within: PositiveInt = 8
+    copies_on_storage: PositiveInt | None = None
     failures_per_hour: Coefficient = 0.0
     fallback_dir: str | None = None
     windows: Literal["any", "scheduled"] = "any"
@@ -160,7 +157,7 @@ class CheckpointSession:
         self.predicted_bytes = written.rank_bytes[world.rank]
         self._is_next_full, self.has_saved = True, False
         self.was_partial = False
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent: AgentHandle | None = None
         self._keeps_agent = world.rank == node_peers[0]
         largest = max((len(dump_object(value)) for value in objects.values()), default=0)
         ledger_bytes = ledger_bytes if world.rank == 0 else 0
@@ -199,7 +196,7 @@ class CheckpointSession:
             run = run_of(self._root) or str(opening[0][1])
             if self._keeps_agent:
                 needed = sum(int(opening[rank][0]) for rank in node_peers)
-                room = str(self._start_agent(arenas_name(name, run, node), run, needed))
+                room = str(self._start_agent(name, node, run, needed))
             if self._world.rank == 0:
                 world_number = world_number or next_world(self._root)
                 enter_world(self._root, world_number)
@@ -213,21 +210,20 @@ class CheckpointSession:
         number, session = answers[0][2]
         return run, session, Path(answers[first][0]), int(number)
 
-    def _start_agent(self, name: str, run: str, needed_bytes: int) -> Path:
+    def _start_agent(self, name: str, node: str, run: str, needed_bytes: int) -> Path:
         claim(self._root, run)
         fallback = Path(self._settings.fallback_dir) if self._settings.fallback_dir else self._root
-        arenas = arena_directory(name, needed_bytes=needed_bytes, fallback=fallback)
-        (arenas / STOP).unlink(missing_ok=True)
-        self._ensure_agent(arenas)
+        named = arenas_name(name, run, node, self._root)
+        arenas = arena_directory(named, needed_bytes=needed_bytes, fallback=fallback)
+        self._agent = AgentHandle(
+            arenas,
+            self._root,
+            keep_last=self._settings.keep_last,
+            verify_within=self._settings.verify_within,
+            copy_every=self._settings.copies_on_storage or 0,
+        )
+        self._agent.begin()
         return arenas
-
-    def _ensure_agent(self, arenas: Path) -> None:
-        if not self._agent_runs(arenas):
-            self._agent = start_agent(arenas, self._root, keep_last=self._settings.keep_last)
-
-    def _agent_runs(self, arenas: Path) -> bool:
-        """Whether an agent serves this node; one that was started here may still be importing."""
-        return (self._agent is not None and self._agent.poll() is None) or agent_alive(arenas)
 
     def _needed_bytes(self) -> int:
         pieces = [describe(key, value, version=0, group="") for key, value in self._ever.items()]
@@ -267,8 +263,8 @@ class CheckpointSession:
         )
         self._is_next_full, self.has_saved = False, True
         self._unprotected = step
-        if self._keeps_agent:
-            self._ensure_agent(self._arenas)
+        if self._agent is not None:
+            self._agent.ensure()
 
     def reassign(self, state: TrainingState) -> IntArray | None:
         """Experts have moved: others may write them from now on, in this session. Who writes an expert that it did not
@@ -393,7 +389,7 @@ class CheckpointSession:
             if is_broken():
                 raise ConnectionError(f"a rank was lost while the checkpoint of step {report.step} was written")
             status = self.status()
-            gone = self._keeps_agent and not self._agent_runs(self._arenas)
+            gone = self._agent is not None and not self._agent.runs
             if time.monotonic() > deadline or gone:
                 reason = status.error or "it did not answer"
                 raise CheckpointError(
@@ -403,10 +399,8 @@ class CheckpointSession:
             time.sleep(0.01)
         status = self.status()
         all_gather_json(0, self._world)  # every rank of the node has read the status
-        if self._keeps_agent:
-            request_stop(self._arenas)
         if self._agent is not None:
-            self._agent.wait(timeout=max(1.0, deadline - time.monotonic()))
-        if self._keeps_agent and not any(self._arenas.glob(ARENAS)):
-            shutil.rmtree(self._arenas)
+            self._agent.leave(max(1.0, deadline - time.monotonic()))
+            if not any(self._arenas.glob(ARENAS)):
+                shutil.rmtree(self._arenas)
         return status

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 import xxhash
 
 from moe_lightning.checkpoint.records import Piece
+from moe_lightning.checkpoint.schema import LARGEST, check_block, check_pieces, check_record, read_object
+from moe_lightning.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +53,31 @@ class Table:
         return json.dumps({**vars(self), "placed": rows}).encode()
 
     @classmethod
-    def parse(cls, data: bytes) -> Table:
-        values = json.loads(data)
-        placed = [Placed(piece=Piece.from_json(r), block=r["block"], due=r["due"]) for r in values["placed"]]
-        return cls(**{**values, "placed": tuple(placed)})
+    def parse(cls, data: bytes, origin: str, *, memory_bytes: int = LARGEST) -> Table:
+        """Read a table.
+
+        Args:
+            origin: where it stands, for messages.
+            memory_bytes: that its blocks are offsets in, where that is here.
+
+        Raises:
+            CheckpointError: nothing of ours wrote it.
+        """
+        values = read_object(data, origin)
+        check_record(values, _NEEDED, origin)
+        try:
+            placed = [Placed(piece=Piece.from_json(r), block=r["block"], due=r["due"]) for r in values["placed"]]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{origin} was written by something else: it lacks an entry ({error})") from error
+        check_pieces((p.piece for p in placed), origin)
+        for item in placed:
+            check_block(item.piece, item.block, item.due, memory_bytes, origin)
+        known = {name: value for name, value in values.items() if name in _NAMES}
+        return cls(**{**known, "placed": tuple(placed)})
+
+
+_NAMES = frozenset(entry.name for entry in fields(Table))
+_NEEDED = ("run", "session", "step", "rank", "world_size", "placed")
 
 
 def digest_of(payload: torch.Tensor) -> str:

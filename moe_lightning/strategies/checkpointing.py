@@ -5,16 +5,20 @@ directories.
 from __future__ import annotations
 
 import random
+import time
 from abc import abstractmethod
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -28,18 +32,27 @@ from moe_lightning.checkpoint.full_state import (
     local_model_state,
     read_checkpoint,
 )
-from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.lease import Lease
+from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.mending import find_usable, mended
+from moe_lightning.checkpoint.sealing import check_file
 from moe_lightning.checkpoint.source import CheckpointSource
 from moe_lightning.checkpoint.training_state import ExpertLayer, TrainingState
+from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
-from moe_lightning.errors import CheckpointError
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.sealed_files import sealed
 from moe_lightning.strategies.step_data import StepData, loader_states, states_of_stateful
 from moe_lightning.strategies.zero import DenseOptimizerShards
 
+T = TypeVar("T")
+
 LOADERS_KEY = "step_loaders"
 """Where a checkpoint keeps the position of each training loader."""
+
+_LONGEST_SEARCH_S = 60.0
 
 
 class CheckpointingStrategy(DDPStrategy):
@@ -53,6 +66,7 @@ class CheckpointingStrategy(DDPStrategy):
     _optimizer_groups: list[list[list[nn.Parameter]]]
     _shards: DenseOptimizerShards | None
     restored_checkpoint: CheckpointSource | None = None
+    _leases = ExitStack()
     _without_state = False
 
     @property
@@ -62,6 +76,9 @@ class CheckpointingStrategy(DDPStrategy):
     @property
     @abstractmethod
     def experts(self) -> PlacedExperts: ...
+
+    @abstractmethod
+    def meet(self) -> None: ...
 
     @abstractmethod
     def _step_data(self) -> StepData: ...
@@ -78,6 +95,17 @@ class CheckpointingStrategy(DDPStrategy):
         return OptimizerLayout(groups=self._optimizer_groups[index], experts=self.experts.rows, owners=owners)
 
     # ------------------------------------------------------------------ one file
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes files: durably and sealed, unless the user gave another way."""
+        self._checkpoint_io = sealed(super().checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -111,7 +139,8 @@ class CheckpointingStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint without unpickling code: a file, a checkpoint directory, or a directory of these.
 
-        Of a directory of checkpoints the newest whole one is taken, and damaged newer ones are named.
+        Of a directory of checkpoints the newest is taken that is whole or can be mended, and what is damaged is named.
+        Rank 0 looks for all: an agent may commit and prune there meanwhile. Collective.
 
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
@@ -119,16 +148,28 @@ class CheckpointingStrategy(DDPStrategy):
         path = Path(str(checkpoint_path))
         if "://" in str(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
-        elif path.is_dir():
-            self.restored_checkpoint = _newest_whole(path)
+        elif self.decide(path.is_dir):
+            self.restored_checkpoint = self._newest_for_all(path)
             checkpoint = self.restored_checkpoint.read_object("trainer")
         else:
-            checkpoint = read_checkpoint(path)
+            checkpoint = self._read_file(path)
         positions = checkpoint.get(LOADERS_KEY, [])
-        self._step_data().restore(positions)
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._step_data().restore(positions, trainer.train_dataloader)
         if positions:
             _fit_loop_state(checkpoint).pop("combined_loader", None)  # Lightning would restore some of them once more
+        _leave_ended_epoch(checkpoint)
         return checkpoint
+
+    def _read_file(self, path: Path) -> dict[str, Any]:
+        problem = None
+        try:
+            check_file(path)
+        except CheckpointError as error:
+            problem = str(error)
+        self._raise_together(path, problem)
+        return read_checkpoint(path)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -162,6 +203,79 @@ class CheckpointingStrategy(DDPStrategy):
             load_local_optimizer_state(optimizer, self._layout(optimizer), state)
 
     # ------------------------------------------------------------------ directories
+
+    def decide(self, look: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank: they meet first, where they have not met yet. Collective.
+
+        A process that waits to join a running world looks for itself: it will get what the others have.
+
+        Args:
+            look: called on rank 0; returns plain values.
+
+        Raises:
+            ConfigurationError, CheckpointError: on every rank, what kept rank 0 from an answer.
+        """
+        self.meet()
+        found: T | None = None
+        problem: ConfigurationError | CheckpointError | None = None
+        if self.is_global_zero or not dist.is_initialized():
+            try:
+                found = look()
+            except (ConfigurationError, CheckpointError) as error:
+                problem = error
+            except OSError as error:
+                problem = CheckpointError(f"{error.filename or 'storage'} cannot be read ({error.strerror or error})")
+        told = found, None if problem is None else (isinstance(problem, ConfigurationError), str(problem))
+        found, refusal = self.broadcast(told)
+        if problem is not None:
+            raise problem
+        if refusal is not None:
+            raise (ConfigurationError if refusal[0] else CheckpointError)(refusal[1])
+        return found  # type: ignore[return-value]
+
+    def _newest_for_all(self, path: Path) -> Checkpoint:
+        """The checkpoint that rank 0 chooses, verified by every rank, under a lease until `release_restored`.
+
+        Raises:
+            CheckpointError: on every rank, where there is none or one of them finds it damaged.
+        """
+        self.release_restored()
+        own: Checkpoint | None = None
+
+        def look() -> list[Any]:
+            nonlocal own
+            own, self._leases = _leased(path, report=rank_zero_warn)
+            return [str(own.path), own.substitutes]
+
+        place, substitutes = self.decide(look)
+        chosen, problem = Path(place), None
+        if own is None:
+            try:
+                own, self._leases = _leased(chosen, report=lambda _: None)
+                if own.substitutes != substitutes:
+                    problem = f"rank {self.world.rank} finds other damage in it than rank 0"
+            except CheckpointError as error:
+                problem = str(error)
+        self._raise_together(chosen, problem)
+        assert own is not None
+        return own
+
+    def _raise_together(self, path: Path, problem: str | None) -> None:
+        """Refuse what one of the ranks cannot read; collective.
+
+        Raises:
+            CheckpointError: on every rank, the first problem.
+        """
+        # A newcomer's world is not connected yet: it looked for itself.
+        problems = all_gather_json(problem, self.world) if dist.is_initialized() else [problem]
+        told = next((problem for problem in problems if problem is not None), None)
+        if told is not None:
+            self.release_restored()
+            raise CheckpointError(told if str(path) in told else f"not every rank can read {path}: {told}")
+
+    def release_restored(self) -> None:
+        """The checkpoint that this run came from is not read any more: it may be pruned."""
+        self._leases.close()
 
     def training_state(self) -> TrainingState:
         """The live tensors of the run under their checkpoint keys."""
@@ -206,15 +320,57 @@ def _fit_loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _newest_whole(path: Path) -> Checkpoint:
+def _leave_ended_epoch(checkpoint: Mapping[str, Any]) -> None:
+    """Let a run that was saved at or after the end of an epoch go on with the first batch of the next one.
+
+    Under `max_steps` Lightning's loop would count on in the batches of the old epoch and leave the new one after the
+    first.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    batches, epochs = loops.get("epoch_loop.batch_progress"), loops.get("epoch_progress")
+    if not batches or not epochs or not batches.get("is_last_batch"):
+        return
+    if batches["total"]["completed"] < batches["total"]["ready"]:
+        return  # the epoch's last step is not done with
+    if epochs["total"]["processed"] < epochs["total"]["ready"]:
+        return  # a validation may follow on it
+    for count in (epochs["total"], epochs["current"]):
+        count["completed"] = count["processed"]
+    for progress in (batches, loops["epoch_loop.scheduler_progress"]):
+        progress["current"] = dict.fromkeys(progress["current"], 0)
+    batches["is_last_batch"] = False
+
+
+def _leased(path: Path, *, report: Callable[[str], None]) -> tuple[Checkpoint, ExitStack]:
+    """The newest checkpoint in a directory that can be used, or that directory itself; all that is read for it is kept
+    from being pruned.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    deadline = time.monotonic() + _LONGEST_SEARCH_S
+    while True:
+        checkpoint = _newest_usable(path, report)
+        leases = ExitStack()
+        try:
+            for directory in checkpoint.directories:
+                leases.callback(Lease(directory).release)
+        except FileNotFoundError as error:  # pruned meanwhile: a newer one is there
+            leases.close()
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{checkpoint.path} is being deleted: name another checkpoint") from error
+            time.sleep(0.01)
+        else:
+            return checkpoint, leases
+
+
+def _newest_usable(path: Path, report: Callable[[str], None]) -> Checkpoint:
     if (path / MANIFEST).exists():
-        checkpoint = Checkpoint(path)
-        checkpoint.verify()
-        return checkpoint
-    found = find_newest(path, report=lambda problem: rank_zero_warn(f"{problem}: the checkpoint before it is tried"))
+        return mended(path, report=report)
+    found = find_usable(path, report=report)
     if found.checkpoint is None:
         raise CheckpointError(
-            f"{path} holds no whole checkpoint: name a .ckpt file or a directory of step-... directories"
+            f"{path} holds no whole checkpoint: name a .ckpt file or a directory of step-... directories, or start anew"
         )
     return found.checkpoint
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,13 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.callbacks.dynamic_k import DynamicK
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent_control import agent_alive, request_stop
-from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.mending import find_usable
+from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
@@ -86,7 +89,7 @@ def run(
 
 
 def arenas_of(root: Path) -> Path:
-    return Path("/dev/shm") / f"moe-lightning-{root.parent.name}-{(run_of(root) or '')[:8]}"
+    return Path("/dev/shm") / ("moe-lightning-" + arenas_name(root.parent.name, run_of(root) or "", "", root))
 
 
 def let_the_agent_finish(root: Path) -> None:
@@ -139,8 +142,11 @@ def test_partial_checkpoints_of_a_finished_run_lose_nothing_on_other_ranks(root:
         np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("order", ["sequential", "load_aware_global"])
-def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: str) -> None:
+@pytest.mark.parametrize(
+    ("order", "is_damaged"), [("sequential", False), ("load_aware_global", False), ("sequential", True)]
+)
+def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: str, is_damaged: bool) -> None:
+    """Also where a byte of a stale expert, whose file all kept checkpoints share, has flipped."""
     counts_path, k_path = tmp_path / "counts", tmp_path / "k"
     partial_saver = partial(saver, root, every_n_steps=1, k_snapshot=2, k_persist=1, order=order)
     with pytest.raises(RankFailure):
@@ -150,7 +156,19 @@ def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: 
     assert checkpoint is not None
     step, versions = checkpoint.manifest.step, checkpoint.expert_versions()
     per_step = {s: np.array(c) for s, c in map(json.loads, counts_path.read_text().splitlines())}
-    lost = sum(counts * ((versions < s) & (s <= step)) for s, counts in per_step.items())
+
+    def tokens_after(versions: IntArray) -> Any:
+        return sum(counts * ((versions < s) & (s <= step)) for s, counts in per_step.items())
+
+    if is_damaged:
+        layer, expert = (int(n) for n in np.argwhere(versions == versions.min())[0])
+        flip_in(checkpoint, f"expert/{layer}/{expert}/exp_avg_sq/w_up")
+        whole, versions = tokens_after(versions), versions.copy()
+        versions[layer, expert] = 0
+        (sentence,) = find_usable(root).problems
+        assert f"expert {expert} of layer {layer} has no undamaged version left" in sentence
+        assert sentence.endswith(f"{int((tokens_after(versions) - whole).sum())} tokens are lost")
+    lost = tokens_after(versions)
     planned = per_step[1].sum(axis=1) * 20
 
     resumed = [partial_saver(), DynamicK(0.9), KChoices(k_path), Books()]
@@ -159,6 +177,16 @@ def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: 
     plt, lost_reported = json.loads((root / "books.json").read_text())
     assert lost_reported == np.asarray(lost).sum(axis=1).tolist()
     assert plt == pytest.approx(float((np.asarray(lost).sum(axis=1) / planned).mean()), rel=0.05)
+
+
+def flip_in(checkpoint: Checkpoint, key: str) -> None:
+    """Flip a bit of a tensor in its file, which other checkpoints may be linked to."""
+    (item,) = checkpoint.items(key)
+    with open(checkpoint.path / item.file, "r+b") as file:
+        file.seek(item.data_offset)
+        byte = file.read(1)
+        file.seek(item.data_offset)
+        file.write(bytes([byte[0] ^ 1]))
 
 
 class Books(pl.Callback):
@@ -315,7 +343,7 @@ def test_a_rebalance_opens_no_session_and_copies_only_what_changed_hands(
     whole = run(1, [], steps=10)[0]
     path = tmp_path / "sessions"
     callbacks = [saver(root, every_n_steps=1, k_snapshot=1), ReplaceExperts(3, elsewhere=elsewhere), SessionLog(path)]
-    run(2, callbacks, steps=7)
+    run(2, callbacks, steps=8)
     steps, sessions, copied = zip(*map(json.loads, path.read_text().splitlines()), strict=True)
     assert len(set(sessions)) == 1
     sizes = dict(zip(steps, copied, strict=True))
@@ -323,7 +351,41 @@ def test_a_rebalance_opens_no_session_and_copies_only_what_changed_hands(
     assert partial_bytes < 0.8 * sizes[1]
     assert (sizes[3] > partial_bytes) == elsewhere
     resumed = run(2, [], steps=10, ckpt_path=str(root))[0]
-    np.testing.assert_allclose(resumed["losses"], whole["losses"][7:], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(resumed["losses"], whole["losses"][8:], rtol=0, atol=1e-5)
+
+
+def test_a_copied_run_writes_to_the_copy_while_the_originals_agent_lives(tmp_path: Path) -> None:
+    original, copy = tmp_path / "a" / "run" / "checkpoints", tmp_path / "b" / "run" / "checkpoints"
+    run(1, [saver(original)], steps=3)
+    shutil.copytree(original, copy)
+    agent = agent_ahead(original)  # as after a kill: it waits for the run to come back
+    try:
+        wait_until(lambda: agent_alive(arenas_of(original)), "the agent did not come up")
+        before = sorted(original.rglob("*"))
+        run(1, [saver(copy)], steps=6, ckpt_path=str(copy))
+        assert sorted(original.rglob("*")) == before
+        assert checkpoints(copy)[0][1].step == 6
+    finally:
+        agent.kill()
+        agent.join()
+        shutil.rmtree(arenas_of(original), ignore_errors=True)
+
+
+def test_a_fit_ends_after_the_agent_that_writes_its_last_checkpoint(root: Path) -> None:
+    agent = agent_ahead(root, poll_s=1.0)  # it looks once a second whether it may leave
+    (alive,) = run_ranks(1, partial(fit_and_look, root=root))
+    agent.join(60.0)
+    assert not alive
+    assert checkpoints(root)[0][1].step == 3
+    assert agent.exitcode == 0
+
+
+def fit_and_look(rank: int, world_size: int, root: Path) -> bool:
+    """Whether an agent still serves the run when its fit has returned."""
+    arenas = arenas_of(root)
+    callbacks = [saver(root, every_n_steps=1, k_snapshot=1)]  # its last step is saved twice, by two sessions
+    train(rank, world_size, callbacks=callbacks, trainer=WITH_CHECKPOINTS, steps=3)
+    return arenas.exists() and agent_alive(arenas)
 
 
 class Hoarder(pl.Callback):

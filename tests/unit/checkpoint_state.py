@@ -112,6 +112,11 @@ class Node:
                 return
         raise AssertionError("the agent does not come to rest")
 
+    def persist_attempts(self, rounds: int) -> None:
+        """Let the agent try so many times what it may fail at."""
+        for _ in range(rounds):
+            self.agent.serve_once()
+
     def close(self) -> None:
         for snapshotter in self.ranks:
             snapshotter.close()

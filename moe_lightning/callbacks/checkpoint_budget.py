@@ -1,0 +1,84 @@
+"""What partial checkpoints may lose: the tokens that a restore lost are counted, and DynamicK, where that callback is
+used, raises K so that they keep its budget."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
+
+from moe_lightning.algorithms.ledger import worst_case_plt
+from moe_lightning.callbacks.dynamic_k import DynamicK
+from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.plan import Order
+from moe_lightning.checkpoint.session import CheckpointSession
+from moe_lightning.checkpoint.source import CheckpointSource
+from moe_lightning.errors import ConfigurationError
+
+
+def count_losses(books: Books, restored: CheckpointSource) -> float:
+    """Account for experts that came back older than the checkpoint; the PLT that this restore cost."""
+    lost = books.restore(restored.read_object("ledger"), restored.step, restored.expert_versions())
+    if lost.any():
+        stale = int((lost > 0).sum())
+        rank_zero_warn(
+            f"{stale} experts were restored from older versions: {int(lost.sum())} assignments lost, "
+            f"PLT {100 * books.ledger.plt:.3f} percent so far"
+        )
+    return books.ledger.plt_of(lost.sum(axis=1))
+
+
+def choose_k(trainer: pl.Trainer, session: CheckpointSession, *, order: Order, interval: int, lost: float) -> None:
+    """Let DynamicK raise K for this interval, and after a restore that lost tokens.
+
+    Args:
+        interval: steps between checkpoints.
+        lost: PLT that faults have cost since K was chosen last.
+    """
+    dynamic = _dynamic_k(trainer)
+    if dynamic is None:
+        return
+    total_steps = planned_steps(trainer)
+
+    def predicted_plt(k: int) -> float:
+        if order != "sequential":
+            return 0.0  # there is no bound: `bound_cost` looks at every checkpoint
+        copied = max(k, session.k_snapshot)
+        return worst_case_plt(
+            num_experts=session.num_experts, k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
+        )
+
+    k = dynamic.start(k0=session.k_persist, num_experts=session.num_experts, predicted_plt=predicted_plt)
+    if lost:
+        k = dynamic.after_fault(lost)
+    if k > session.k_persist:
+        rank_zero_warn(
+            f"DynamicK writes {k} experts of each layer instead of {session.k_persist}: with fewer, the next "
+            f"fault could bring the lost tokens above {100 * dynamic.threshold:.2f} percent"
+        )
+    session.raise_k(k)
+
+
+def bound_cost(trainer: pl.Trainer, session: CheckpointSession, books: Books, *, order: Order) -> None:
+    """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
+    dynamic = _dynamic_k(trainer)
+    if dynamic is not None and order != "sequential":
+        cost = lambda k: books.cost(books.plan(max(k, session.k_snapshot), k))  # noqa: E731
+        session.raise_k(dynamic.before_checkpoint(cost))
+
+
+def planned_steps(trainer: pl.Trainer) -> int:
+    """Optimizer steps of the whole training.
+
+    Raises:
+        ConfigurationError: it has no end.
+    """
+    steps = trainer.estimated_stepping_batches
+    if steps == float("inf"):
+        raise ConfigurationError(
+            "the proportion of lost tokens needs the length of the training: give the Trainer max_steps or max_epochs"
+        )
+    return int(steps)
+
+
+def _dynamic_k(trainer: pl.Trainer) -> DynamicK | None:
+    return next((c for c in trainer.callbacks if isinstance(c, DynamicK)), None)  # type: ignore[attr-defined]

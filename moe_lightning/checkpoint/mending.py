@@ -1,0 +1,152 @@
+"""Puts a damaged checkpoint together again, so that one bad byte costs one expert some tokens and not the run.
+
+Every piece has a checksum of its own, so damage to a file is found to the tensor. A damaged expert tensor is read in
+the newest version, not younger than its own, that any kept checkpoint has undamaged: a second copy of the same version
+costs nothing, an older one the tokens in between (`CheckpointSource.expert_versions` tells, the ledger counts). Where
+none is left, the mean of the layer's other experts takes its place, and all tokens of the expert are lost. Everything
+else is new in each checkpoint: where it is damaged, the checkpoint before is looked at.
+
+Sources for falling back by expert: PEC 3.1 (experts tolerate older state); the papers know no damage on storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moe_lightning.checkpoint.books import unseen_tokens
+from moe_lightning.checkpoint.loader import Checkpoint, Damage, Found, unreadable
+from moe_lightning.checkpoint.records import DTYPES, is_partial, parse_expert_key
+from moe_lightning.checkpoint.store import checkpoints, run_record_problem
+from moe_lightning.errors import CheckpointError
+
+_MOST_TOLD = 3
+
+
+def find_usable(root: Path, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
+    """The newest checkpoint that is whole or can be mended.
+
+    Args:
+        root: a directory of checkpoints; it may be empty or missing.
+        run: the run that they must belong to, if that matters.
+        report: told each problem, and what is done about it.
+    """
+    problems: list[str] = []
+
+    def note(*sentences: str) -> None:
+        problems.extend(sentences)
+        if report is not None:
+            for sentence in sentences:
+                report(sentence)
+
+    record_problem = run_record_problem(root)
+    if record_problem is not None:
+        note(f"{record_problem}; the checkpoints beside it tell the run")
+    note(*unreadable(root))
+    readable = [path for path, _ in checkpoints(root)]
+    for path in readable:
+        try:
+            checkpoint, sentences = _mend(Checkpoint(path, run=run), readable)
+        except CheckpointError as error:
+            note(f"{error}; the checkpoint before it is tried")
+        else:
+            note(*sentences)
+            return Found(checkpoint=checkpoint, problems=tuple(problems))
+    return Found(checkpoint=None, problems=tuple(problems))
+
+
+def mended(path: Path, *, report: Callable[[str], None]) -> Checkpoint:
+    """One checkpoint, mended where it is damaged from those beside it.
+
+    Raises:
+        CheckpointError: it is none, or something else than experts is damaged.
+    """
+    checkpoint, sentences = _mend(Checkpoint(path), [other for other, _ in checkpoints(path.parent)])
+    for sentence in sentences:
+        report(sentence)
+    return checkpoint
+
+
+def _mend(checkpoint: Checkpoint, paths: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
+    """A checkpoint of which everything can be read, and what was wrong with it and what that costs."""
+    damages = checkpoint.damages()
+    for damage in damages:
+        if not all(is_partial(key) for key in damage.keys):
+            raise CheckpointError(damage.problem)
+    lost = sorted({key for damage in damages for key in damage.keys})
+    if not lost:
+        return checkpoint, [_harmless(damage) for damage in damages]
+    others = list(_others(checkpoint, paths))
+    substitutes = {key: _newest_intact(key, checkpoint, others) for key in lost}
+    whole = Checkpoint(checkpoint.path, substitutes=substitutes)
+    for key, name in substitutes.items():
+        if name is None and not (_is_floating(checkpoint, key) and whole.peers(key)):
+            raise CheckpointError(f"{damages[0].problem}, and nothing can take the place of {key}")
+    costs = _costs(checkpoint, whole)
+    return whole, [_sentence(d, checkpoint, whole, costs) if d.keys else _harmless(d) for d in damages]
+
+
+def _others(checkpoint: Checkpoint, paths: Sequence[Path]) -> Iterator[Checkpoint]:
+    for path in paths:
+        if path != checkpoint.path:
+            try:
+                other = Checkpoint(path, run=checkpoint.manifest.run)
+            except CheckpointError:
+                continue  # pruned meanwhile, or another run's
+            yield other
+
+
+def _newest_intact(key: str, checkpoint: Checkpoint, others: Sequence[Checkpoint]) -> str | None:
+    """The checkpoint with the newest undamaged version of a tensor that is no younger than the checkpoint's own."""
+    wanted, newest = _outline(checkpoint, key), checkpoint.version(key)
+    fitting = [other for other in others if _outline(other, key) == wanted and other.version(key) <= newest]
+    for other in sorted(fitting, key=lambda other: -other.version(key)):
+        if all(other.is_intact(item) for item in other.items(key)):
+            return other.path.name
+    return None
+
+
+def _outline(checkpoint: Checkpoint, key: str) -> list[tuple[str, tuple[int, ...], int]]:
+    return [(item.piece.dtype, item.piece.shape, item.piece.first_row) for item in checkpoint.items(key)]
+
+
+def _is_floating(checkpoint: Checkpoint, key: str) -> bool:
+    return all(DTYPES[item.piece.dtype].is_floating_point for item in checkpoint.items(key))
+
+
+def _costs(before: Checkpoint, after: Checkpoint) -> Mapping[tuple[int, int], int] | None:
+    """(layer, expert) -> tokens lost by reading other versions; None where the checkpoint counts none."""
+    if not before.keys("ledger"):
+        return None
+    saved = before.read_object("ledger")
+    lost = unseen_tokens(saved, before.step, after.expert_versions())
+    lost -= unseen_tokens(saved, before.step, before.expert_versions())
+    return {(layer, expert): int(lost[layer, expert]) for layer, expert in np.argwhere(lost).tolist()}
+
+
+def _harmless(damage: Damage) -> str:
+    return f"{damage.problem}; no state lies there, so nothing is lost"
+
+
+def _sentence(
+    damage: Damage, before: Checkpoint, after: Checkpoint, costs: Mapping[tuple[int, int], int] | None
+) -> str:
+    """What was damaged, in which version each expert is read instead, and what that costs."""
+    experts = sorted({parse_expert_key(key)[:2] for key in damage.keys})
+    told = [_fate(expert, damage, before, after) for expert in experts[:_MOST_TOLD]]
+    rest = f" and {len(experts) - _MOST_TOLD} more" if len(experts) > _MOST_TOLD else ""
+    lost = "tokens are not counted" if costs is None else f"{sum(costs.get(e, 0) for e in experts)} tokens are lost"
+    return f"{damage.problem}; {', '.join(told)}{rest}; {lost}"
+
+
+def _fate(expert: tuple[int, int], damage: Damage, before: Checkpoint, after: Checkpoint) -> str:
+    keys = [key for key in damage.keys if parse_expert_key(key)[:2] == expert]
+    who = f"expert {expert[1]} of layer {expert[0]}"
+    if any(after.substitutes[key] is None for key in keys):
+        return f"{who} has no undamaged version left and begins again as the mean of its layer's others"
+    worst = min(keys, key=after.version)
+    new, old = after.version(worst), before.version(worst)
+    instead = f"in version {new} instead of {old}" if new < old else f"in its version {new}"
+    return f"{who} is read {instead} from {after.substitutes[worst]}"

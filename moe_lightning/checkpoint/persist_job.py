@@ -1,0 +1,113 @@
+"""Which snapshot an agent persists next, and whether what it persists can still become a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_lightning.checkpoint.agreement import Agreement, agreed_step
+from moe_lightning.checkpoint.arena import Arena
+from moe_lightning.checkpoint.buffers import newest_common
+from moe_lightning.checkpoint.store import headings
+from moe_lightning.checkpoint.table import Table
+
+
+@dataclass
+class Job:
+    """A step that is being persisted on this node.
+
+    Attributes:
+        agreed: with other nodes: this step's snapshot is the first of that step or later.
+        written: arenas whose part is written.
+    """
+
+    session: str
+    step: int
+    world: int
+    world_size: int
+    began: float = field(default_factory=time.monotonic)
+    agreed: int | None = None
+    written: set[Path] = field(default_factory=set)
+    nbytes: int = 0
+    checked: float = 0.0
+
+
+def interrupted_job(arenas: Iterable[Arena]) -> Job | None:
+    """A persist that an agent before this one began."""
+    for arena in arenas:
+        index = arena.state.persisting
+        if index is not None:
+            table = arena.table(index)
+            if table is not None:
+                return Job(table.session, table.step, table.world, table.world_size)
+            arena.transition(lambda s: s.fail_persist() if s.persisting is not None else s)
+    return None
+
+
+def next_job(root: Path, session: str | None, arenas: Sequence[Arena]) -> Job | None:
+    """The newest step of a session that all its ranks hold, as agreed with other nodes; None while there is none.
+
+    Args:
+        session: the newest one of which a snapshot waits; None where nothing waits.
+        arenas: of its ranks on this node.
+    """
+    if session is None:
+        return None
+    tables = [[t for t in arena.waiting_tables() if t.session == session] for arena in arenas]
+    step = newest_common([t.step for t in ts] for ts in tables)
+    known = next(((t.world, t.world_size) for ts in tables for t in ts), None)
+    if known is None:
+        return None  # what waited a moment ago has given way to a newer snapshot
+    world, world_size = known
+    if len(arenas) >= world_size:
+        return None if step is None else Job(session, step, world, world_size)
+    if any(all(t.session != session for t in arena.tables()) for arena in arenas):
+        return None  # a rank has only just come to this session
+    step = agreed_step(root, session, arenas, step, world=world)
+    if step is None:
+        return None
+    agreed = Agreement.read(root)
+    return Job(session, step, world, world_size, agreed=agreed.step if agreed is not None else None)
+
+
+def left_behind(arenas: Mapping[Path, Arena], session: str) -> list[Path]:
+    """Arenas of ranks that are no longer of this world: dead, and with snapshots of older sessions only."""
+    return [
+        path
+        for path, arena in arenas.items()
+        if not arena.writer_alive and all(table.session < session for table in arena.tables())
+    ]
+
+
+def others_went_on(root: Path, job: Job) -> bool:
+    """Whether the other nodes will persist another step, or have persisted a later session's."""
+    agreed = Agreement.read(root)
+    is_ours = agreed is not None and agreed.session == job.session and not agreed.is_open
+    if agreed is not None and is_ours and (agreed.step > job.step or job.agreed not in (None, agreed.step)):
+        return True
+    return is_superseded(root, job.session)
+
+
+def is_superseded(root: Path, session: str) -> bool:
+    """Whether the others went on, in a world without this node, and save a later session."""
+    agreed, committed = Agreement.read(root), headings(root)
+    return (agreed is not None and agreed.session > session) or (bool(committed) and committed[0][1].session > session)
+
+
+def waits_for_newer_session(arena: Arena, session: str) -> bool:
+    """Whether a rank has begun a later session."""
+    return any(table.session > session for table in arena.waiting_tables())
+
+
+def passed_by(arena: Arena, step: int) -> bool:
+    """Whether a rank will never deliver a step: it has none and is dead, or has newer ones."""
+    state = arena.state
+    steps = [buffer.step for buffer in state.buffers]
+    return step not in steps and (max(steps) > step or not arena.writer_alive)
+
+
+def session_of(table: Table | None) -> str | None:
+    """Where a buffer may be empty: the session of its snapshot."""
+    return None if table is None else table.session

@@ -1,0 +1,114 @@
+"""Seals of single-file checkpoints: the checksum of the whole file, in the comment at the end of its zip archive.
+
+torch writes a checkpoint as a zip archive, whose last record may carry a comment that every reader passes over. The
+seal stands there, so it travels with the file, and torch and stock Lightning read the file as ever:
+
+    archive as torch wrote it (its last two bytes, the length of the comment, now say so) | SEAL | xxh3 of the archive
+
+torch's own CRC-32 guards tensors only, and loading does not compare it.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from moe_lightning.errors import CheckpointError
+
+_SEAL = b"moe-lightning xxh3 "
+_COMMENT_BYTES = len(_SEAL) + 16
+_LENGTH = _COMMENT_BYTES.to_bytes(2, "little")
+_NO_LENGTH = b"\0\0"
+_END_OF_ARCHIVE, _END_BYTES = b"PK\5\6", 22
+_CHUNK_BYTES = 16 << 20
+
+
+class SealingFile:
+    """A file for `torch.save` to write to, which seals what was written.
+
+    Args:
+        file: opened for writing, empty.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_64()
+        self.error: OSError | None = None
+        """The first one of the storage: torch's writer raises others on top of it."""
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._digest.update(data)
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def seal(self) -> None:
+        """Put the seal behind the finished archive, and the file on disk."""
+        self._file.seek(-len(_NO_LENGTH), os.SEEK_END)
+        self._file.write(_LENGTH + _SEAL + self._digest.hexdigest().encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def check_file(path: Path) -> None:
+    """Compare a checkpoint file with its seal, or, where it has none, its contents with the archive's CRC-32. A file
+    is read once, as long as it does not change.
+
+    Raises:
+        CheckpointError: it is missing, damaged or no checkpoint.
+    """
+    try:
+        about = path.stat()
+        _check_once(path, about.st_ino, about.st_mtime_ns, about.st_size)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})") from error
+
+
+@lru_cache(maxsize=64)
+def _check_once(path: Path, inode: int, changed_ns: int, size: int) -> None:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(max(0, size - _COMMENT_BYTES - len(_LENGTH)))
+        tail = file.read()
+        file.seek(0)
+        length, seal, expected = tail[:2], tail[2 : 2 + len(_SEAL)], tail[2 + len(_SEAL) :]
+        if (length, seal) == (_LENGTH, _SEAL):
+            found = _digest_of(file, size - len(tail))
+            found.update(_NO_LENGTH)
+            if found.hexdigest().encode() != expected:
+                raise CheckpointError(f"{path} is damaged: its checksum does not match")
+        elif tail[-_END_BYTES:].startswith(_END_OF_ARCHIVE) and tail.endswith(_NO_LENGTH):
+            _check_contents(path, file)
+        else:
+            raise CheckpointError(f"{path} is damaged or no checkpoint: neither an archive of torch nor a seal ends it")
+
+
+def _digest_of(file: IO[bytes], length: int) -> xxhash.xxh3_64:
+    digest = xxhash.xxh3_64()
+    while length > 0 and (chunk := file.read(min(length, _CHUNK_BYTES))):
+        digest.update(chunk)
+        length -= len(chunk)
+    return digest
+
+
+def _check_contents(path: Path, file: IO[bytes]) -> None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is damaged or no checkpoint: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} in it does not match")

@@ -1,0 +1,103 @@
+"""What a rank brings into a new world, what the world then lacks, and how ranks get it from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from moe_lightning.algorithms.inventory import RankInventory
+from moe_lightning.algorithms.recovery import RecoveryPlan
+from moe_lightning.algorithms.repair import Repair, repair_placements
+from moe_lightning.checkpoint.live_state import adopt_optimizers, broadcast_dense, optimizer_schema
+from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
+from moe_lightning.checkpoint.recovery import fetch
+from moe_lightning.comm.collect import broadcast_object
+from moe_lightning.comm.world import World
+from moe_lightning.strategies.recovery_planning import RecoveryPlanner
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+
+def inventory_of(
+    strategy: ExpertParallelStrategy, *, rank: int, node: str, version: int, counts: bool, is_prepared: bool
+) -> RankInventory:
+    """What a rank holds as it leaves its former world.
+
+    Args:
+        rank, node: its place in the new one.
+        version: committed optimizer steps of its live state.
+        counts: whether that state is whole and of this run.
+        is_prepared: it was ready for the update after that.
+    """
+    experts, owners, before = strategy.experts, strategy.shard_owners, strategy.world.rank
+    held = [(la, e) for la, layer in enumerate(experts.layers) for e in layer.experts.slot_experts if e >= 0]
+    return RankInventory(
+        rank=rank,
+        node=node,
+        live_version=version if counts else -1,
+        prepared=counts and is_prepared,
+        experts=tuple(held),
+        sharded_dense=tuple(sorted(owners)),
+        owned_dense=tuple(sorted(name for name, owner in owners.items() if owner == before)),
+        replayed_dense=strategy.replay.names if strategy.replay is not None else (),
+        replay_version=strategy.replay.version if strategy.replay is not None and counts else -1,
+    )
+
+
+def repaired(plan: RecoveryPlan, nodes: Sequence[str], *, min_replicas: int, max_slots: int | None) -> Repair:
+    """The placements of the new world; rank 0 warns where slots are too few for what is wished for.
+
+    Args:
+        nodes: of each rank.
+        min_replicas: nodes that shall hold each expert.
+        max_slots: of a rank in a layer; None: no limit.
+    """
+    repair = repair_placements(plan.held, nodes=nodes, min_replicas=min_replicas, max_slots=max_slots)
+    if repair.min_replicas < min(min_replicas, len(set(nodes))):
+        rank_zero_warn(
+            f"slots are left for {repair.min_replicas} instead of {min_replicas} replicas of each expert: "
+            "another lost node may cost state until ranks come back"
+        )
+    return repair
+
+
+def fetch_missing(
+    planner: RecoveryPlanner, plan: RecoveryPlan, repair: Repair, world: World
+) -> MemoryCheckpoint | None:
+    """What the plan takes from snapshots and from storage, as far as this rank needs it; None where it is nothing.
+
+    Raises:
+        DamagedSnapshots: on every rank.
+    """
+    if plan.level == "live" and not plan.reads and not plan.from_storage:
+        return None
+    assert planner.sources is not None
+    needed = {
+        (index, expert)
+        for index, placement in enumerate(repair.placements)
+        for expert in placement.experts_on(world.rank)
+        if not plan.held[index, expert].any()
+    }
+    return fetch(plan, world, planner.sources.arenas, needed, storage=planner.storage)
+
+
+def share_state(strategy: ExpertParallelStrategy, plan: RecoveryPlan, world: World) -> None:
+    """Newcomers get what every rank has; those that made up for an update get what went with it; collective."""
+    newcomers = newcomers_of(plan, world)
+    if not (newcomers or plan.apply_prepared):
+        return
+    source, layouts = plan.live_ranks[0], strategy.optimizer_layouts()
+    schema = broadcast_object(optimizer_schema(layouts), source, world)
+    if world.rank in newcomers or world.rank in plan.apply_prepared:
+        adopt_optimizers(layouts, schema)
+    if newcomers:
+        assert strategy.lightning_module is not None
+        broadcast_dense(strategy.lightning_module, layouts, world, source)
+
+
+def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
+    """Ranks whose own state does not count."""
+    return tuple(rank for rank in range(world.size) if rank not in plan.live_ranks)

@@ -1,0 +1,231 @@
+"""Damaged checkpoints are put together again: every value that is read is one that some step had, and what that costs
+is told."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_lightning.checkpoint import store
+from moe_lightning.checkpoint.inspect import verify_all
+from moe_lightning.checkpoint.loader import Checkpoint, Found
+from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
+from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
+from moe_lightning.checkpoint.mending import find_usable, mended
+from moe_lightning.checkpoint.records import is_partial, parse_expert_key
+from moe_lightning.checkpoint.recovery_sources import storage_inventory
+from moe_lightning.errors import CheckpointError
+from tests.unit.checkpoint_state import EXPERTS, assert_holds, node, whole_state
+
+STEPS = {1: None, 2: [0, 1], 3: [2]}
+"""Step of each checkpoint -> the experts that it wrote; the first wrote all of them."""
+VERSIONS = {0: 2, 1: 2, 2: 3, 3: 1}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    with node(tmp_path, keep_last=9) as made:
+        for step, fresh in STEPS.items():
+            made.snapshot(step, fresh=fresh)
+            made.persist()
+        yield made.root
+
+
+def places(root: Path, step: int, key: str) -> tuple[Path, int, int]:
+    """(file, first byte, bytes) of a tensor in a checkpoint."""
+    checkpoint = Checkpoint(root / f"step-{step:08d}")
+    (item,) = checkpoint.items(key)
+    return checkpoint.path / checkpoint.manifest.files[item.file].path, item.data_offset, item.piece.nbytes
+
+
+def flip(path: Path, position: int) -> None:
+    with open(path, "r+b") as file:  # in place: every link to the file is harmed
+        file.seek(position)
+        byte = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 8]))
+
+
+def assert_honest(found: Found) -> Checkpoint:
+    """Every tensor is that of the version that the checkpoint states, or, of version 0, the mean of the others."""
+    checkpoint = found.checkpoint
+    assert checkpoint is not None
+    for key, now in whole_state(checkpoint.step).items():
+        version, actual = checkpoint.version(key), checkpoint.read(key)
+        if version:
+            assert torch.equal(actual, whole_state(version)[key] if is_partial(key) else now), key
+        else:
+            layer, expert, scope, name = parse_expert_key(key)
+            others = [f"expert/{layer}/{e}/{scope}/{name}" for e in range(EXPERTS) if e != expert]
+            mean = torch.stack([checkpoint.read(other) for other in others if checkpoint.version(other)]).mean(0)
+            torch.testing.assert_close(actual, mean)
+    return checkpoint
+
+
+def test_an_undamaged_directory_needs_nothing(root: Path) -> None:
+    found = find_usable(root)
+    assert found.problems == ()
+    assert found.checkpoint is not None
+    assert found.checkpoint.substitutes == {}
+    assert_holds(found.checkpoint, VERSIONS)
+
+
+def test_an_expert_that_was_just_written_comes_back_older(root: Path) -> None:
+    key = "expert/1/2/weight/w1"
+    path, start, _ = places(root, 3, key)
+    flip(path, start + 3)
+    found = find_usable(root)
+    checkpoint = assert_honest(found)
+    assert checkpoint.step == 3
+    assert checkpoint.substitutes == {key: "step-00000002"}
+    assert checkpoint.version(key) == 1
+    assert checkpoint.version("expert/1/2/exp_avg/w1") == 3
+    assert checkpoint.expert_versions()[1].tolist() == [2, 2, 1, 1]
+    assert storage_inventory(checkpoint).versions[1] == (2, 2, 1, 1)
+    (sentence,) = found.problems
+    assert sentence == (
+        f"{path} is damaged: its checksum does not match; expert 2 of layer 1 is read in version 1 instead of 3 from "
+        "step-00000002; tokens are not counted"
+    )
+
+
+def test_a_second_copy_of_the_same_version_costs_nothing(root: Path) -> None:
+    key = "expert/0/3/weight/b"
+    path, start, _ = places(root, 3, key)
+    other = places(root, 1, key)[0]
+    copy = other.read_bytes()
+    other.unlink()  # a file of its own, as copies_on_storage makes
+    other.write_bytes(copy)
+    flip(path, start)
+    found = find_usable(root)
+    assert found.checkpoint is not None
+    assert_holds(found.checkpoint, VERSIONS)
+    assert "expert 3 of layer 0 is read in its version 1 from step-00000001" in found.problems[0]
+
+
+def test_an_expert_whose_only_file_is_damaged_begins_as_the_mean(root: Path) -> None:
+    key = "expert/0/3/weight/w1"
+    path, start, _ = places(root, 3, key)  # carried: one file for all three checkpoints
+    flip(path, start)
+    found = find_usable(root)
+    checkpoint = assert_honest(found)
+    assert checkpoint.step == 3
+    assert checkpoint.version(key) == 0
+    assert "expert 3 of layer 0 has no undamaged version left" in found.problems[-1]
+
+
+def test_an_older_checkpoint_gives_its_version(root: Path) -> None:
+    """Files of their own, of which those of steps 2 and 3 are damaged."""
+    flip(*places(root, 3, "expert/0/2/weight/w1")[:2])
+    for step in (1, 2):
+        path, start, _ = places(root, step, "expert/0/2/weight/w1")
+        copy = path.read_bytes()
+        path.unlink()
+        path.write_bytes(copy)
+        if step == 2:
+            flip(path, start)
+    assert assert_honest(find_usable(root)).substitutes == {"expert/0/2/weight/w1": "step-00000001"}
+
+
+@pytest.mark.parametrize("kind", ["dense", "objects", MANIFEST])
+def test_what_is_no_expert_is_read_from_the_checkpoint_before(root: Path, kind: str) -> None:
+    path = next(p for p in (root / "step-00000003").iterdir() if p.name.startswith(kind))
+    path.write_bytes(bytes(path.stat().st_size))
+    found = find_usable(root)
+    assert assert_honest(found).step == 2
+    assert str(path) in found.problems[0]
+
+
+def test_bytes_between_the_tensors_cost_nothing(root: Path) -> None:
+    checkpoint = Checkpoint(root / "step-00000003")
+    (item,) = checkpoint.items("expert/1/2/weight/w1")
+    flip(checkpoint.path / item.file, item.offset + 5)
+    flip(checkpoint.path / METADATA, 100)
+    found = find_usable(root)
+    assert found.checkpoint is not None
+    assert_holds(found.checkpoint, VERSIONS)
+    assert len(found.problems) == 2
+    assert all("nothing is lost" in problem for problem in found.problems)
+
+
+def test_a_missing_file_costs_only_what_was_in_it(root: Path) -> None:
+    places(root, 3, "expert/1/2/weight/w1")[0].unlink()
+    checkpoint = assert_honest(find_usable(root))
+    assert checkpoint.step == 3
+    assert set(checkpoint.substitutes.values()) == {"step-00000002"}
+
+
+def test_one_checkpoint_is_mended_from_those_beside_it(root: Path) -> None:
+    flip(*places(root, 3, "expert/1/2/weight/w1")[:2])
+    told: list[str] = []
+    checkpoint = mended(root / "step-00000003", report=told.append)
+    assert checkpoint.version("expert/1/2/weight/w1") == 1
+    assert len(told) == 1
+    flip(*places(root, 3, "dense/norm/weight")[:2])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        mended(root / "step-00000003", report=told.append)
+
+
+def test_a_recovery_reads_what_was_mended(root: Path) -> None:
+    key, lost = "expert/1/2/weight/w1", "expert/0/3/weight/w1"
+    for damaged in (key, lost):
+        flip(*places(root, 3, damaged)[:2])
+    storage = find_usable(root).checkpoint
+    assert storage is not None
+    snapshot = MemoryCheckpoint(
+        3, [], versions=storage.expert_versions(), storage=storage, experts_on_storage=[(1, 2), (0, 3)]
+    )
+    assert torch.equal(snapshot.read(key), whole_state(1)[key])
+    assert torch.equal(snapshot.read(lost), storage.read(lost))
+    assert snapshot.expert_versions()[0, 3] == 0
+    again = Checkpoint(storage.path, substitutes=json.loads(json.dumps(storage.substitutes)))
+    assert torch.equal(again.read(lost), storage.read(lost))
+
+
+def test_nobody_reads_a_newer_version_than_the_checkpoint_says(root: Path) -> None:
+    """Were step 2 resumed from, expert 2 of step 3 would have seen samples that come again."""
+    (root / "step-00000003" / MANIFEST).rename(root / "step-00000003" / "kept")
+    flip(*places(root, 2, "expert/0/2/weight/w1")[:2])
+    (root / "step-00000003" / "kept").rename(root / "step-00000003" / MANIFEST)
+    assert mended(root / "step-00000002", report=lambda _: None).version("expert/0/2/weight/w1") == 0
+
+
+def test_a_damaged_run_record_is_told_by_the_checkpoints(root: Path) -> None:
+    record = root / "run.json"
+    whole = record.read_bytes()
+    for position in range(len(whole)):
+        record.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        assert store.run_of(root) == "run"
+        found = find_usable(root)
+        assert found.checkpoint is not None
+        assert "run.json is damaged" in found.problems[0]
+        assert "run.json is damaged" in str(verify_all(root)[-1].problem)
+    store.claim(root, "run")
+    assert record.read_bytes() == whole
+    with pytest.raises(CheckpointError, match="holds the checkpoints of run run, not of other"):
+        store.claim(root, "other")
+
+
+@pytest.mark.parametrize("flips", [20, pytest.param(300, marks=pytest.mark.slow)])
+def test_every_flip_is_found_and_hardly_one_ends_the_run(root: Path, flips: int) -> None:
+    files = sorted({p.stat().st_ino: p for p in root.rglob("*") if p.is_file() and p.stat().st_size}.values())
+    dice = random.Random(20)
+    lost = 0
+    for _ in range(flips):
+        path = dice.choice(files)
+        position = dice.randrange(path.stat().st_size)
+        flip(path, position)
+        assert any(verdict.problem for verdict in verify_all(root)), (path, position)
+        found = find_usable(root)
+        if found.checkpoint is None:
+            lost += 1
+        else:
+            assert_honest(found)
+        flip(path, position)
+    assert lost <= flips // 100
+    assert find_usable(root).problems == ()

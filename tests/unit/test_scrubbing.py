@@ -1,0 +1,271 @@
+"""Damage to files that checkpoints carry over from each other is found and mended while training goes on, and commits
+never stop for it."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities import rank_zero_warn
+
+from moe_lightning.checkpoint import commit, store
+from moe_lightning.checkpoint.agent_control import AgentStatus, read_status, warnings_of
+from moe_lightning.checkpoint.commit import PRUNED, prune
+from moe_lightning.checkpoint.fence import Superseded, enter_world
+from moe_lightning.checkpoint.lease import Lease
+from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.store import checkpoints, headings
+from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
+
+
+def flip(path: Path, position: int | None = None) -> None:
+    """Change a byte of an inode, in all checkpoints that link to it."""
+    with open(path, "r+b") as file:
+        data = file.read()
+        at = len(data) // 2 if position is None else position
+        file.seek(at)
+        file.write(bytes([data[at] ^ 0x10]))
+
+
+def commits(made: Node, steps: range) -> None:
+    """A partial checkpoint after every step, each of another expert; then the agent reads what it is to read."""
+    for step in steps:
+        made.snapshot(step, fresh=[step % EXPERTS], persist=[step % EXPERTS])
+        made.persist()
+        while made.agent.scrub():
+            pass
+
+
+def newest(root: Path) -> Checkpoint:
+    return Checkpoint(checkpoints(root)[0][0])
+
+
+def file_of(root: Path, expert: int) -> Path:
+    """The file that the newest checkpoint has an expert in."""
+    checkpoint = newest(root)
+    return next(
+        checkpoint.path / i.file for i in checkpoint.manifest.stored if i.piece.key.startswith(f"expert/0/{expert}/")
+    )
+
+
+def carried(root: Path) -> list[Path]:
+    """Data files of the newest checkpoint that an earlier one wrote."""
+    checkpoint = newest(root)
+    return sorted(p for p in checkpoint.path.glob("*.distcp") if f".step{checkpoint.step:08d}." not in p.name)
+
+
+@pytest.mark.parametrize("within", [1, 2, 5])
+def test_every_carried_file_is_read_within_so_many_commits(tmp_path: Path, within: int) -> None:
+    with node(tmp_path, verify_within=within, keep_last=3) as made:
+        made.snapshot(1)
+        made.persist()
+        for step in range(2, 20):
+            made.snapshot(step, fresh=[0], persist=[0])  # all other experts are carried from the first on
+            made.persist()
+            while made.agent.scrub():
+                pass
+            reads = made.agent._scrubber._read_at
+            assert len(reads) == len(carried(made.root))
+            assert all(made.agent._scrubber._commits - read < within for read in reads.values())
+
+
+def test_what_storage_is_too_busy_for_is_read_before_its_time_is_up(tmp_path: Path) -> None:
+    with node(tmp_path, verify_within=2, keep_last=3) as made:
+        made.snapshot(1)
+        made.persist()
+        for step in range(2, 12):  # the agent never comes to rest in between
+            made.snapshot(step, fresh=[0], persist=[0])
+            made.persist()
+        reads = made.agent._scrubber._read_at
+        assert all(made.agent._scrubber._commits - read <= 2 for read in reads.values())
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_a_damaged_file_is_written_anew_within_so_many_commits(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    within = rng.choice([1, 3, 8])
+    with node(tmp_path, verify_within=within, keep_last=3) as made:
+        made.snapshot(1)
+        made.persist()
+        commits(made, range(2, 4))
+        victim = file_of(made.root, rng.choice([1, 2]))
+        flip(victim, rng.randrange(victim.stat().st_size))
+        for step in range(4, 5 + within):  # the last one writes what was found by then
+            made.snapshot(step, fresh=[0], persist=[0])
+            made.persist()
+            while made.agent.scrub():
+                pass
+        checkpoint = newest(made.root)
+        checkpoint.verify()
+        assert victim.name not in checkpoint.manifest.files
+        found = find_newest(made.root)
+        assert found.problems == ()
+        versions = dict(enumerate(checkpoint.expert_versions()[0].tolist()))
+        assert all(version >= 1 for version in versions.values())
+        status = read_status(made.arenas)
+        assert status.damaged == 1
+        assert victim.name in str(status.damage)
+        assert "is damaged: the next checkpoint has its experts anew" in str(status.damage)
+        commits(made, range(5 + within, 9 + within))
+        newest(made.root).verify()
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut"])
+def test_a_lost_file_does_not_stop_commits(tmp_path: Path, harm: str) -> None:
+    with node(tmp_path, verify_within=1000) as made:
+        made.snapshot(1)
+        made.persist()
+        victim = file_of(made.root, 1)
+        victim.unlink() if harm == "gone" else victim.write_bytes(b"")
+        for step in (2, 3):
+            made.snapshot(step, fresh=[0], persist=[0])
+            made.persist()
+            assert made.agent.status.error is None
+            assert newest(made.root).step == step
+            newest(made.root).verify()
+        assert victim.name not in newest(made.root).manifest.files
+
+
+def test_a_file_that_is_lost_between_its_look_and_its_link_is_written_with_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        made.persist()
+        victim = file_of(made.root, 1)
+        link = commit.os.link
+
+        def lose(source: Any, target: Any) -> None:
+            victim.unlink(missing_ok=True)
+            link(source, target)
+
+        monkeypatch.setattr(commit.os, "link", lose)
+        made.snapshot(2, fresh=[0], persist=[0])
+        made.persist()
+        assert made.agent.status.errors == 1
+        assert newest(made.root).step == 2
+        newest(made.root).verify()
+
+
+@pytest.mark.parametrize("harm", ["loop", "folder", "flip", "mark"])
+def test_an_unreadable_old_manifest_does_not_stop_commits(tmp_path: Path, harm: str) -> None:
+    with node(tmp_path, keep_last=2) as made:
+        made.snapshot(1)
+        made.persist()
+        commits(made, range(2, 4))
+        path = made.root / "step-00000002" / MANIFEST
+        if harm == "flip":
+            flip(path)
+        else:
+            path.unlink()
+        if harm == "loop":
+            path.symlink_to(path.name)
+        elif harm == "folder":
+            path.mkdir()
+        elif harm == "mark":
+            (path.parent / PRUNED).symlink_to(PRUNED)
+        commits(made, range(4, 8))
+        assert made.agent.status.error is None
+        assert made.agent.status.errors == 0
+        assert [manifest.step for _, manifest in checkpoints(made.root)] == [7, 6]
+        newest(made.root).verify()
+
+
+def test_every_so_many_checkpoints_hold_all_experts_in_files_of_their_own(tmp_path: Path) -> None:
+    with node(tmp_path, copy_every=4, keep_last=2) as made:
+        made.snapshot(1)
+        made.persist()
+        for step in range(2, 30):
+            commits(made, range(step, step + 1))
+            named = checkpoints(made.root)
+            files = [{path.name: path.stat().st_ino for path in p.glob("*.distcp")} for p, _ in named]
+            has_all_its_own = all(f".step{step:08d}." in name for name in files[0])
+            assert has_all_its_own == (named[0][1].sequence % 4 == 0)
+            if step > 4:
+                assert len(named) <= 3
+                apart = [set(f.values()).isdisjoint(files[0].values()) for f in files]
+                assert any(apart), "an expert's other copy lies in another inode"
+        last = checkpoints(made.root)
+        for path in (last[0][0]).glob("experts*"):
+            flip(path)
+        found = find_newest(made.root).checkpoint
+        assert found is not None, "one inode of every expert may be damaged"
+
+
+def test_without_copies_pruning_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
+    with node(tmp_path, keep_last=2) as made:
+        made.snapshot(1)
+        made.persist()
+        commits(made, range(2, 12))
+        assert len(checkpoints(made.root)) == 2
+
+
+def test_many_checkpoints_cost_no_more_time_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    read = store.read_manifest
+    monkeypatch.setattr(store, "read_manifest", lambda path: reads.append(path) or read(path))
+    with node(tmp_path, keep_last=200, world_size=1) as made:
+        made.snapshot(1)
+        made.persist()
+        first = newest(made.root).manifest
+        for step in range(100, 190):
+            path = made.root / f"step-{step:08d}"
+            path.mkdir()
+            (path / MANIFEST).write_bytes(replace(first, step=step, sequence=step).dump())
+        assert len(headings(made.root)) == 91
+        reads.clear()
+        for step in range(200, 204):
+            made.snapshot(step)
+            made.persist()
+        assert len(reads) <= 4 * 2, "each manifest is read when it is new, and not again"
+
+
+def test_what_is_read_is_not_pruned_and_goes_with_a_later_prune(tmp_path: Path) -> None:
+    with node(tmp_path, keep_last=1) as made:
+        made.snapshot(1)
+        made.persist()
+        restored = newest(made.root)
+        lease = Lease(restored.path)
+        again = Lease(restored.path)
+        commits(made, range(2, 5))
+        assert made.agent.status.error is None
+        restored.verify()
+        assert_holds(restored, dict.fromkeys(range(EXPERTS), 1))
+        lease.release()
+        lease.release()
+        commits(made, range(5, 6))
+        restored.verify()
+        again.release()
+        commits(made, range(6, 7))
+        assert [path.name for path in made.root.glob("step-*")] == ["step-00000006"]
+        with pytest.raises(FileNotFoundError):
+            Lease(restored.path)
+
+
+def test_an_older_world_prunes_nothing(tmp_path: Path) -> None:
+    with node(tmp_path, keep_last=10, world=1) as made:
+        for step in (1, 2):
+            made.snapshot(step)
+            made.persist()
+    enter_world(made.root, 2)
+    with pytest.raises(Superseded):
+        prune(made.root, 1, world=1)
+    assert len(checkpoints(made.root)) == 2
+    assert prune(made.root, 1, world=2) == ["step-00000001"]
+
+
+def test_the_warning_comes_again_with_the_count() -> None:
+    statuses = [AgentStatus(error="the disk is full", errors=count) for count in (1, 1, 2, 3)]
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for status in statuses:
+            for warning in warnings_of(status):
+                rank_zero_warn(warning)
+    assert [str(w.message) for w in shown] == [
+        f"checkpoints could not be written {count} times so far: the disk is full" for count in (1, 2, 3)
+    ]

@@ -1,0 +1,245 @@
+"""Checkpoint files: every flipped bit is found, stock torch and Lightning read them, and they are on disk in time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from moe_lightning.callbacks.checkpoint import LatestCheckpoint
+from moe_lightning.checkpoint import files, sealing
+from moe_lightning.checkpoint.files import read_file, write_file
+from moe_lightning.checkpoint.sealing import check_file
+from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.errors import CheckpointError
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.sealed_files import SealedFiles
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+
+STATE: dict[str, Any] = {
+    "state_dict": {"w": torch.arange(3000.0).view(30, 100), "b": torch.ones(7, dtype=torch.bfloat16)},
+    "optimizer_states": [{"state": {0: {"exp_avg": torch.zeros(30, 100)}}, "param_groups": [{"lr": 0.1}]}],
+    "global_step": 4,
+    "pytorch-lightning_version": "2.6.6",
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "step-0000004.ckpt"
+    write_file(STATE, path)
+    return path
+
+
+def flip(path: Path, whole: bytes, position: int, bit: int = 0) -> None:
+    path.write_bytes(whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :])
+
+
+def test_torch_reads_a_sealed_file(file: Path) -> None:
+    for mmap in (False, True):
+        loaded = torch.load(file, weights_only=True, mmap=mmap)
+        assert torch.equal(loaded["state_dict"]["w"], STATE["state_dict"]["w"])
+    assert read_file(file)["global_step"] == 4
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_every_flipped_bit_is_found(file: Path) -> None:
+    whole, dice = file.read_bytes(), random.Random(4)
+    ends = {*range(100), *range(len(whole) - 100, len(whole))}
+    for position in sorted(ends | {dice.randrange(len(whole)) for _ in range(100)}):
+        flip(file, whole, position, bit=dice.randrange(8))
+        with pytest.raises(CheckpointError, match=f"^{file} is damaged"):
+            read_file(file)
+    file.write_bytes(whole)
+    read_file(file)
+
+
+@pytest.mark.parametrize("length", [0, 1, 21, 40, -100, -35, -37, -1, 1_000_000])
+def test_a_file_of_another_length_is_found(file: Path, length: int) -> None:
+    whole = file.read_bytes()
+    file.write_bytes((whole + bytes(length))[:length] if length > len(whole) else whole[:length])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_file(file)
+
+
+def test_a_file_of_stock_lightning_is_compared_with_its_crc(tmp_path: Path) -> None:
+    path = tmp_path / "stock.ckpt"
+    torch.save(STATE, path)
+    check_file(path)
+    whole = path.read_bytes()
+    flip(path, whole, whole.index(STATE["state_dict"]["w"].numpy().tobytes()) + 77)
+    with pytest.raises(CheckpointError, match="the checksum of"):
+        read_file(path)
+
+
+def test_a_file_is_read_once_while_it_is_the_same(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[object] = []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        opened.append(arguments)
+        return open(*arguments, **options)
+
+    monkeypatch.setattr(sealing, "open", watched, raising=False)
+    check_file(file)
+    check_file(file)
+    assert len(opened) == 1
+    flip(file, file.read_bytes(), 1000)
+    with pytest.raises(CheckpointError):
+        check_file(file)
+
+
+def test_a_save_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    path = tmp_path / "step-0000004.ckpt"
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    write_file(STATE, path)
+    staged, renamed, directory = events
+    assert staged.startswith(f".{path.name}.")
+    assert (renamed, directory) == ("rename", tmp_path.name)
+    assert fsync is not os.fsync
+
+
+@pytest.mark.parametrize("refused", ["write", "fsync"])
+def test_a_full_disk_leaves_the_file_before_and_nothing_else(
+    file: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    before = file.read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    class Full:
+        def __init__(self, opened: Any) -> None:
+            self._opened, self._written = opened, 0
+
+        def write(self, data: Any) -> int:
+            self._written += len(data)
+            if self._written > 5000:
+                refuse()
+            return int(self._opened.write(data))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._opened, name)
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._opened.close()
+
+    if refused == "fsync":
+        monkeypatch.setattr(os, "fsync", refuse)
+    else:
+        monkeypatch.setattr(files, "open", lambda *a: Full(open(*a)), raising=False)  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"):
+        write_file(STATE, file)
+    with pytest.raises(CheckpointError, match=rf"^{file} cannot be written \(No space left on device\): "):
+        SealedFiles().save_checkpoint(STATE, str(file))
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_what_a_killed_save_left_is_taken_away(file: Path) -> None:
+    left = file.with_name(f".{file.name}.0123456789ab.new")
+    left.write_bytes(b"half")
+    write_file(STATE, file)
+    assert list(file.parent.iterdir()) == [file]
+
+
+def fit(folder: Path, steps: int, **options: Any) -> pl.Trainer:
+    trainer = make_trainer(
+        0,
+        1,
+        max_steps=steps,
+        enable_checkpointing=True,
+        callbacks=[LatestCheckpoint(folder, every_n_train_steps=2, save_top_k=options.pop("save_top_k", 1))],
+    )
+    trainer.fit(OwnModule(), DataLoader(RandomTokens(), batch_size=12), **options)
+    return trainer
+
+
+def test_our_strategy_seals_and_stock_lightning_goes_on(tmp_path: Path) -> None:
+    fit(tmp_path, 4)
+    (path,) = tmp_path.iterdir()
+    assert path.read_bytes()[-35:].startswith(b"moe-lightning xxh3 ")
+    stock = pl.Trainer(
+        accelerator="cpu", max_steps=6, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.fit(OwnModule(), DataLoader(RandomTokens(), batch_size=12), ckpt_path=str(path))
+    assert stock.global_step == 6
+    flip(path, path.read_bytes(), path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=f"{path} is damaged: its checksum does not match"):
+        fit(tmp_path / "more", 6, ckpt_path=str(path))
+
+
+def test_the_file_before_is_deleted_once_the_new_one_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+    sync, remove = files.sync_directory, ExpertParallelStrategy.remove_checkpoint
+
+    def synced(path: Path) -> None:
+        sync(path)
+        events.append(("on disk", max(p.name for p in path.iterdir())))
+
+    def removed(self: ExpertParallelStrategy, path: Any) -> None:
+        events.append(("deleted", Path(path).name))
+        remove(self, path)
+
+    monkeypatch.setattr(files, "sync_directory", synced)
+    monkeypatch.setattr(ExpertParallelStrategy, "remove_checkpoint", removed)
+    fit(tmp_path, 4)
+    first, second = "step-0000002.ckpt", "step-0000004.ckpt"
+    assert events == [("on disk", first), ("on disk", second), ("deleted", first)]
+
+
+def resume_from(rank: int, world_size: int, path: str) -> str | None:
+    trainer = make_trainer(rank, world_size, max_steps=6)
+    try:
+        trainer.fit(OwnModule(), DataLoader(RandomTokens(), batch_size=12), ckpt_path=path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.slow
+def test_all_ranks_refuse_a_damaged_file_together(file: Path) -> None:
+    flip(file, file.read_bytes(), 1000)
+    sentence = f"{file} is damaged: its checksum does not match"
+    assert run_ranks(2, resume_from, str(file)) == [sentence, sentence]
+
+
+def test_the_newest_whole_file_is_gone_on_from(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for step in (2, 4, 6):
+        write_file(STATE, directory.checkpoints / f"step-{step:07d}.ckpt")
+    newest = directory.checkpoints / "step-0000006.ckpt"
+    assert directory.has_reached(6) is not None
+    flip(newest, newest.read_bytes(), 500)
+    told: list[str] = []
+    found = directory.newest_intact(told.append)
+    assert found is not None
+    assert found.step == 4
+    (sentence,) = told
+    assert sentence.startswith(f"{newest} is damaged: ")
+    assert sentence.endswith("step-0000004.ckpt, the one before it, is used")
+    assert directory.has_reached(6) is None
+    assert directory.has_reached(4) is not None
+    for path in directory.checkpoints.iterdir():
+        flip(path, path.read_bytes(), 600)
+    with pytest.raises(CheckpointError, match=r"is damaged: .*, and there is no whole one before it"):
+        directory.newest_intact()
