@@ -62,23 +62,39 @@ def check_agreement(value: int, what: str, world: World) -> None:
         require_agreement(told[:, 0].tolist(), what)
 
 
-def check_versions(world: World) -> None:
+def check_versions(world: World, *, others_go_on: bool = False) -> None:
     """Compare the versions of what plans; collective, when ranks have just met.
 
-    Ranks that differ from rank 0, the oldest of the world, are refused and raise; the others go on without them where
-    they can. Another patch of a library is a warning.
+    Ranks that differ from rank 0, the oldest of the world, are refused. Another patch of a library is a warning.
+
+    Args:
+        others_go_on: whether a world without the refused ranks is built again: the others are then warned only.
 
     Raises:
-        ConfigurationError: on a rank whose moe-lightning, Python, NumPy or torch is not rank 0's.
+        ConfigurationError: on every rank, or on those that are refused: the moe-lightning, Python, NumPy or torch of
+            some is not rank 0's.
     """
-    own = versions()
-    first: Mapping[str, str] = all_gather_json(own, world)[0]
-    differences = [name for name in own if own[name] != first.get(name)]
-    told = ", ".join(f"{name} {own[name]} where rank 0 has {first.get(name)}" for name in differences)
-    if any(_changes_plans(name, own[name], first.get(name, "")) for name in differences):
-        raise ConfigurationError(f"rank {world.rank} has {told}, and would plan otherwise: install the same on all")
-    if differences:
-        warnings.warn(f"rank {world.rank} has {told}: install the same on all ranks", stacklevel=2)
+    told: list[Mapping[str, str]] = all_gather_json(versions(), world)
+    differences = [_differences(own, told[0]) for own in told]
+    found = {rank: f"rank {rank} has {_told(own, told[0])}" for rank, own in enumerate(told) if differences[rank]}
+    refused = [rank for rank, names in enumerate(differences) if any(names.values())]
+    if refused:
+        sentence = f"{'; '.join(found[rank] for rank in refused)}, and would plan otherwise: install the same on all"
+        if not others_go_on or world.rank in refused:
+            raise ConfigurationError(sentence)
+        warnings.warn(sentence, stacklevel=2)
+    elif world.rank in found:
+        warnings.warn(f"{found[world.rank]}: install the same on all ranks", stacklevel=2)
+
+
+def _differences(own: Mapping[str, str], first: Mapping[str, str]) -> dict[str, bool]:
+    """What differs, and whether plans differ for it."""
+    names = [name for name in own if own[name] != first.get(name)]
+    return {name: _changes_plans(name, own[name], first.get(name, "")) for name in names}
+
+
+def _told(own: Mapping[str, str], first: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {own[name]} where rank 0 has {first.get(name)}" for name in _differences(own, first))
 
 
 def versions() -> dict[str, str]:

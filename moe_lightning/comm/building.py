@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 _GLOO_PATIENCE = 5
-_MET, _ALL = "met", "all"
 
 
 def begin_building(store: Store, size: int, timeout_s: float) -> timedelta:
@@ -33,14 +32,29 @@ def begin_building(store: Store, size: int, timeout_s: float) -> timedelta:
     assert not dist.is_initialized(), "destroy the former groups first"
     # torch names groups by a counter, which a failed attempt leaves different on different ranks
     dist.distributed_c10d._world.group_count = 0
-    if store.add(_MET, 1) == size:
-        store.set(_ALL, "")
-    try:
-        store.wait([_ALL], timedelta(seconds=timeout_s))
-    except dist.DistStoreError:
-        met = store.add(_MET, 0)
-        raise TimeoutError(f"only {met} of {size} ranks came to build their groups within {timeout_s:g} s") from None
+    meet(store, "build their groups", size, timeout_s)
     return timedelta(seconds=timeout_s / _GLOO_PATIENCE)
+
+
+def meet(store: Store, purpose: str, size: int, timeout_s: float) -> None:
+    """Wait until so many ranks have come here.
+
+    Args:
+        store: a world's.
+        purpose: what they come for, as words after "came to"; once in a world.
+
+    Raises:
+        TimeoutError: not all came in time.
+        RuntimeError: the store was cut.
+    """
+    met, everybody = f"{purpose}: met", f"{purpose}: all"
+    if store.add(met, 1) == size:
+        store.set(everybody, "")
+    try:
+        store.wait([everybody], timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        came = store.add(met, 0)
+        raise TimeoutError(f"only {came} of {size} ranks came to {purpose} within {timeout_s:g} s") from None
 
 
 def set_collectives_timeout(group: ProcessGroup, timeout: timedelta) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_lightning.comm.codec import MAX_BYTES, decode, encode
-from moe_lightning.comm.world import World
+from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError, ForeignMessageError
 
 _REFUSED = -1
@@ -64,27 +64,26 @@ def all_gather_json(value: Any, world: World) -> list[Any]:
     return [_parsed(text, rank) for rank, text in enumerate(texts)]
 
 
-def broadcast_object(value: Any, source: int, device: torch.device) -> Any:
-    """The source rank's value on every rank of torch's default group; the value itself where there is no other rank.
+def broadcast_object(value: Any, source: int, world: World) -> Any:
+    """The source rank's value on every rank; the value itself where there is no other rank.
 
     Args:
         value: plain values and tensors, see `codec`; of other ranks than the source it is not looked at.
-        device: where collectives take their tensors from.
 
     Raises:
         ConfigurationError: on every rank, the source has an object that cannot travel.
         ForeignMessageError: what arrived is not what a rank of ours sends.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not world.is_connected:
         return value
-    is_source, message, refusal = dist.get_rank() == source, b"", None
+    is_source, message, refusal = world.rank == source, b"", None
     if is_source:
         try:
             message = encode(value)
         except ConfigurationError as error:
             refusal = error
-    size = torch.tensor([_REFUSED if refusal is not None else len(message)], device=device)
-    dist.broadcast(size, source)
+    size = torch.tensor([_REFUSED if refusal is not None else len(message)], device=world.device)
+    broadcast_(size, source, world)
     if refusal is not None:
         raise refusal
     num_bytes = int(size)
@@ -96,9 +95,9 @@ def broadcast_object(value: Any, source: int, device: torch.device) -> Any:
         if is_source
         else torch.empty(num_bytes, dtype=torch.uint8)
     )
-    data = data.to(device)
-    dist.broadcast(data, source)
-    return value if is_source else decode(data.cpu().numpy().tobytes(), device, sender=f"rank {source}")
+    data = data.to(world.device)
+    broadcast_(data, source, world)
+    return value if is_source else decode(data.cpu().numpy().tobytes(), world.device, sender=f"rank {source}")
 
 
 def _check_size(size: int, rank: int) -> None:

@@ -2,8 +2,9 @@
 
 gloo's own abort and shutdown do nothing, and a peer of a stopped process never sees an error. Shutting a *connected*
 TCP socket down wakes every operation that waits on it, from any thread, whoever called it (DDP's reducer, third-party
-code). Listening sockets must be left alone: gloo aborts the process when accept fails. NCCL groups are aborted through
-their own call.
+code). Only reading is shut down: gloo then fails all that is under way on the connection and closes it, while a write
+that failed as an answer to the peer's last word would be forgotten together with whoever waits for it. Listening
+sockets must be left alone: gloo aborts the process when accept fails. NCCL groups are aborted through their own call.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from torch.distributed import ProcessGroup
+
+from moe_lightning.comm.tcp import tune
 
 Address = tuple[str, int]
 
@@ -71,6 +74,14 @@ class ConnectionCut:
         with self._lock:
             self._before = frozenset(_open_connections())
         return self
+
+    def tune(self) -> None:
+        """Let what is lost on these connections be sent again soon."""
+        for connection in self._connections:
+            found = _same(connection)
+            if found is not None:
+                with closing(found), suppress(OSError):  # it has ended; who uses it will see
+                    tune(found)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -130,7 +141,7 @@ class ConnectionCut:
 def _open_connections() -> Iterator[Connection]:
     """The connected TCP sockets of this process."""
     for name in os.listdir(_DESCRIPTORS):
-        found = _duplicate(int(name))
+        found = duplicate(int(name))
         if found is None:
             continue
         with closing(found):
@@ -141,21 +152,30 @@ def _open_connections() -> Iterator[Connection]:
 
 
 def _shut_down(connection: Connection) -> None:
-    """Shut a socket down if its number still stands for it; the duplicate that is looked at cannot be replaced."""
-    found = _duplicate(connection.descriptor)
+    """Shut a socket's reading down."""
+    found = _same(connection)
     if found is None:
         return
     with closing(found):
-        same = os.fstat(found.fileno()).st_ino == connection.inode
-        if not same or _ends(found) != (connection.local, connection.peer):
-            return
         try:
-            found.shutdown(socket.SHUT_RDWR)
+            found.shutdown(socket.SHUT_RD)
         except OSError as error:  # the peer closed it between the look and the cut
             logger.debug("connection to %s was closed already: %s", connection.peer, error)
 
 
-def _duplicate(descriptor: int) -> socket.socket | None:
+def _same(connection: Connection) -> socket.socket | None:
+    """A second handle on a connection, which cannot be replaced; None where its number stands for another by now."""
+    found = duplicate(connection.descriptor)
+    if found is None:
+        return None
+    same = os.fstat(found.fileno()).st_ino == connection.inode
+    if same and _ends(found) == (connection.local, connection.peer):
+        return found
+    found.close()
+    return None
+
+
+def duplicate(descriptor: int) -> socket.socket | None:
     """A second handle on a socket; None for numbers that are closed or stand for something else."""
     try:
         duplicate = os.dup(descriptor)

@@ -160,7 +160,9 @@ class Dispatcher:
                 recv_rows=(),
             )
         by_expert = ops.sort_by_expert(expert_ids_TK, self.placement.num_experts)
-        send_EN, recv_EN = self._send_and_receive(counts_NE.numpy().T)
+        quota_EN = self._quotas(counts_NE.numpy().T)
+        self._quota_print = fingerprint(quota_EN)  # travels with the next counts, not in an exchange of its own
+        send_EN, recv_EN = self._send_and_receive(counts_NE.numpy().T, quota_EN)
         device = expert_ids_TK.device
         visiting = self._visiting()
         tokens_C, slot_order_M = _by_slot(recv_EN, (*self.slot_experts, *visiting), device)
@@ -195,23 +197,23 @@ class Dispatcher:
             return ()
         return tuple(int(expert) for expert in np.flatnonzero(self._shadows.shadows[:, self.world.rank]))
 
-    def _send_and_receive(self, tokens_EN: IntArray) -> tuple[IntArray, IntArray]:
-        """This rank's row and column of the dispatch tensor, zero outside its group; remembers the load of every
-        rank.
-        """
-        send, recv = np.zeros_like(tokens_EN), np.zeros_like(tokens_EN)
-        loads = np.zeros(self.world.size, dtype=np.int64)
-        self._quota_print = 0
+    def _quotas(self, tokens_EN: IntArray) -> IntArray:
+        """int64 [E, N]: tokens of each expert that each rank computes for its group; remembers every rank's load."""
+        quota_EN = np.zeros_like(tokens_EN)
         for group in self.groups:
             ranks = list(group)
-            tokens = np.ascontiguousarray(tokens_EN[:, ranks])
-            quota = self._share_out(tokens, np.ascontiguousarray(self.placement.replicas[:, ranks]))
-            loads[ranks] = quota.sum(axis=0)
-            self._quota_print ^= fingerprint(quota)
-            if self.world.rank in group:
-                plan = plan_dispatch(tokens, quota, ranks.index(self.world.rank))
-                send[:, ranks], recv[:, ranks] = plan.send, plan.recv
-        self.last_rank_loads = loads
+            replicas = np.ascontiguousarray(self.placement.replicas[:, ranks])
+            quota_EN[:, ranks] = self._share_out(np.ascontiguousarray(tokens_EN[:, ranks]), replicas)
+        self.last_rank_loads = quota_EN.sum(axis=0)
+        return quota_EN
+
+    def _send_and_receive(self, tokens_EN: IntArray, quota_EN: IntArray) -> tuple[IntArray, IntArray]:
+        """This rank's row and column of the dispatch tensor, zero outside its group."""
+        send, recv = np.zeros_like(tokens_EN), np.zeros_like(tokens_EN)
+        ranks = list(next(group for group in self.groups if self.world.rank in group))
+        tokens, quota = (np.ascontiguousarray(table[:, ranks]) for table in (tokens_EN, quota_EN))
+        plan = plan_dispatch(tokens, quota, ranks.index(self.world.rank))
+        send[:, ranks], recv[:, ranks] = plan.send, plan.recv
         return send, recv
 
     def _share_out(self, tokens_EN: IntArray, replicas_EN: IntArray) -> IntArray:

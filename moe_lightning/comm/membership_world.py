@@ -13,6 +13,7 @@ from moe_lightning.comm.agreement import check_versions
 from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.cut import ConnectionCut
+from moe_lightning.comm.strangers import turn_strangers_away
 from moe_lightning.comm.world import World
 
 
@@ -50,11 +51,13 @@ def build_world(
         short = begin_building(prefixed, size, build_timeout_s)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short)
         world = World.connect(device, short)
-    for group in (dist.group.WORLD, world.compute, world.background):
+    cut.tune()
+    for group in (world.dense, world.compute, world.background):
         assert group is not None
         set_collectives_timeout(group, timeout)
         if backend == "nccl":
             cut.add_group(group)
     cut.confirm(lambda value: all_gather_json(value, world))
-    check_versions(world)
+    turn_strangers_away(cut.connections)
+    check_versions(world, others_go_on=True)
     return world

@@ -27,9 +27,9 @@ class PaddedDispatcher(Dispatcher):
         return cls(other.placement, other.world, other.groups, slot_experts=other.slot_experts)
 
     @override
-    def _send_and_receive(self, tokens_EN: IntArray) -> tuple[IntArray, IntArray]:
+    def _send_and_receive(self, tokens_EN: IntArray, quota_EN: IntArray) -> tuple[IntArray, IntArray]:
         self._buffer_rows = int(tokens_EN.max())
-        return super()._send_and_receive(tokens_EN)
+        return super()._send_and_receive(tokens_EN, quota_EN)
 
     @override
     def _exchange(

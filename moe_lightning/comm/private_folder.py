@@ -23,6 +23,7 @@ from typing import Self
 from moe_lightning.errors import ConfigurationError
 
 _POLL_S = 0.01
+_RANDOM_LETTERS = 8  # of tempfile's names
 _UNLOCKED_S = 60.0
 """A folder that is younger may be one whose maker is about to lock it."""
 
@@ -30,15 +31,18 @@ _UNLOCKED_S = 60.0
 class PrivateFolder:
     """A new folder of this user's, 0700, until `close`.
 
+    Args:
+        longest: bytes that its path may have, as for a Unix socket in it; None for any.
+
     Attributes:
         path: of the folder.
 
     Raises:
-        ConfigurationError: the folder of this user's folders belongs to somebody else.
+        ConfigurationError: the folder of this user's folders belongs to somebody else, or none is short enough.
     """
 
-    def __init__(self) -> None:
-        parent = users_folder()
+    def __init__(self, *, longest: int | None = None) -> None:
+        parent = users_folder(_parent(longest))
         _sweep(parent)
         self.path = Path(tempfile.mkdtemp(prefix="world-", dir=parent))
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -92,15 +96,29 @@ def find_folder(meeting: str, timeout_s: float) -> Path:
         time.sleep(_POLL_S)
 
 
-def users_folder() -> Path:
+def users_folder(parent: Path | None = None) -> Path:
     """The folder of this user's folders, made where it is missing.
+
+    Args:
+        parent: where it lies; None for the folder of temporary files, where processes look for each other.
 
     Raises:
         ConfigurationError: somebody else has made it, or others may enter it.
     """
-    path = Path(tempfile.gettempdir()).absolute() / f"moe-lightning-{os.geteuid()}"
+    path = (parent or Path(tempfile.gettempdir()).absolute()) / f"moe-lightning-{os.geteuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     return checked_folder(path)
+
+
+def _parent(longest: int | None) -> Path | None:
+    """A folder of temporary files in which a private folder's path is short enough."""
+    if longest is None:
+        return None
+    for name in (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp"):
+        example = f"{name}/moe-lightning-{os.geteuid()}/world-{'x' * _RANDOM_LETTERS}"
+        if name is not None and len(os.fsencode(example)) <= longest and os.access(name, os.R_OK | os.W_OK | os.X_OK):
+            return Path(name)
+    raise ConfigurationError(f"no folder for temporary files has a path short enough ({longest} bytes): set TMPDIR")
 
 
 def checked_folder(path: Path) -> Path:

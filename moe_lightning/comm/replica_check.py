@@ -56,7 +56,7 @@ def differing_replicas(layers: Sequence[HeldLayer], world: World) -> list[Differ
     """
     sums_T = _sums(layers, world.device)
     bounds_2T = torch.stack([sums_T, torch.where(sums_T == _ABSENT, _ABSENT, ~sums_T)])  # least, and not of greatest
-    dist.all_reduce(bounds_2T, op=dist.ReduceOp.MIN)
+    dist.all_reduce(bounds_2T, op=dist.ReduceOp.MIN, group=world.dense)
     differs_T = bounds_2T[0] != ~bounds_2T[1]
     differs_T &= bounds_2T[0] != _ABSENT
     if not differs_T.any():

@@ -5,7 +5,9 @@ The flat gradient of an expert with m holders is cut into m pieces. One exchange
 holder j, which adds them in
 rank order; a second exchange hands the sum to the other holders. That is the bandwidth-optimal reduce-scatter and
 all-gather, done
-for all experts of all layers in two collectives and without a process group per expert.
+for all experts of all layers in two collectives and without a process group per expert. Where two ranks hold an expert,
+sending whole copies both ways moves as many bytes in one exchange, so where that holds for all, or little is sent at
+all, each holder adds the copies itself.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +24,9 @@ from moe_lightning.algorithms.parts import cut
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.comm.exchange import PendingExchange
 from moe_lightning.comm.world import World
+
+_LITTLE_BYTES = 16 << 10
+"""What a rank may send more to save an exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +76,9 @@ class ReplicaSum:
         self._parameters: list[nn.Parameter] = []
         self._pieces: list[_Piece] = []
         self._has_replicas = False  # on any rank, so that all ranks call the exchanges or none does
-        for stacked in parameters:
+        stacks = list(parameters)
+        self._sends_whole = _whole_copies_are_cheap(stacks, world.size)
+        for stacked in stacks:
             holders = (stacked.placement.replicas > 0).sum(axis=1)
             self._has_replicas |= bool((holders > 1).any())
             self._parameters.append(stacked.parameter)
@@ -92,22 +100,28 @@ class ReplicaSum:
             self._sum([piece for piece in pieces if piece.parameter.dtype == dtype], dtype)
 
     def _sum(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
-        """Reduce-scatter, then all-gather, of the pieces of one dtype; what stays on this rank is not copied.
+        """All-gather, or reduce-scatter and then all-gather, of the pieces of one dtype; what stays on this rank is not
+        copied.
 
-        Every rank takes part in both exchanges, also one without replicated rows: the collectives span the world.
+        Every rank takes part in the exchanges, also one without replicated rows: the collectives span the world.
         """
-        me = self._world.rank
-        outgoing = [[piece.part(peer) for piece in self._shared(pieces, peer)] for peer in range(self._world.size)]
-        sizes_in = [sum(piece.length(me) for piece in self._shared(pieces, peer)) for peer in range(self._world.size)]
+        me, peers = self._world.rank, range(self._world.size)
+        outgoing = [[self._share(piece, peer) for piece in self._shared(pieces, peer)] for peer in peers]
+        sizes_in = [sum(self._share(piece, me).numel() for piece in self._shared(pieces, peer)) for peer in peers]
         arrived, cursors = self._exchange(outgoing, sizes_in, dtype), _starts(sizes_in)
         for piece in pieces:
-            own, copies = piece.part(me), []
+            own, copies = self._share(piece, me), []
             for holder in piece.holders:
                 start = cursors[holder]
                 copies.append(own if holder == me else arrived[start : start + own.numel()])
                 cursors[holder] += own.numel()
             ops.sum_in_rank_order(torch.stack(copies), out=own)
-        self._hand_back(pieces, dtype)
+        if not self._sends_whole:
+            self._hand_back(pieces, dtype)
+
+    def _share(self, piece: _Piece, holder: int) -> Tensor:
+        """What of a gradient this holder sums."""
+        return piece.flat() if self._sends_whole else piece.part(holder)
 
     def _hand_back(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
         me = self._world.rank
@@ -130,6 +144,20 @@ class ReplicaSum:
         flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._world.device)
         sizes_out = [sum(part.numel() for part in to_peer) for to_peer in outgoing]
         return PendingExchange(flat, sizes_out, sizes_in, self._world).wait()
+
+
+def _whole_copies_are_cheap(stacks: Sequence[StackedParameter], num_ranks: int) -> bool:
+    """Whether the rank that sends most sends little more in one exchange of whole copies than in two of pieces; the
+    same on every rank.
+    """
+    whole, pieces = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
+    for stacked in stacks:
+        held_EN = (stacked.placement.replicas > 0).astype(np.int64)
+        others_E = held_EN.sum(axis=1, keepdims=True) - 1
+        row_bytes = stacked.parameter.shape[1:].numel() * stacked.parameter.element_size()
+        whole += (held_EN * others_E * row_bytes).sum(axis=0)
+        pieces += (held_EN * (2 * others_E * row_bytes // (others_E + 1).clip(1))).sum(axis=0)
+    return bool(whole.max() <= max(pieces.max(), _LITTLE_BYTES))
 
 
 def _is_trained(parameter: nn.Parameter) -> bool:

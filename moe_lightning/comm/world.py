@@ -1,10 +1,9 @@
-"""One membership of ranks and the two process groups that everything runs on.
+"""One membership of ranks and the three process groups that everything runs on.
 
-Dense gradients use torch's default group through DDP. Token dispatch and combine run on the *compute* group,
-everything that may overlap
-with it (replica sums, later shadows and migrations) on the *background* group. Both span the whole world: ranks that
-have nothing
-to say to each other exchange zero rows, so a change of placement or of dispatch groups never builds a group.
+Dense gradients and what the ranks agree on run on the *dense* group, token dispatch and combine on the *compute* group,
+everything that may overlap with it (replica sums, shadows, migrations) on the *background* group. All span the whole
+world: ranks that have nothing to say to each other exchange zero rows, so a change of placement or of dispatch groups
+never builds a group.
 """
 
 from __future__ import annotations
@@ -38,14 +37,17 @@ class World:
         rank: this process, 0-based.
         size: number of ranks.
         device: where this rank's tensors live.
-        compute: group of dispatch and combine; None when the world is one rank.
-        background: group of transfers that overlap with compute; None when the world is one rank.
+        dense: group of dense sums, broadcasts and agreements. This and the other groups are None when the world is one
+            rank.
+        compute: group of dispatch and combine.
+        background: group of transfers that overlap with compute.
         exchanges: the clock of this rank's exchanges on the compute group.
     """
 
     rank: int
     size: int
     device: torch.device
+    dense: ProcessGroup | None = field(default=None, repr=False)
     compute: ProcessGroup | None = field(default=None, repr=False)
     background: ProcessGroup | None = field(default=None, repr=False)
     exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
@@ -67,21 +69,29 @@ class World:
     @property
     def is_connected(self) -> bool:
         """Whether there are peers to talk to."""
-        return self.compute is not None
+        return self.dense is not None
+
+    @classmethod
+    def before_setup(cls, device: torch.device) -> World:
+        """All ranks of torch's default group, on that group alone; a world of one where there is none."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls.single(device)
+        return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device, dense=dist.group.WORLD)
 
     @classmethod
     def connect(cls, device: torch.device, timeout: timedelta) -> World:
         """Build the groups over all ranks of torch's default group, or a world of one where there is none."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls.single(device)
-        compute = dist.new_group(timeout=timeout, group_desc="compute")
-        background = dist.new_group(timeout=timeout, group_desc="background")
-        return cls(
-            rank=dist.get_rank(), size=dist.get_world_size(), device=device, compute=compute, background=background
+        world = cls.before_setup(device)
+        if not world.is_connected:
+            return world
+        return replace(
+            world,
+            compute=dist.new_group(timeout=timeout, group_desc="compute"),
+            background=dist.new_group(timeout=timeout, group_desc="background"),
         )
 
     def close(self) -> None:
-        """Give the two groups back; the default group stays, it belongs to who made it."""
+        """Give back the groups made here; the dense one, torch's default group, belongs to who made it."""
         for group in (self.compute, self.background):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -131,10 +141,10 @@ def loopback_variables() -> dict[str, str]:
 def broadcast_(tensor: torch.Tensor, source: int, world: World) -> None:
     """Overwrite a tensor on every rank with the source rank's one."""
     if world.is_connected:
-        dist.broadcast(tensor, src=source)
+        dist.broadcast(tensor, group=world.dense, group_src=source)
 
 
 def all_reduce_(tensor: torch.Tensor, world: World) -> None:
     """Sum a tensor over all ranks in place."""
     if world.is_connected:
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=world.dense)

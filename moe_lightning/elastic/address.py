@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import shown
 
 _UNIX = "unix:"
-_THIN_LINEAR_TIMEOUTS = 16  # <linux/tcp.h>: a lost small segment is sent again at once and again, without backing off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,8 @@ class Address:
         if text.startswith(_UNIX):
             return cls(path=text.removeprefix(_UNIX))
         host, _, port = text.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
-            raise ConfigurationError(f"{text!r} is not host:port, with a port of 0 to 65535")
+        if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 <= int(port) <= 65535:
+            raise ConfigurationError(f"{shown(text)} must be HOST:PORT, with a port of 0 to 65535")
         return cls(host=host.strip("[]"), port=int(port))
 
     def __str__(self) -> str:
@@ -57,15 +55,6 @@ class Address:
             return socket.AF_UNIX, self.path
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
         return found[0], found[4]
-
-
-def tune(connection: socket.socket) -> None:
-    """Let small messages pass at once, also where packets are lost."""
-    if connection.family == socket.AF_UNIX:
-        return
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        connection.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
 
 
 def interface_towards(address: Address) -> str | None:
@@ -91,14 +80,3 @@ def _address_of(any_socket: socket.socket, interface: str) -> str | None:
         return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
     except OSError:
         return None
-
-
-def check_private(folder: Path) -> None:
-    """Make sure that nobody else gets at what lies in a folder.
-
-    Raises:
-        ConfigurationError: it is somebody else's, or open to others.
-    """
-    found = folder.lstat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ConfigurationError(f"{folder} is open to others: delete it, or set TMPDIR to a folder of your own")

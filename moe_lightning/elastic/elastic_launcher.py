@@ -255,12 +255,15 @@ class _Workers:
         if code in (0, EXIT_PREEMPTED):
             self._finished += code == 0
             return
-        self._link.tell_death(worker.token, processes.how_it_ended(code))
         failure = worker.logs.failure(0, code, called=slot)
+        why = f" ({failure.message})" if failure.kind in ("mistake", "crash") else ""
+        self._link.tell_death(worker.token, processes.how_it_ended(code) + why)
+        if failure.kind == "mistake":
+            raise RanksFailed(failure)
         if failure.kind == "crash":
             self._crash = self._crash or failure
-        if failure.kind == "mistake" or (failure.kind == "crash" and not self._running):
-            raise RanksFailed(failure if failure.kind == "mistake" else self._crash or failure)  # it would come again
+        if failure.kind == "peer" or (failure.kind == "crash" and not self._running):
+            raise RanksFailed(self._crash or failure)  # it would come again
         if self._finished:
             return
         limit = self._launcher.max_restarts

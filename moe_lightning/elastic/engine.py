@@ -152,6 +152,12 @@ class ElasticEngine:
         """
         return self._monitor.reason
 
+    def wait_for_cause(self) -> str | None:
+        """Which member's end broke the last guarded world, as one sentence; None where nobody says so within the time
+        in which a silent one is found out.
+        """
+        return self._monitor.wait_for_cause(self.settings.silence_timeout_s + 1.0)
+
     def newcomers(self) -> bool:
         """Whether somebody outside the present world has been waiting for at least `join_window_s`.
 

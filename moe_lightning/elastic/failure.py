@@ -13,7 +13,7 @@ from typing import Literal
 FAILURE_FILE_VARIABLE = "MOE_LIGHTNING_FAILURE_FILE"
 """Where a worker leaves its failure; set by the launcher."""
 
-FailureKind = Literal["mistake", "crash", "death"]
+FailureKind = Literal["mistake", "crash", "death", "peer"]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -34,6 +34,10 @@ class Preempted(Exception):
     """This process was told to leave, and has handed over what only it held."""
 
 
+class PeerFailed(Exception):
+    """Another rank ended outside the training loop, where nobody can go on without it: the sentence names it."""
+
+
 class RunFinished(Exception):
     """The others finished the run before this process could join them: it has nothing to do."""
 
@@ -44,7 +48,8 @@ class RankFailure:
 
     Attributes:
         rank: which one.
-        kind: "mistake" of the user, "crash" of ours (an exception), or "death" without a word (signal, exit).
+        kind: "mistake" of the user, "crash" of ours (an exception), "death" without a word (signal, exit), or "peer":
+            it could not go on without one that failed.
         message: one sentence.
         details: the traceback, or the last lines of its log.
         time_s: seconds since the epoch at which it was noticed.

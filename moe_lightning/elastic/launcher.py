@@ -111,6 +111,6 @@ class LocalLauncher:
 
 def _first_failure(codes: Mapping[int, int], logs: WorkerLogs) -> RankFailure:
     """The failure that made the others fail: a death by signal, else a user's mistake, else the earliest exception."""
-    order = {"death": 0, "mistake": 1, "crash": 2}
+    order = {"death": 0, "mistake": 1, "crash": 2, "peer": 3}
     failures = [logs.failure(rank, code) for rank, code in codes.items() if code]
     return min(failures, key=lambda failure: (order[failure.kind], failure.time_s))

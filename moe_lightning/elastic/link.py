@@ -16,7 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from moe_lightning.elastic.address import Address, tune
+from moe_lightning.comm.tcp import tune
+from moe_lightning.elastic.address import Address
 from moe_lightning.elastic.wire import Channel, Message, Refused, WireError
 
 _ATTEMPT_S = 2.0

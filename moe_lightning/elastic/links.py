@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from moe_lightning.elastic.probing import Endpoint, Prober
 
-_STALL_SHARE = 0.2  # of the silence timeout: a world without a step for so long is looked at
+_STALL_SHARE = 0.15  # of the silence timeout: a world without a step for so long is looked at
 _INTERVAL_SHARE = 0.05  # between two packets to a node
-_UNREACHABLE_SHARE = 0.75  # nothing at all of a node for so long
+_UNREACHABLE_SHARE = 0.55  # nothing at all of a node for so long
 _FEWEST_MISSES = 10  # packets in a row: with 20 % of round trips lost, that many are by chance once in ten million
 _FEWEST_ANSWERS = 3
 

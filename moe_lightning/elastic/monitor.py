@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 from moe_lightning.elastic.address import Address
 from moe_lightning.elastic.clock import OwnClock
 from moe_lightning.elastic.control_store import StoreRequests
-from moe_lightning.elastic.failure import report_failure
+from moe_lightning.elastic.hanging import end_hanging_process
 from moe_lightning.elastic.link import ControlLink
 from moe_lightning.elastic.links import LinkWatch
 from moe_lightning.elastic.membership import Members, new_member_id
@@ -32,7 +29,6 @@ from moe_lightning.elastic.settings import ElasticTask
 from moe_lightning.elastic.wire import Message
 from moe_lightning.errors import ConfigurationError
 
-EXIT_HANGING = 75  # EX_TEMPFAIL: start me again
 _LONGEST_STEP_S = 0.1
 _LOOK_S = 0.1
 _GOODBYE_S = 1.0
@@ -212,6 +208,16 @@ class Monitor:
         """Why the last guarded world broke; None while it holds."""
         with self._lock:
             return self._guarded.reason if self._guarded is not None else None
+
+    def wait_for_cause(self, timeout_s: float) -> str | None:
+        """Who broke the last guarded world, by the word of a launcher or the host; None where none comes in time."""
+
+        def cause() -> str | None:
+            watch = self._guarded
+            return watch.reason if watch is not None and watch.rating > 1 else None
+
+        with self._changed:
+            return self._changed.wait_for(cause, timeout_s)
 
     def newcomers(self) -> bool:
         """Whether somebody outside has been waiting for the join window."""
@@ -401,18 +407,8 @@ class Monitor:
         watch, limit = self._guarded, self._settings.hang_timeout_s
         if watch is None or watch.broken_at is None or self._main_is_here or self._clock.now - watch.broken_at < limit:
             return
-        message = f"the main thread did not come back within {limit:g} s after its world broke ({watch.reason})"
-        stack = _stack_of_main_thread()
-        logger.error("%s: ending this process, which is at\n%s", message, stack)
-        report_failure("death", message, stack)
-        os._exit(EXIT_HANGING)
+        end_hanging_process(limit, watch.reason)
 
 
 def _endpoints(said: Mapping[str, Any]) -> dict[str, Endpoint]:
     return {node: (str(host), int(port)) for node, (host, port) in said.items()}
-
-
-def _stack_of_main_thread() -> str:
-    """Where the main thread is, as in a traceback."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from moe_lightning.elastic.dead_links import DeadLinks, words_for
 from moe_lightning.elastic.formation import (
     RECONNECT_S,
-    Link,
     Member,
     Patience,
     StandingWorld,
-    hearing_members,
     links_between,
     next_number,
     next_world,
@@ -34,7 +33,6 @@ _LONGEST_WORD = 200
 _LONGEST_REASON = 2000
 _MOST_EXPELLED = 10_000
 _DEAF_S = 2 * BEAT_S  # without a word of anybody at all
-_DECISION_SHARE = 0.05  # of the silence timeout: from the first report of a dead link to the decision
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +61,7 @@ class Registry:
         self._finished = 0
         self._waiting = 0  # newcomers, as the members were told
         self._heard_at = 0.0
-        self._dead: set[Link] = set()
-        self._unreachable: dict[str, frozenset[str]] = {}  # member -> nodes
-        self._decide_at: float | None = None
+        self._links = DeadLinks()
         self.world: StandingWorld | None = None
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
@@ -123,11 +119,9 @@ class Registry:
                     self._break(reason[:_LONGEST_REASON], 1, now)
             case {"t": "unreachable", "number": int(number), "nodes": list(nodes)} if all(map(_is_text, nodes)):
                 if self.world is not None and self.world.number == number and self.world.broken_at is None:
-                    self._unreachable[member.id] = frozenset(nodes)
-                    if self._decide_at is None:
-                        self._decide_at = now + _DECISION_SHARE * member.patience.silence_s
+                    self._links.report(member, nodes, now)
             case {"t": "reachable", "nodes": list(nodes)} if all(map(_is_text, nodes)):
-                self._dead -= {frozenset((member.node, node)) for node in nodes}
+                self._links.mend(member.node, nodes)
             case {"t": "finish"}:
                 self._finished += 1
                 for connection in [*self._connections, *self._launchers]:
@@ -149,9 +143,9 @@ class Registry:
             self._decide_on_links(now)
         if self.world is not None and self.world.is_over:
             self.world = None
-            self._dead.clear()
+            self._links.known.clear()
         if now >= self._settle_s:
-            ids = next_world(self._members.values(), self.world, self._dead, now)
+            ids = next_world(self._members.values(), self.world, self._links.known, now)
             if ids:
                 self._form(ids, now)
         self._tell_of_newcomers()
@@ -269,7 +263,7 @@ class Registry:
             world.gone.add(member.id)
             self._break(reason, rating, now)
         self._members.pop(member.id, None)
-        self._unreachable.pop(member.id, None)
+        self._links.forget_reports(member.id)
         self._expelled[member.id] = reason
         while len(self._expelled) > _MOST_EXPELLED:
             del self._expelled[next(iter(self._expelled))]
@@ -299,8 +293,7 @@ class Registry:
         self._last_number = next_number(self._last_number, self._wall_clock_s())
         has_settled = any(self._members[member_id].has_set_up for member_id in ids)
         self.world = StandingWorld(number=self._last_number, ids=ids, progress_at=now, has_settled=has_settled)
-        self._unreachable.clear()
-        self._decide_at = None
+        self._links.forget_reports()
         self._waiting = 0
         for member_id in ids:
             member = self._members[member_id]
@@ -327,8 +320,7 @@ class Registry:
             return
         world.broken_at = now if world.broken_at is None else world.broken_at
         world.reason, world.rating = reason, rating
-        self._decide_at = None
-        self._unreachable.clear()
+        self._links.forget_reports()
         self._send_to(world.ids, _broken(world))
 
     def _called(self, member_id: str) -> str:
@@ -342,43 +334,27 @@ class Registry:
     def _decide_on_links(self, now: float) -> None:
         """Expel those who do not hear the larger part, some moments after the first report."""
         world = self.world
-        if self._decide_at is None or now < self._decide_at or world is None or world.broken_at is not None:
+        if world is None or world.broken_at is not None:
             return
-        inside = [member for member in self._members.values() if world.holds(member.id)]
-        nodes = {member.node for member in inside}
-        dead = {
-            frozenset((node_of(reporter), node))
-            for reporter, others in self._unreachable.items()
-            for node in others & nodes
-            if node != node_of(reporter)
-        }
-        silent = {m.node for m in inside if now - m.heard_at > m.patience.silence_s / 2 or m.lost_at is not None}
-        if any(link & silent for link in dead):
-            return  # a member that the host does not hear either is judged by its silence
-        self._decide_at = None
-        staying = {member.id for member in hearing_members(inside, dead)}
-        self._dead |= dead
-        for member in [member for member in inside if member.id not in staying]:
-            others = links_between(member.node, {node_of(member_id) for member_id in staying}, dead)
-            reason = f"{self._called(member.id)} was left out: {_dead_links(member.node, others)}"
-            self._expel(member, reason, 2, now)
+        for member, why in self._links.decide([m for m in self._members.values() if world.holds(m.id)], now):
+            self._expel(member, f"{self._called(member.id)} was left out: {why}", 2, now)
 
     def _tell_kept_out(self, member: Member, world: StandingWorld) -> None:
         """Let a newcomer that does not reach all members try its links; once for each world."""
         inside = [m for m in self._members.values() if world.holds(m.id)]
-        others = links_between(member.node, (m.node for m in inside), self._dead)
+        others = links_between(member.node, (m.node for m in inside), self._links.known)
         if others and member.kept_out_of != world.number:
             member.kept_out_of = world.number
             probes = {m.node: list(m.probe) for m in inside if m.node in others and m.probe is not None}
-            self._send_to([member.id], {"t": "kept out", "reason": _dead_links(member.node, others), "probes": probes})
+            self._send_to([member.id], {"t": "kept out", "reason": words_for(member.node, others), "probes": probes})
 
     def _tell_of_newcomers(self) -> None:
         """Let a standing world know who waits, and those that it cannot let in why."""
         world = self.world
         if world is None or world.broken_at is not None:
             return
-        waiting = waiting_newcomers(self._members.values(), world, self._dead)
-        for member in self._members.values() if self._dead else ():
+        waiting = waiting_newcomers(self._members.values(), world, self._links.known)
+        for member in self._members.values() if self._links.known else ():
             if member.joining_since is not None and member.id not in world.ids:
                 self._tell_kept_out(member, world)
         if len(waiting) != self._waiting:
@@ -400,11 +376,6 @@ class Registry:
 
 def _broken(world: StandingWorld) -> Message:
     return {"t": "broken", "number": world.number, "reason": world.reason, "rating": world.rating}
-
-
-def _dead_links(node: str, others: Iterable[str]) -> str:
-    names = ", ".join(others)
-    return f"the link between nodes {node} and {names} is dead, though both reach the rendezvous host"
 
 
 def _is_text(value: object) -> bool:

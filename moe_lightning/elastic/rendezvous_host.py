@@ -10,19 +10,16 @@ while its host is down or silent, and finds it again when it is started anew.
 
 from __future__ import annotations
 
-import argparse
 import logging
-import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from moe_lightning.arguments import Parser
+from moe_lightning.comm.private_folder import PrivateFolder
 from moe_lightning.elastic.address import Address
 from moe_lightning.elastic.formation import RECONNECT_S
 from moe_lightning.elastic.membership import LOOPBACK
@@ -31,8 +28,7 @@ from moe_lightning.elastic.secret import create_secret
 from moe_lightning.elastic.server import ControlServer
 from moe_lightning.errors import ConfigurationError
 
-_FOLDER = "moe-lightning-control-"
-_LONGEST_PATH = 100  # bytes of a Unix socket's path
+_LONGEST_PATH = 100  # bytes of a folder whose socket has a path that Unix sockets can have
 _BACKLOG = 1024
 
 
@@ -53,14 +49,11 @@ class RendezvousHost:
     """
 
     def __init__(self, *, bind: str | None = None, secret_file: Path | None = None) -> None:
-        self._folder: Path | None = None
-        if bind is None or secret_file is None:
-            _sweep()
-            self._folder = _private_folder()
-        self.secret_file = secret_file if secret_file is not None else Path(self._folder or "") / "secret"
+        self._folder = PrivateFolder(longest=_LONGEST_PATH) if bind is None or secret_file is None else None
+        self.secret_file = secret_file if secret_file is not None else self._private("secret")
         try:
             secret = create_secret(self.secret_file)
-            listener = _unix_listener(self._folder) if bind is None and self._folder else _listener(str(bind))
+            listener = _unix_listener(self._private("socket")) if bind is None else _listener(bind)
         except ConfigurationError:
             self._remove_folder()
             raise
@@ -85,46 +78,18 @@ class RendezvousHost:
             self._server = None
         self._remove_folder()
 
+    def _private(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder.path / name
+
     def _remove_folder(self) -> None:
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
 
-def _private_folder() -> Path:
-    """A new folder that only this user may enter, with a path that is short enough for a socket."""
-    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
-        if parent is not None and len(os.fsencode(parent)) + len(_FOLDER) + 20 < _LONGEST_PATH and os.access(parent, 7):
-            return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))  # mode 0700
-    raise ConfigurationError("no folder for temporary files can be written to: set TMPDIR to one")
-
-
-def _sweep() -> None:
-    """Remove folders of launchers that were killed: nobody listens there."""
-    for parent in {os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), tempfile.gettempdir(), "/tmp"}:
-        for folder in Path(parent).glob(f"{_FOLDER}*"):
-            with suppress(OSError):
-                if folder.lstat().st_uid == os.geteuid() and not _is_served(folder / "socket"):
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_served(path: Path) -> bool:
-    """Whether somebody listens at a Unix socket, or is about to."""
-    if not path.exists():
-        return True  # a launcher that has just made its folder
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.setblocking(False)
-        try:
-            client.connect(str(path))
-        except BlockingIOError:
-            return True  # its queue is full
-        except OSError:
-            return False
-    return True
-
-
-def _unix_listener(folder: Path) -> socket.socket:
+def _unix_listener(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(folder / "socket"))
+    listener.bind(str(path))
     listener.listen(_BACKLOG)
     return listener
 
@@ -153,7 +118,7 @@ def _listener(bind: str) -> socket.socket:
 
 def main(arguments: list[str] | None = None) -> int:
     """Host until SIGINT or SIGTERM."""
-    parser = argparse.ArgumentParser(prog="python -m moe_lightning.elastic.rendezvous_host", description=__doc__)
+    parser = Parser(prog="python -m moe_lightning.elastic.rendezvous_host", description=__doc__)
     parser.add_argument("--bind", default=f"{LOOPBACK}:29510", metavar="HOST:PORT", help="port 0: any")
     parser.add_argument(
         "--secret-file", type=Path, default=Path("moe-lightning.secret"), help="made where it is not there"

@@ -18,17 +18,20 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from moe_lightning.arguments import Parser, output_folder, shortened, value
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
-from moe_lightning.elastic.failure import Interrupted, Preempted, RunFinished, report_failure
+from moe_lightning.elastic.failure import Interrupted, PeerFailed, Preempted, RunFinished, report_failure
 from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE, end_with_launcher, leave, leave_process_groups
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.processes import RanksFailed
 from moe_lightning.elastic.settings import ELASTIC_VARIABLE, ElasticSettings
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range
 
 EXIT_CRASH, EXIT_MISTAKE = 1, 2
+_Ranks = Annotated[int, Range(least=1, most=1024)]
 _MODULE = "moe_lightning.elastic.run"
 
 
@@ -40,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ELASTIC_VARIABLE in os.environ and LAUNCHER_PID_VARIABLE in os.environ:
         leave(_work(arguments))
     options = _parser().parse_args(arguments)
-    if not Path(options.script).is_file():
+    if not os.path.isfile(options.script):
         return _say(f"{options.script} is not there: give the path of a Python script")
     try:
         settings = ElasticSettings(**_settings(options.set))
@@ -60,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RanksFailed as failed:
         if failed.failure.kind == "mistake":
             return _say(failed.failure.message)
-        print(failed.failure.details, file=sys.stderr)
+        if failed.failure.details:
+            print(failed.failure.details, file=sys.stderr)
         print(f"elastic: crash: {failed.failure.message}", file=sys.stderr)
         return EXIT_CRASH
     except Interrupted as stop:
@@ -82,6 +86,10 @@ def _work(arguments: Sequence[str]) -> int:
         return 0
     except Preempted:
         return EXIT_PREEMPTED
+    except PeerFailed as error:
+        print(error, file=sys.stderr)
+        report_failure("peer", str(error), "")
+        return EXIT_CRASH
     except (ConfigurationError, CheckpointError) as error:
         report_failure("mistake", str(error), "")
         return EXIT_MISTAKE
@@ -121,14 +129,14 @@ def _settings(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}", description="Run a script in elastic workers.")
-    parser.add_argument("--ranks", type=int, default=2, help="workers of this machine")
-    parser.add_argument("--nodes", type=int, default=1, help="machines that run this command")
+    parser = Parser(prog=f"python -m {_MODULE}", description="Run a script in elastic workers.")
+    parser.add_argument("--ranks", type=value(_Ranks), default=2, help="workers of this machine")
+    parser.add_argument("--nodes", type=value(PositiveInt), default=1, help="machines that run this command")
     parser.add_argument("--lighthouse", metavar="HOST:PORT", help="of the rendezvous host, for several machines")
     parser.add_argument("--secret-file", type=Path, metavar="FILE", help="a copy of the rendezvous host's")
     parser.add_argument("--node", help="this machine's name as a failure domain")
-    parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="output of the other ranks")
-    parser.add_argument("--max-restarts", type=int, default=20)
+    parser.add_argument("--log-dir", type=output_folder, default="logs", help="output of the other ranks")
+    parser.add_argument("--max-restarts", type=value(NonNegativeInt), default=20)
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, see ElasticSettings"
     )
@@ -138,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _say(sentence: str) -> int:
-    print(f"elastic: error: {sentence}", file=sys.stderr)
+    print(f"elastic: error: {shortened(sentence)}", file=sys.stderr)
     return EXIT_MISTAKE
 
 

@@ -21,8 +21,8 @@ def create_secret(path: Path) -> bytes:
     Raises:
         ConfigurationError: the file cannot be written, or is there and unfit.
     """
-    if not path.exists():
-        try:
+    try:
+        if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")  # mode 0600
             with os.fdopen(descriptor, "w") as file:
@@ -30,10 +30,10 @@ def create_secret(path: Path) -> bytes:
             with suppress(FileExistsError):  # another one was quicker: its secret counts
                 os.link(name, path)
             os.unlink(name)
-        except OSError as error:
-            raise ConfigurationError(
-                f"secret_file={path} cannot be written ({error.strerror}): name another place"
-            ) from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"secret_file={path} cannot be written ({error.strerror}): name another place"
+        ) from None
     return read_secret(path)
 
 

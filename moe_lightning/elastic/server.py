@@ -16,7 +16,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
-from moe_lightning.elastic.address import tune
+from moe_lightning.comm.tcp import tune
 from moe_lightning.elastic.clock import OwnClock
 from moe_lightning.elastic.registry import Registry
 from moe_lightning.elastic.wire import Channel, Message, Refused, WireError

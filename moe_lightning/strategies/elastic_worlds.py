@@ -18,24 +18,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.algorithms.recovery import RecoveryPlan, without_snapshots
-from moe_lightning.algorithms.repair import Repair, repair_placements
-from moe_lightning.checkpoint.live_state import (
-    adopt_optimizers,
-    broadcast_dense,
-    optimizer_schema,
-)
+from moe_lightning.algorithms.repair import Repair
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
-from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
-from moe_lightning.comm.collect import all_gather_json, broadcast_object
+from moe_lightning.checkpoint.recovery import DamagedSnapshots
+from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.elastic.engine import ElasticEngine
@@ -43,7 +36,8 @@ from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.fit_progress import FitProgress, finish_step
+from moe_lightning.strategies.brought_state import fetch_missing, inventory_of, newcomers_of, repaired, share_state
+from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_up_data, shared_progress
 from moe_lightning.strategies.leaving import WorldChanged, hand_over, wait_for_ranks
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 from moe_lightning.strategies.recovery_report import RecoveryReport, Stopwatch
@@ -184,7 +178,6 @@ class ElasticWorlds:
         if after_step or self._progress is None:  # what was restored stays the place to go back to
             self._progress = FitProgress.of(trainer, after_step=after_step)
         self.version = trainer.global_step
-        trainer.fit_loop._restarting = False  # Lightning would leave out what a plateau does at the epoch's end
 
     def validated(self) -> None:
         """The validation after the last step ended."""
@@ -210,7 +203,7 @@ class ElasticWorlds:
         self._own_forward = self._strategy.lightning_module.__dict__.get("forward")
         fault: BaseException | None = None
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
-        _set_up_data(self._strategy.trainer)
+        set_up_data(self._strategy.trainer)
         is_first, self._progress = not self.is_newcomer, None
         self.version = self._strategy.trainer.global_step
         loop = self._strategy.trainer.fit_loop
@@ -266,6 +259,7 @@ class ElasticWorlds:
         reason = self._reason(fault)
         scrub(fault)
         before, version = (0 if self.is_newcomer else self._strategy.world.size), self.version
+        former = self._require_members().ids if before else ()
         while True:
             self._recoveries += 1
             if self._recoveries > self.max_recoveries:
@@ -291,6 +285,7 @@ class ElasticWorlds:
             reason=reason if is_agreed else self._cause or reason,
             step=self.version,
             steps_lost=max(0, version - self.version) if before else 0,
+            lost_ranks=tuple(rank for rank, id in enumerate(former) if id not in self._require_members().ids),
             ranks_before=before,
             ranks_after=self._strategy.world.size,
             restored=plan.describe(),
@@ -321,7 +316,9 @@ class ElasticWorlds:
         strategy = self._strategy
         layers = strategy.experts.layers
         world = self._join(watch)
-        inventories = [RankInventory.from_json(entry) for entry in all_gather_json(self._inventory(world), world)]
+        inventories = [
+            RankInventory.from_json(entry) for entry in all_gather_json(self._brought(world).to_json(), world)
+        ]
         while True:
             with watch.phase("plan"):
                 plan, inventories = self.planner.plan(
@@ -332,7 +329,8 @@ class ElasticWorlds:
                     last_step=self.version,
                     has_trained=self.version > 0 or self._is_torn,
                 )
-                repair = self._repair(plan)
+                nodes = self._require_members().nodes
+                repair = repaired(plan, nodes, min_replicas=self.min_replicas, max_slots=strategy.slots_limit)
             try:
                 with watch.phase("movement"):
                     self._move(plan, repair, world)
@@ -343,7 +341,7 @@ class ElasticWorlds:
             self.version, self.has_rolled_back = plan.version, plan.level != "live"
             if plan.level == "live" and plan.stale:
                 self.count_stale(plan.stale)
-            self._has_newcomers = bool(_newcomers(plan, world))
+            self._has_newcomers = bool(newcomers_of(plan, world))
             self._share_progress(plan, world)
             strategy.enter_world(world)
             assert self._progress is not None
@@ -359,9 +357,9 @@ class ElasticWorlds:
         strategy = self._strategy
         if world.rank in plan.apply_prepared:
             self._make_up()
-        saved = self._fetch(plan, repair, world)
+        saved = fetch_missing(self.planner, plan, repair, world)
         if plan.level == "live":
-            self._share_state(plan, world)
+            share_state(strategy, plan, world)
         # Another fault in this exchange leaves live rows as they were; what follows does not wait for peers, except
         # where optimizer shards change hands.
         self._is_torn |= plan.level != "live"
@@ -379,53 +377,16 @@ class ElasticWorlds:
             strategy.restored_checkpoint = saved
         self._is_torn = False
 
-    def _fetch(self, plan: RecoveryPlan, repair: Repair, world: World) -> MemoryCheckpoint | None:
-        """What the plan takes from snapshots and from storage, as far as this rank needs it; None where it is nothing.
-
-        Raises:
-            DamagedSnapshots: on every rank.
-        """
-        if plan.level == "live" and not plan.reads and not plan.from_storage:
-            return None
-        sources = self.planner.sources
-        assert sources is not None
-        needed = {
-            (index, expert)
-            for index, placement in enumerate(repair.placements)
-            for expert in placement.experts_on(world.rank)
-            if not plan.held[index, expert].any()
-        }
-        return fetch(plan, world, sources.arenas, needed, storage=self.planner.storage)
-
-    def _inventory(self, world: World) -> dict[str, Any]:
-        """What this rank brings along, as JSON."""
-        strategy = self._strategy
-        experts, owners, before = strategy.experts, strategy.shard_owners, strategy.world.rank
-        counts = not (self.is_newcomer or self._is_torn)
-        held = [(la, e) for la, layer in enumerate(experts.layers) for e in layer.experts.slot_experts if e >= 0]
-        return RankInventory(
+    def _brought(self, world: World) -> RankInventory:
+        """What this rank brings along."""
+        return inventory_of(
+            self._strategy,
             rank=world.rank,
             node=self._require_members().nodes[world.rank],
-            live_version=self.version if counts else -1,
-            prepared=counts and self._pending is not None,
-            experts=tuple(held),
-            sharded_dense=tuple(sorted(owners)),
-            owned_dense=tuple(sorted(name for name, rank in owners.items() if rank == before)),
-            replayed_dense=strategy.replay.names if strategy.replay is not None else (),
-            replay_version=strategy.replay.version if strategy.replay is not None and counts else -1,
-        ).to_json()
-
-    def _repair(self, plan: RecoveryPlan) -> Repair:
-        nodes = self._require_members().nodes
-        repair = repair_placements(
-            plan.held, nodes=nodes, min_replicas=self.min_replicas, max_slots=self._strategy.slots_limit
+            version=self.version,
+            counts=not (self.is_newcomer or self._is_torn),
+            is_prepared=self._pending is not None,
         )
-        if repair.min_replicas < min(self.min_replicas, len(set(nodes))):
-            rank_zero_warn(
-                f"slots are left for {repair.min_replicas} instead of {self.min_replicas} replicas of each expert: "
-                "another lost node may cost state until ranks come back"
-            )
-        return repair
 
     def _make_up(self) -> None:
         """Apply the update that this rank was prepared for and others have applied."""
@@ -434,20 +395,6 @@ class ElasticWorlds:
         self._strategy.after_update()
         self._pending = None
         self.version += 1
-
-    def _share_state(self, plan: RecoveryPlan, world: World) -> None:
-        """Newcomers get what every rank has; those that made up for an update get what went with it."""
-        newcomers = _newcomers(plan, world)
-        if not (newcomers or plan.apply_prepared):
-            return
-        strategy, source = self._strategy, plan.live_ranks[0]
-        layouts = strategy.optimizer_layouts()
-        schema = broadcast_object(optimizer_schema(layouts), source, world.device)
-        if world.rank in newcomers or world.rank in plan.apply_prepared:
-            adopt_optimizers(layouts, schema)
-        if newcomers:
-            assert strategy.lightning_module is not None
-            broadcast_dense(strategy.lightning_module, layouts, world, source)
 
     def _share_progress(self, plan: RecoveryPlan, world: World) -> None:
         """The fit loop's progress at the version, from whoever has it."""
@@ -458,43 +405,5 @@ class ElasticWorlds:
             self._progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
             saved.release()
             return
-        newcomers = _newcomers(plan, world)
-        is_live = world.rank not in newcomers
-        if is_live and self._step_kept != plan.version == trainer.global_step:
-            # It failed between the update and the end of its step, or before its first one.
-            self._progress = FitProgress.of(trainer, after_step=self._progress is not None)
-        kept = self._progress
-        mine = [kept.step, kept.validation_is_due, kept.epoch_is_over] if is_live and kept is not None else [-1] * 3
-        everyones = all_gather_json(mine, world)
-        steps = [step for step, _, _ in everyones]
-        if any(step != plan.version for step in steps):
-            source = steps.index(plan.version)
-            dump = kept.dump(trainer) if world.rank == source and kept is not None else None
-            dump = broadcast_object(dump, source, world.device)
-            if self._step_kept != plan.version or not is_live:
-                self._progress = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
-        assert self._progress is not None
-        # One that was further than others does again what they have still to do.
-        validation, epoch = (any(entry[i] for entry in everyones if entry[0] == plan.version) for i in (1, 2))
-        self._progress = replace(self._progress, validation_is_due=validation, epoch_is_over=epoch)
-
-    @property
-    def _step_kept(self) -> int:
-        """The step that this rank could take its fit loop back to."""
-        return self._progress.step if self._progress is not None else -1
-
-
-def _newcomers(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
-    """Ranks whose own state does not count."""
-    return tuple(rank for rank in range(world.size) if rank not in plan.live_ranks)
-
-
-def _set_up_data(trainer: pl.Trainer) -> None:
-    """Make all loaders that a fit will need, before its first world trains or before this process is in one: Lightning
-    makes them when they are needed, with barriers, which those who have theirs do not join in."""
-    loop = trainer.fit_loop
-    loop.setup_data()
-    if trainer.enable_validation and trainer.val_dataloaders is None:
-        trainer.validating = True
-        loop.epoch_loop.val_loop.setup_data()
-        trainer.training = True
+        is_live = world.rank not in newcomers_of(plan, world)
+        self._progress = shared_progress(self._progress, trainer, plan.version, world, is_live=is_live)

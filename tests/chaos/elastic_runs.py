@@ -108,7 +108,8 @@ class ElasticRun:
 
     def arenas(self, worker: int) -> Path:
         """The memory of a worker's node."""
-        return _MEMORY / f"moe-lightning-{arenas_name('chaos', self._run, self.node(worker))}"
+        named = arenas_name("chaos", self._run, self.node(worker), checkpoints_of(self.folder))
+        return _MEMORY / f"moe-lightning-{named}"
 
     def lose_node(self, worker: int) -> None:
         """What a node takes with it, beside its worker: the agent and the arenas."""
@@ -116,7 +117,8 @@ class ElasticRun:
         if agent is not None:
             agent.kill()
             agent.join()
-        shutil.rmtree(self.arenas(worker), ignore_errors=True)
+        if checkpoints_of(self.folder).exists():  # otherwise nobody made arenas
+            shutil.rmtree(self.arenas(worker), ignore_errors=True)
 
     def signal(self, worker: int, number: int) -> None:
         """Send a signal to a worker."""

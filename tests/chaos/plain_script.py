@@ -1,6 +1,8 @@
 """A training as in the README, that says nothing of devices: the launcher knows how many ranks there are.
 
 python -m moe_lightning.elastic.run --ranks 2 tests/chaos/plain_script.py FOLDER
+
+Where FOLDER holds a file `crash`, rank 1 fails before training begins.
 """
 
 import sys
@@ -14,10 +16,18 @@ from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from tests.distributed.training import TINY, RandomTokens
 
 folder = Path(sys.argv[1])
+
+
+class Crash(pl.Callback):
+    def setup(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
+        if trainer.global_rank == 1 and (folder / "crash").exists():
+            raise ValueError("these data are damaged")
+
+
 trainer = pl.Trainer(
     accelerator="cpu",
     strategy=ExpertParallelStrategy(),
-    callbacks=[FaultRecovery()],
+    callbacks=[FaultRecovery(), Crash()],
     max_steps=3,
     logger=False,
     enable_checkpointing=False,

@@ -62,6 +62,11 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     assert (told.kind, told.message) == ("mistake", "a value is wrong")
 
 
+def test_what_cannot_go_on_without_a_rank_elsewhere_is_not_started_again(tmp_path: Path) -> None:
+    told = failure(tmp_path, "peer")
+    assert (told.kind, told.message) == ("peer", "rank 7 on node far was killed by SIGKILL")
+
+
 def test_the_same_death_again_and_again_ends_the_run(tmp_path: Path) -> None:
     told = failure(tmp_path, "killed", max_restarts=2)
     assert (told.rank, told.message) == (1, "rank 1 was killed by SIGKILL, after 2 restarts (max_restarts)")
@@ -77,7 +82,7 @@ def test_the_same_death_again_and_again_ends_the_run(tmp_path: Path) -> None:
         ({"num_nodes": 2}, "num_nodes=2 needs a lighthouse"),
         ({"settings": ElasticSettings(min_ranks=3)}, "min_ranks=3 is above the 2 ranks"),
         ({"lighthouse": "host:1"}, "lighthouse=host:1 needs secret_file=FILE"),
-        ({"lighthouse": "host", "secret_file": Path("secret")}, "'host' is not host:port"),
+        ({"lighthouse": "host", "secret_file": Path("secret")}, "'host' must be HOST:PORT"),
     ],
 )
 def test_wrong_options(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
@@ -221,3 +226,34 @@ def test_a_script_that_says_nothing_of_devices_trains_on_the_ranks_of_its_launch
     for log in (done.stderr, (tmp_path / "logs" / "rank1.err").read_text()):
         assert "nanobind" not in log
         assert "terminate called" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_who_crashes_before_training_is_named_on_every_machine(nodes: int, tmp_path: Path) -> None:
+    """Two ranks, of one launcher or two, of which rank 1 fails in a hook of the user's before the training loop."""
+    script = Path(__file__).with_name("plain_script.py")
+    (tmp_path / "crash").touch()
+    with RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
+        where = ["--nodes", "2", "--lighthouse", str(host.address), "--secret-file", str(tmp_path / "secret")]
+        running = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "moe_lightning.elastic.run", "--ranks", str(2 // nodes)),
+                    *("--log-dir", str(tmp_path / f"logs-{node}")),
+                    *([*where, "--node", node] if nodes == 2 else []),
+                    *(str(script), str(tmp_path)),
+                ],
+                cwd=tmp_path,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for node in "ab"[:nodes]
+        ]
+        said = [each.communicate(timeout=120)[1] for each in running]
+    assert [each.returncode for each in running] == [1] * nodes
+    for text in said:
+        assert "ValueError: these data are damaged" in text
+        assert "closed by peer" not in text
+        assert "reset by peer" not in text

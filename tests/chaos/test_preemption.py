@@ -7,10 +7,42 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
+
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, elastic_run
 
 STEPS = 24
+_SLOW_S = 0.5
+
+
+class SlowToLeave(pl.Callback):
+    """The last exchange of worker 1 returns late, and fails where the world breaks meanwhile, as gloo's would."""
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, ExpertParallelStrategy)
+        elastic, experts = trainer.strategy.elastic, trainer.strategy.experts
+        assert elastic is not None
+        engine, inner = elastic.engine, experts.hand_over
+        if engine.task.slot != 1:
+            return
+
+        def late(*arguments: Any) -> Any:
+            report = inner(*arguments)
+            deadline = time.monotonic() + _SLOW_S
+            while time.monotonic() < deadline:
+                if engine.reason is not None:
+                    raise RuntimeError("gloo: connection closed by peer")
+                time.sleep(0.01)
+            return report
+
+        experts.hand_over = late  # type: ignore[method-assign]
+
+
+def slow_to_leave(folder: Path) -> list[Any]:
+    return [SlowToLeave()]
 
 
 def _wait_for_steps(diary: Path, steps: int, timeout_s: float = 60.0) -> None:
@@ -27,6 +59,7 @@ def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path) -> None:
         steps=STEPS,
         settings=replace(SETTINGS, notice_on_sigterm=True),
         recovery={"min_replicas": 1},
+        callbacks=slow_to_leave,
     ) as run:
         _wait_for_steps(tmp_path / "diary-0.jsonl", 3)
         os.kill(run.processes[1].pid or 0, signal.SIGTERM)

@@ -34,6 +34,7 @@ def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def meet(rank: int, world_size: int, temporary: Path, named: bool) -> tuple[list[bool], list[int], float]:
     """Twice, as a process that leaves its world and makes another one."""
+    dist.barrier()  # who leaves at once cuts connections that the other one still builds
     dist.destroy_process_group()
     tempfile.tempdir = str(temporary)
     folder = None

@@ -63,18 +63,24 @@ def lures(seed: int = 7) -> list[bytes]:
 
 
 def attack(endpoints: list[tuple[str, int]], seconds: float) -> int:
-    """Send every lure to every TCP port, keep idle connections open; how many connections were made."""
+    """Send every lure to every TCP port, keep idle connections open; how many connections were made. A port that does
+    not even say no is left alone.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     deadline = time.monotonic() + seconds
     held = []
     for endpoint in endpoints:
         for lure in [*lures(), *[b""] * IDLE]:
-            with contextlib.suppress(OSError):
+            try:
                 connection = socket.create_connection(endpoint, timeout=1.0)
                 held.append(connection)
                 if lure:
                     connection.sendall(lure)
+            except TimeoutError:
+                break
+            except OSError:
+                continue
     while time.monotonic() < deadline:
         time.sleep(0.1)
     return len(held)

@@ -114,7 +114,9 @@ def main(folder: Path, is_ddp: bool) -> None:
     )
     batch = _GLOBAL_BATCH // ranks if is_ddp else _GLOBAL_BATCH
     optimizer = OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant")
-    trainer.fit(GPTModule(TINY, optimizer), DataLoader(RandomTokens(), batch, shuffle=True))
+    saved = folder / "checkpoints"
+    resumed = str(saved) if is_elastic and any(saved.glob("step-*")) else None
+    trainer.fit(GPTModule(TINY, optimizer), DataLoader(RandomTokens(), batch, shuffle=True), ckpt_path=resumed)
 
 
 if __name__ == "__main__":

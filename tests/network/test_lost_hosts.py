@@ -5,9 +5,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
+from moe_lightning.checkpoint.store import checkpoints
 from tests.network.hosts import wait_for
 from tests.network.trainings import BACK_S, GOES_ON_S, Training
 
@@ -64,6 +68,46 @@ def test_one_in_a_commit_of_a_step(three: Training, measured: Measured, name: st
     measured(f"the others go on in {GOES_ON_S:g} s", f"{pause:.1f} s")
     assert pause <= GOES_ON_S
     three.assert_losses()
+
+
+_MOMENTS: dict[str, Callable[[Path], bool]] = {
+    "its part is written": lambda staging: True,
+    "the parts are there": lambda staging: len(list(staging.glob("part-*.json"))) == 3,
+    "it is assembled": lambda staging: (staging / METADATA).exists(),
+}
+
+
+@pytest.mark.parametrize("which", ["one of them", "all"])
+@pytest.mark.parametrize("moment", _MOMENTS)
+def test_hosts_in_a_commit_of_a_checkpoint(three: Training, measured: Measured, moment: str, which: str) -> None:
+    """Host a, or every host, loses its power while a checkpoint is committed, and starts anew."""
+    root = three.folder / "checkpoints"
+    had = set(root.glob(".staging-*"))
+    has_come = _MOMENTS[moment]
+    wait_for(lambda: any(has_come(path) for path in root.glob(".staging-*") if path not in had), 60, poll_s=0.0)
+    began = time.monotonic()
+    three.hosts.power_off(*("a" if which == "one of them" else three.members))
+    if which == "one of them":
+        three.go_on("bc", timeout_s=60, size=2)
+        measured(f"the others go on in {GOES_ON_S:g} s", f"{three.pause('bc', began):.1f} s")
+        assert three.pause("bc", began) <= GOES_ON_S
+    stood = three.newest()
+    three.restore()
+    again = min(step.step for name in three.members for step in three.steps(name) if step.time > began + 1)
+    measured("goes on from the last checkpoint", f"step {again} after step {stood}")
+    assert again > 1, "not from the beginning"
+    three.assert_losses()
+    _assert_one_writer(root)
+
+
+def _assert_one_writer(root: Path) -> None:
+    """Every checkpoint is whole, and no older world has committed one after a newer world."""
+    in_time = sorted(checkpoints(root), key=lambda entry: (entry[0] / MANIFEST).stat().st_mtime_ns)
+    worlds = [manifest.world for _, manifest in in_time]
+    assert worlds == sorted(worlds)
+    newest = find_newest(root)
+    assert newest.checkpoint is not None
+    assert not newest.problems
 
 
 def test_connections_between_two_ranks_are_reset(three: Training, measured: Measured) -> None:

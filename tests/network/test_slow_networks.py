@@ -68,15 +68,16 @@ def test_ddp_under_2_percent_loss(three: Training, measured: Measured) -> None:
     assert plain > 0
 
 
-def test_a_rank_is_killed_and_joins_under_loss(three: Training, measured: Measured) -> None:
-    three.hosts.loss(5)
+@pytest.mark.parametrize("percent", [5, 10])
+def test_a_rank_is_killed_and_joins_under_loss(three: Training, measured: Measured, percent: int) -> None:
+    three.hosts.loss(percent)
     three.go_on(three.members, timeout_s=BACK_S, size=3, steps=20)
     began = time.monotonic()
     three.kill("b")
     three.go_on("ac", timeout_s=60)
     pause = three.pause("ac", began)
     back = three.go_on(three.members, timeout_s=BACK_S, size=3)
-    measured(f"5 % loss: goes on in {GOES_ON_S:g} s, it joins again", f"{pause:.1f} s, {back:.1f} s")
+    measured(f"{percent} % loss: goes on in {GOES_ON_S:g} s, it joins again", f"{pause:.1f} s, {back:.1f} s")
     assert pause <= GOES_ON_S
     three.hosts.calm()
     three.assert_losses()

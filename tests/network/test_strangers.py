@@ -28,6 +28,7 @@ from tests.network.trainings import BACK_S, GOES_ON_S, Training
 Measured = Callable[[str, str], None]
 
 _SOON_S = 2.0
+_FEW = 20  # descriptors that a rank opens and closes as it trains
 
 
 @pytest.fixture
@@ -211,11 +212,13 @@ def test_every_port_of_a_running_job_is_attacked(three: Training, measured: Meas
     during = three.descriptors()
     three.hosts.cut(three.stranger)
     assert attacking.wait(60) == 0, attacking.text()
+    assert int(attacking.text()) > IDLE, "the rendezvous host's port is open"
     three.go_on(three.members, timeout_s=BACK_S, size=3)
     pause = three.pause(three.members, began)
     assert len(three.worlds_since("a", began)) == 1
     wait_for(lambda: three.descriptors()[three.rendezvous] <= before[three.rendezvous], 30)
     assert during[three.rendezvous] <= before[three.rendezvous] + MOST_STRANGERS
+    assert all(during[name] <= before[name] + _FEW for name in three.members), "gloo's ports are closed"
     killed = time.monotonic()
     three.kill("b")
     three.go_on("ac", timeout_s=30)

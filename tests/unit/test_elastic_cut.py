@@ -38,12 +38,12 @@ def peers() -> Iterator[Peers]:
 
 
 def is_cut(pair: Pair) -> bool:
-    """Whether nothing goes from our end to the peer's any more."""
+    """Whether whoever reads at our end is told that there is no more."""
+    pair[0].setblocking(False)
     try:
-        pair[0].sendall(b"x")
-    except OSError:
-        return True
-    return pair[1].recv(1) != b"x"
+        return pair[0].recv(1) == b""
+    except BlockingIOError:
+        return False
 
 
 def test_only_what_the_block_opened_is_cut(peers: Peers) -> None:
@@ -68,6 +68,26 @@ def test_a_blocked_reader_is_freed(peers: Peers) -> None:
     reader.join(timeout=5)
     assert got == [b""]
     cut.cut()  # again, on what is cut already
+
+
+def test_a_writer_meets_no_error(peers: Peers) -> None:
+    with ConnectionCut() as cut:
+        ours, theirs = peers.pair()
+    theirs.sendall(b"ready")
+    cut.cut()
+    assert ours.recv(5) == b"ready", "what arrived before is read first"
+    ours.sendall(b"data")  # gloo would forget this send, and whoever waits for it, if it failed here
+    assert ours.recv(1) == b""
+
+
+def test_what_is_lost_is_sent_again_soon(peers: Peers) -> None:
+    with ConnectionCut() as cut:
+        inside = peers.pair()
+    outside = peers.pair()
+    cut.tune()
+    thin = [pair[0].getsockopt(socket.IPPROTO_TCP, 16) for pair in (inside, outside)]  # TCP_THIN_LINEAR_TIMEOUTS
+    assert thin == [1, 0]
+    assert inside[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_cut_inside_the_block_reaches_what_follows(peers: Peers) -> None:

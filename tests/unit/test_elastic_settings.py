@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from moe_lightning.comm import private_folder
 from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.launcher_link import LauncherLink
 from moe_lightning.elastic.preemption import PreemptionWatch
@@ -72,12 +73,17 @@ def test_no_engine_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--set", "no_such=1", __file__], "'no_such' is not a setting: use one of heartbeat_timeout_s"),
         (["--set", "min_ranks=x", __file__], "'x' is not a int"),
         (["--set", "notice_on_sigterm=maybe", __file__], "'maybe' is not a bool"),
-        (["--ranks", "0", __file__], "num_ranks=0"),
     ],
 )
 def test_wrong_options_of_run(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(arguments) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_no_ranks_are_refused_by_their_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_main(["--ranks", "0", __file__])
+    assert "--ranks: 0 must be an integer of at least 1" in capsys.readouterr().err
 
 
 def soon(condition: Callable[[], object]) -> bool:
@@ -148,7 +154,8 @@ def test_on_one_machine_nothing_listens_on_a_port() -> None:
     assert not folder.exists()
 
 
-def test_what_a_killed_launcher_left_is_swept() -> None:
+def test_what_a_killed_launcher_left_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_folder, "_UNLOCKED_S", -1.0)
     with FORKS.Pool(1) as pool:
         folder = pool.apply(leave_a_host)
     assert folder.exists()

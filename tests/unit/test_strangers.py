@@ -1,0 +1,89 @@
+"""Once groups are built nobody connects to gloo any more; what is connected goes on, other listeners too."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from moe_lightning.comm.cut import ConnectionCut
+from moe_lightning.comm.strangers import turn_strangers_away
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")
+
+
+@pytest.fixture
+def foreign() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def pair_of_groups() -> list[ProcessGroupGloo]:
+    """Both ranks of a group, in two threads of this process."""
+    store = HashStore()
+    made: dict[int, ProcessGroupGloo] = {}
+
+    def make(rank: int) -> None:
+        device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timedelta(seconds=20)
+        made[rank] = ProcessGroupGloo(dist.PrefixStore("group", store), rank, 2, options)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [made[rank] for rank in range(2)]
+
+
+def sums(groups: list[ProcessGroupGloo]) -> list[float]:
+    tensors = [torch.ones(1000), torch.ones(1000)]
+    works = [group.allreduce(tensor) for group, tensor in zip(groups, tensors, strict=True)]
+    for work in works:
+        work.wait()
+    return [float(tensor[0]) for tensor in tensors]
+
+
+def listening(before: set[int]) -> set[int]:
+    """Ports on which this process has been listening since."""
+    mine = {str(entry.stat().st_ino) for entry in Path("/proc/self/fd").iterdir() if entry.is_socket()}
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    words = [line.split() for line in lines]
+    return {int(w[1].split(":")[1], 16) for w in words if w[3] == "0A" and w[9] in mine} - before
+
+
+def test_a_port_of_gloo_is_closed_to_strangers_once_its_group_is_built(foreign: socket.socket) -> None:
+    before = listening(set())
+    with ConnectionCut() as cut:
+        groups = pair_of_groups()
+    (early,) = (socket.create_connection(("127.0.0.1", port), timeout=5) for port in sorted(listening(before))[:1])
+    assert turn_strangers_away(cut.connections) == 2
+    ports = listening(before)
+    assert len(ports) == 2
+    for port in ports:
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", port), timeout=0.3)
+    early.settimeout(5)
+    assert early.recv(1) == b"", "who came before and said nothing is let go"
+    assert sums(groups) == [2.0, 2.0]
+    with socket.create_connection(foreign.getsockname(), timeout=5):
+        foreign.accept()[0].close()
+    assert sums(groups) == [2.0, 2.0]
+    early.close()
+
+
+def test_groups_that_connect_when_they_are_used_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    with ConnectionCut() as cut:
+        groups = pair_of_groups()
+    assert turn_strangers_away(cut.connections) == 0
+    del groups
