@@ -52,8 +52,6 @@ class Range:
 
 PositiveInt = Annotated[int, Range(least=1)]
 NonNegativeInt = Annotated[int, Range(least=0)]
-PositiveFloat = Annotated[float, Range(above=0)]
-NonNegativeFloat = Annotated[float, Range(least=0)]
 Fraction = Annotated[float, Range(least=0, most=1)]
 Probability = Annotated[float, Range(least=0, below=1)]
 """Of dropping something: with 1 nothing would be left."""
@@ -116,7 +114,7 @@ def _fits_container(value: Any, origin: type, arguments: tuple[Any, ...]) -> boo
     if issubclass(origin, Set):
         return isinstance(value, Set | Sequence) and not isinstance(value, str)
     if origin is Iterable or origin is Collection:
-        return isinstance(value, Iterable) and not isinstance(value, str)
+        return isinstance(value, Iterable) and not isinstance(value, str | Mapping)
     if origin is type:
         return isinstance(value, type)
     return not isinstance(value, bool | int | float | str | list | dict | None)

@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 
 from moe_lightning.algorithms.metrics import imbalance
 from moe_lightning.algorithms.placement import uniform_placement
+from moe_lightning.arguments import Count, input_file, output_file, value
 from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.bench.balance_worker import CONTENDERS
 from moe_lightning.bench.measure import machine
+from moe_lightning.bench.model_options import add_model_arguments
 from moe_lightning.bench.ranks import launch, own_cores
 from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.errors import ConfigurationError
@@ -37,26 +39,28 @@ _SETTLED = 600
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", type=Path, help="routing trace (.npz) whose most skewed layer is added")
-    parser.add_argument("--ratios", type=int, nargs="*", default=[2, 4, 8], help="loads of the two ranks, as N to 1")
+    parser.add_argument("--trace", type=input_file, help="routing trace (.npz) whose most skewed layer is added")
+    parser.add_argument(
+        "--ratios", type=value(Count), nargs="*", default=[2, 4, 8], help="loads of the two ranks, as N to 1"
+    )
     parser.add_argument("--strategies", nargs="+", default=list(CONTENDERS), help="ways of balancing to compare")
-    parser.add_argument("--rounds", type=int, default=1, help="measurements of each, in turns (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of each (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences of a rank (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--d-model", type=int, default=192, help="model width (default: %(default)s)")
-    parser.add_argument("--d-expert", type=int, default=768, help="expert width (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="transformer layers, all MoE (default: %(default)s)")
-    parser.add_argument("--experts", type=int, default=8, help="experts of a layer (default: %(default)s)")
-    parser.add_argument("--slots", type=int, default=5, help="resident experts of a rank (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="where to leave all measurements")
+    parser.add_argument(
+        "--rounds", type=value(Count), default=1, help="measurements of each, in turns (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=value(Count), default=12, help="measured steps of each (default: %(default)s)")
+    parser.add_argument("--batch", type=value(Count), default=4, help="sequences of a rank (default: %(default)s)")
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--slots", type=value(Count), default=5, help="resident experts of a rank (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=output_file, help="where to leave all measurements")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print one table and the goals beside what was reached; 0 on success."""
     unknown = [name for name in options.strategies if name not in CONTENDERS]
     if unknown:
-        raise ConfigurationError(f"strategy {unknown[0]!r} is unknown: use some of {list(CONTENDERS)}")
+        raise ConfigurationError(f"--strategies {unknown[0]!r} is unknown: use some of {', '.join(CONTENDERS)}")
     if options.experts % _RANKS or options.slots * _RANKS < options.experts:
         raise ConfigurationError(
             f"{options.experts} experts do not divide over {_RANKS} ranks of {options.slots} slots: "

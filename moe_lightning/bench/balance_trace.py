@@ -15,8 +15,10 @@ from moe_lightning.algorithms.balancing import STRATEGIES, Strategy, evaluate, p
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.arguments import Count, input_file, value
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.values import NonNegativeInt
 
 _WIDTH = 2048
 _FLOPS = 11.5e12
@@ -106,7 +108,7 @@ def judge(
         ConfigurationError: an unknown strategy, or no sample left to judge.
     """
     if strategy_name not in STRATEGIES:
-        raise ConfigurationError(f"strategy {strategy_name!r} is unknown: use some of {list(STRATEGIES)}")
+        raise ConfigurationError(f"--strategies {strategy_name!r} is unknown: use some of {', '.join(STRATEGIES)}")
     strategy = _with_min_replicas(STRATEGIES[strategy_name], min_replicas)
     num_layers, num_ranks = trace.counts.shape[1:3]
     cluster = Cluster.of(num_ranks, slots_per_rank, ranks_per_node)
@@ -182,23 +184,25 @@ def format_protection(rows: Sequence[TraceRow]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("trace", type=Path, help="routing trace (.npz with counts and iteration)")
-    parser.add_argument("--slots", type=int, nargs="+", default=[3, 4], help="resident experts per rank")
+    parser.add_argument("trace", type=input_file, help="routing trace (.npz with counts and iteration)")
+    parser.add_argument("--slots", type=value(Count), nargs="+", default=[3, 4], help="resident experts per rank")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help="names of strategies to compare")
-    parser.add_argument("--age", type=int, default=50, help="iterations between a placement and its use")
-    parser.add_argument("--first", type=int, default=600, help="first iteration to judge; routing drifts fast before")
-    parser.add_argument("--step", type=int, default=10, help="samples between two judged ones")
+    parser.add_argument("--age", type=value(Count), default=50, help="iterations between a placement and its use")
     parser.add_argument(
-        "--min-replicas", type=int, default=1, help="distinct nodes for every expert, in the first table"
+        "--first", type=value(NonNegativeInt), default=600, help="first iteration to judge; routing drifts fast before"
+    )
+    parser.add_argument("--step", type=value(Count), default=10, help="samples between two judged ones")
+    parser.add_argument(
+        "--min-replicas", type=value(Count), default=1, help="distinct nodes for every expert, in the first table"
     )
     parser.add_argument(
         "--protection-slots",
-        type=int,
+        type=value(Count),
         nargs="*",
         default=[3, 4, 5],
         help="slots of the second table, which has every expert on one node and on two; none: no such table",
     )
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks that fail together")
+    parser.add_argument("--ranks-per-node", type=value(Count), default=1, help="ranks that fail together")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,18 +17,20 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lightning.arguments import Count, input_file, output_file, value
 from moe_lightning.bench.balance import most_skewed
+from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.bench.balance_worker import model_config
 from moe_lightning.bench.calibrate_worker import CLOCKS, SAVE_EVERY
 from moe_lightning.bench.measure import machine
 from moe_lightning.bench.ranks import launch
+from moe_lightning.cli.room import check_processes
 from moe_lightning.elastic.failure import Interrupted
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.calibrated import save_hardware
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import Hardware
@@ -36,6 +38,7 @@ from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import Routing
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import gpt_workload
+from moe_lightning.values import Range
 
 _SKEWED = "trace"
 _BASE: dict[str, Any] = {
@@ -82,22 +85,27 @@ class Prediction:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)")
-    parser.add_argument("--trace", type=Path, help="routing trace (.npz) for the skewed trainings; default: Zipf")
-    parser.add_argument("--steps", type=int, default=36, help="measured steps of a training (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("machine.json"), help="file for hardware.preset of moe-sim")
+    parser.add_argument(
+        "--ranks", type=value(Count), nargs="+", default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)"
+    )
+    parser.add_argument("--trace", type=input_file, help="routing trace (.npz) for the skewed trainings; default: Zipf")
+    parser.add_argument(
+        "--steps",
+        type=value(Annotated[int, Range(least=2 * SAVE_EVERY, most=1e6)]),
+        default=36,
+        help="measured steps of a training (default: %(default)s)",
+    )
+    parser.add_argument("--out", type=output_file, default="machine.json", help="file for hardware.preset of moe-sim")
     parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help="by which the file is (default: step_s)")
     parser.add_argument("--no-check", action="store_true", help="only calibrate, predict nothing")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, write the file, print predictions beside measurements; 0 on success."""
-    if min(options.ranks) < 1 or options.steps < 2 * SAVE_EVERY:
-        raise ConfigurationError(
-            f"--ranks {options.ranks} and --steps {options.steps} must be at least 1 and {2 * SAVE_EVERY}"
-        )
-    if not options.out.parent.is_dir():
-        raise ConfigurationError(f"{options.out.parent} is not a folder: create it, or write elsewhere")
+    for ranks in options.ranks:
+        check_processes(ranks)
+    if options.trace is not None:
+        load_trace(options.trace)  # what is wrong with it is told before the measurements
     machines: dict[int, Hardware] = {}
     predictions: list[Prediction] = []
     try:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from rich.console import Console
@@ -29,13 +29,16 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from moe_lightning.algorithms.selection import full_selection, sequential_selection
+from moe_lightning.arguments import Count, output_folder, value
 from moe_lightning.bench.measure import machine
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.room import arena_directory, arena_path
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.cli.room import check_processes
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import Range
 
 _LAYERS, _EXPERTS, _SCOPES = 4, 32, ("weight", "exp_avg", "exp_avg_sq")
 _DENSE_SHARE = 0.1
@@ -43,19 +46,27 @@ _DENSE_SHARE = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--rounds", type=int, default=5, help="rounds of each contender, in turns (default: %(default)s)"
+        "--rounds", type=value(Count), default=5, help="rounds of each contender, in turns (default: %(default)s)"
     )
-    parser.add_argument("--ranks", type=int, default=2, help="processes with a state each (default: %(default)s)")
-    parser.add_argument("--gigabytes", type=float, default=0.5, help="state of each rank (default: %(default)s)")
     parser.add_argument(
-        "--directory", type=Path, default=None, help="where to write (default: the temporary directory)"
+        "--ranks", type=value(Count), default=2, help="processes with a state each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gigabytes",
+        type=value(Annotated[float, Range(above=0, most=1e6)]),
+        default=0.5,
+        help="state of each rank (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--directory", type=output_folder, default=None, help="where to write (default: the temporary directory)"
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print two tables: what training waits for, and how fast storage is reached."""
-    if options.ranks < 1 or options.rounds < 1 or options.gigabytes <= 0:
-        raise ConfigurationError("--ranks and --rounds must be at least 1, and --gigabytes more than 0")
+    check_processes(options.ranks)
+    if options.directory is not None:
+        options.directory.mkdir(parents=True, exist_ok=True)
     console = Console()
     console.print(f"{machine()}; {options.ranks} ranks of {options.gigabytes:g} GB, medians of {options.rounds} rounds")
     scratch = Path(tempfile.mkdtemp(prefix="moe-bench-", dir=options.directory))

@@ -18,8 +18,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from moe_lightning.arguments import Count, output_file, output_folder, value
 from moe_lightning.bench.compare_contenders import BASES, SAVINGS, TRAININGS
 from moe_lightning.bench.measure import machine
+from moe_lightning.bench.model_options import add_model_arguments
 from moe_lightning.bench.ranks import launch, own_cores
 from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.errors import ConfigurationError
@@ -34,22 +36,26 @@ Medians = Mapping[str, Mapping[str, float]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), help="what to compare: training saving")
-    parser.add_argument("--rounds", type=int, default=5, help="trainings of each, in turns (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of each (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=5, help="steps between stock checkpoints (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of all ranks (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--d-model", type=int, default=192, help="model width (default: %(default)s)")
-    parser.add_argument("--d-expert", type=int, default=768, help="expert width (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="transformer layers, all MoE (default: %(default)s)")
-    parser.add_argument("--experts", type=int, default=8, help="experts of a layer (default: %(default)s)")
-    parser.add_argument("--directory", type=Path, help="where to write checkpoints (default: the temporary directory)")
-    parser.add_argument("--json", type=Path, help="where to leave all measurements")
+    parser.add_argument(
+        "--rounds", type=value(Count), default=5, help="trainings of each, in turns (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=value(Count), default=10, help="measured steps of each (default: %(default)s)")
+    parser.add_argument(
+        "--every", type=value(Count), default=5, help="steps between stock checkpoints (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=value(Count), default=8, help="sequences of all ranks (default: %(default)s)")
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--directory", type=output_folder, help="where to write checkpoints (default: the temporary directory)"
+    )
+    parser.add_argument("--json", type=output_file, help="where to leave all measurements")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print a table for each part; 0 on success."""
     _check(options)
+    if options.directory is not None:
+        options.directory.mkdir(parents=True, exist_ok=True)
     cores = own_cores(_RANKS)
     try:
         with tempfile.TemporaryDirectory(prefix="moe-compare-", dir=options.directory) as folder:
@@ -83,10 +89,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     for part in options.parts:
         if part not in PARTS:
-            raise ConfigurationError(f"part {part!r} is unknown: use some of {list(PARTS)}")
-    for name in ("rounds", "every", "batch", "context", "d_model", "d_expert", "layers"):
-        if getattr(options, name) < 1:
-            raise ConfigurationError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+            raise ConfigurationError(f"--parts {part!r} is unknown: use some of {', '.join(PARTS)}")
     if options.steps < 2 * options.every or options.steps % options.every:
         raise ConfigurationError(
             f"--steps {options.steps} must be a multiple of --every {options.every}, and at least twice as many"
@@ -97,9 +100,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"--experts {options.experts} must be at least {_RANKS}: every token chooses so many")
     if options.d_model % 4:
         raise ConfigurationError(f"--d-model {options.d_model} must be a multiple of 4, the number of heads")
-    for path in (options.directory, options.json.parent if options.json is not None else None):
-        if path is not None and not path.is_dir():
-            raise ConfigurationError(f"{path} is not a folder: create it, or write elsewhere")
 
 
 def _measure(folder: Path, options: argparse.Namespace, cores: Sequence[int]) -> list[dict[str, Any]]:

@@ -95,8 +95,15 @@ class Watch(StepClock):
         self.state_bytes = sum(t.numel() * t.element_size() for t in local)
 
 
+_COLLECTIVES: Any = importlib.import_module("torch.distributed.distributed_c10d")
+_STOCK_OBJECTS = _COLLECTIVES._pickler, _COLLECTIVES._unpickler
+"""How torch carries objects of any class, which dcp needs; our strategy carries plain values only."""
+
+
 def measure(contender: Contender, options: dict[str, Any], folder: Path) -> dict[str, float]:
     """Train and save under one contender; what this rank saw."""
+    if not contender.is_ours:
+        _COLLECTIVES._pickler, _COLLECTIVES._unpickler = _STOCK_OBJECTS
     pl.seed_everything(0, verbose=False)
     every, first = contender.saves_every(options["every"]), warmup_steps(options["every"])
     watch, saving = Watch(), saving_callback(contender, folder, num_experts=options["experts"], every=every)

@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.algorithms.dispatch import plan_dispatch
 from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.arguments import Count, value
 from moe_lightning.bench import kernels_cuda
 from moe_lightning.bench.kernel_contenders import Contender, Shape, contenders
 from moe_lightning.bench.measure import interleaved_medians, machine
@@ -33,13 +34,13 @@ Call = Callable[[], Tensor]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens T (default: %(default)s)")
-    parser.add_argument("--d-model", type=int, default=512, help="width D (default: %(default)s)")
-    parser.add_argument("--d-expert", type=int, default=512, help="expert width F (default: %(default)s)")
-    parser.add_argument("--experts", type=int, default=32, help="experts E (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=2, help="choices K (default: %(default)s)")
+    parser.add_argument("--tokens", type=value(Count), default=4096, help="tokens T (default: %(default)s)")
+    parser.add_argument("--d-model", type=value(Count), default=512, help="width D (default: %(default)s)")
+    parser.add_argument("--d-expert", type=value(Count), default=512, help="expert width F (default: %(default)s)")
+    parser.add_argument("--experts", type=value(Count), default=32, help="experts E (default: %(default)s)")
+    parser.add_argument("--top-k", type=value(Count), default=2, help="choices K (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="on the CPU")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=value(Count), default=7, help="measurements of each (default: %(default)s)")
     parser.add_argument("--no-reference", action="store_true", help="leave the slow reference out")
 
 

@@ -14,22 +14,26 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from moe_lightning.arguments import Count, input_file, value
 from moe_lightning.bench.measure import interleaved_medians, machine
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.forced_routing import ForcedRouting
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
+from moe_lightning.values import NonNegativeInt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens T (default: %(default)s)")
-    parser.add_argument("--d-model", type=int, default=256, help="width D (default: %(default)s)")
-    parser.add_argument("--d-expert", type=int, default=512, help="expert width F (default: %(default)s)")
-    parser.add_argument("--experts", type=int, default=32, help="experts E (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=2, help="choices K (default: %(default)s)")
-    parser.add_argument("--trace", help="routing trace (.npz) for the row 'trace'")
-    parser.add_argument("--trace-step", type=int, default=2001, help="iteration of the trace (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each (default: %(default)s)")
+    parser.add_argument("--tokens", type=value(Count), default=2048, help="tokens T (default: %(default)s)")
+    parser.add_argument("--d-model", type=value(Count), default=256, help="width D (default: %(default)s)")
+    parser.add_argument("--d-expert", type=value(Count), default=512, help="expert width F (default: %(default)s)")
+    parser.add_argument("--experts", type=value(Count), default=32, help="experts E (default: %(default)s)")
+    parser.add_argument("--top-k", type=value(Count), default=2, help="choices K (default: %(default)s)")
+    parser.add_argument("--trace", type=input_file, help="routing trace (.npz) for the row 'trace'")
+    parser.add_argument(
+        "--trace-step", type=value(NonNegativeInt), default=2001, help="iteration of the trace (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=value(Count), default=9, help="measurements of each (default: %(default)s)")
     parser.add_argument("--activation", choices=("gelu", "swiglu"), default="gelu")
 
 
@@ -44,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         ("zipf 1.2", ForcedRouting(kind="zipf", exponent=1.2)),
     ]
     if options.trace:
-        kinds.append(("trace", ForcedRouting(kind="trace", path=options.trace)))
+        kinds.append(("trace", ForcedRouting(kind="trace", path=str(options.trace))))
     for name, forced in kinds:
         table.add_row(name, *_row(forced, options))
     console.print(table)
@@ -55,7 +59,7 @@ def _row(forced: ForcedRouting, options: argparse.Namespace) -> list[str]:
     torch.manual_seed(0)
     config = RouterConfig(top_k=options.top_k, aux_loss_coef=0.0, forced=forced)
     layer = MoELayer(options.d_model, options.d_expert, options.experts, config, activation=options.activation)
-    layer.router.stream.advance(step=options.trace_step, first_sample=0, num_samples=0)
+    layer.router.stream.advance(step=options.trace_step, first_sample=0, num_samples=options.tokens)
     x_TD = torch.randn(options.tokens, options.d_model, requires_grad=True)
     grad_TD = torch.randn(options.tokens, options.d_model)
     contenders = {"ours": layer, "loop": LoopLayer(layer), "padded": PaddedLayer(layer)}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from moe_lightning.arguments import input_file, output_folder
 from moe_lightning.bench import paper_lazarus, paper_moc, paper_pec, paper_prophet, paper_recovery, paper_reft
 from moe_lightning.bench.paper_table import MissingTrace, Reproduction, Sources
 from moe_lightning.errors import ConfigurationError
@@ -23,9 +23,9 @@ PAPERS: dict[str, Reproduction] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("figure", metavar="NAME", help=f"{ALL}, or one of: {', '.join(PAPERS)}")
-    parser.add_argument("--routing", type=Path, help="recorded routing trace (.npz with counts and iteration)")
-    parser.add_argument("--spot", type=Path, help="trace of spot instances (.csv: milliseconds,add|remove,node)")
-    parser.add_argument("--plots", type=Path, help="folder for a picture of each (.svg)")
+    parser.add_argument("--routing", type=input_file, help="recorded routing trace (.npz with counts and iteration)")
+    parser.add_argument("--spot", type=input_file, help="trace of spot instances (.csv: milliseconds,add|remove,node)")
+    parser.add_argument("--plots", type=output_folder, help="folder for a picture of each (.svg)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from moe_lightning.bench.paper_recovery import NODES, SLOTS, workload
 from moe_lightning.bench.paper_table import PaperTable, Row, Sources
@@ -69,7 +70,7 @@ def _routing(sources: Sources, experts: int) -> Routing:
 
 def _run(
     work: object, hardware: Hardware, routing: Routing, name: str, events: Sequence[Event], duration_s: float,
-    **changes: object,
+    **changes: Any,
 ) -> Report:  # fmt: skip
     from moe_lightning.simulate.workload import Workload
 

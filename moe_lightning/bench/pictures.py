@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lightning.arguments import input_file, output_folder
 from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.pictures import heat_map
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="a routing trace (.npz), or the expert_load.csv of a run")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for layerNN.svg (default: here)")
+    parser.add_argument("source", type=input_file, help="a routing trace (.npz), or the expert_load.csv of a run")
+    parser.add_argument("--out", type=output_folder, default=".", help="folder for layerNN.svg (default: here)")
 
 
 def run(options: argparse.Namespace) -> int:

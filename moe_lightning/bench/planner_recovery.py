@@ -29,15 +29,17 @@ def recovery_rows(num_ranks: int, num_experts: int, num_layers: int) -> Iterator
     fresh = _inventories(held, nodes, live_version=-1)
     shape = {"num_layers": num_layers, "num_experts": num_experts}
     tables = [layer.astype(np.int64) for layer in held[:4]]
+    layered = [tables[index % len(tables)] for index in range(num_layers)]
     calls: dict[str, Callable[[], object]] = {
         "repair, nothing live": lambda: repair_placements(np.zeros_like(held), nodes=nodes, min_replicas=2),
         "repair, a node lost": lambda: repair_placements(left, nodes=survivors, min_replicas=2, max_slots=_SLOTS),
         "plan_recovery, live": lambda: plan_recovery(live, None, **shape),
         "plan_recovery, snapshots": lambda: plan_recovery(fresh, None, **shape),
-        "sampled_recovery, 8 of N": lambda: sampled_recovery([tables[i % len(tables)] for i in range(num_layers)], 8),
+        "sampled_recovery, 8 of N": lambda: sampled_recovery(layered, 8),
+        "sampled_recovery, N/2 of N": lambda: sampled_recovery(layered, num_ranks // 2),
     }
     for name, call in calls.items():
-        yield measured(name, call, num_ranks, num_experts, num_layers)
+        yield measured(name, call, num_ranks, num_experts, num_layers, goal_s=1.0)
 
 
 def _held(num_ranks: int, num_experts: int, num_layers: int) -> BoolArray:

@@ -18,6 +18,7 @@ class PlannerRow:
         seconds: on the clock.
         processor_s: processor time of all threads, which other work on the machine lengthens less.
         peak_mib: memory that planning needed beside its inputs, at its peak.
+        goal_s: what processor_s shall stay below; None where nothing is promised for this size.
     """
 
     name: str
@@ -27,9 +28,12 @@ class PlannerRow:
     seconds: float
     processor_s: float
     peak_mib: float
+    goal_s: float | None = None
 
 
-def measured(name: str, call: Callable[[], object], ranks: int, experts: int, layers: int) -> PlannerRow:
+def measured(
+    name: str, call: Callable[[], object], ranks: int, experts: int, layers: int, goal_s: float | None = None
+) -> PlannerRow:
     """Time a call, then trace the memory of another."""
     began, processor = time.perf_counter(), time.process_time()
     call()
@@ -46,4 +50,5 @@ def measured(name: str, call: Callable[[], object], ranks: int, experts: int, la
         seconds=seconds,
         processor_s=processor_s,
         peak_mib=peak / 2**20,
+        goal_s=goal_s,
     )

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from moe_lightning.arguments import output_folder
 from moe_lightning.bench.pictures import read_loads
 from moe_lightning.charts import bar_chart, line_chart
 from moe_lightning.errors import ConfigurationError
@@ -34,7 +35,7 @@ _BY_STEPS_MADE = ("checkpoint/", "recovery/")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory, outputs/NAME")
-    parser.add_argument("--out", type=Path, help="folder for the pictures (default: RUN/pictures)")
+    parser.add_argument("--out", type=output_folder, help="folder for the pictures (default: RUN/pictures)")
 
 
 def run(options: argparse.Namespace) -> int:

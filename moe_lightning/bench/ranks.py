@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from moe_lightning.cli.room import check_processes
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.elastic.lifeline import end_with_launcher
 from moe_lightning.errors import ConfigurationError
@@ -28,6 +29,7 @@ def launch(module: str, arguments: Sequence[str], *, num_ranks: int, log_dir: Pa
         ConfigurationError: a rank failed.
         Interrupted: a signal ended the run.
     """
+    check_processes(num_ranks)
     launcher = LocalLauncher(num_ranks=num_ranks, log_dir=log_dir, module=module, grace_s=5.0)
     try:
         launcher.run(arguments)

@@ -15,8 +15,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from moe_lightning.arguments import Count, input_file, output_file, value
 from moe_lightning.bench.measure import machine
 from moe_lightning.bench.recovery_runs import (
     PHASES,
@@ -33,6 +34,7 @@ from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.pictures import phase_lines
+from moe_lightning.values import NonNegativeInt, Range, Seconds
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -45,21 +47,34 @@ _EVERY_N_STEPS = 5  # between the checkpoints that a restart goes on from
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), help="what to measure: kill restart cost trace")
-    parser.add_argument("--ranks", type=int, default=4, help="workers (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=10, help="kills of each kind (default: %(default)s)")
-    parser.add_argument("--cost-rounds", type=int, default=3, help="trainings of each kind, in turns, without a fault")
-    parser.add_argument("--cost-steps", type=int, default=60, help="measured steps of each (default: %(default)s)")
-    parser.add_argument("--trace", type=Path, help="spot trace: milliseconds,add|remove,node")
-    parser.add_argument("--trace-start", type=float, default=1980.0, help="where it begins, in its seconds")
-    parser.add_argument("--trace-speed", type=float, default=30.0, help="its seconds that pass in one")
-    parser.add_argument("--trace-seconds", type=float, default=120.0, help="how long it is replayed, in real seconds")
-    parser.add_argument("--batch", type=int, default=12, help="sequences of all ranks (default: %(default)s)")
-    parser.add_argument("--d-model", type=int, default=64, help="model width (default: %(default)s)")
-    parser.add_argument("--d-expert", type=int, default=128, help="expert width (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills (default: %(default)s)")
+    parser.add_argument("--ranks", type=value(Count), default=4, help="workers (default: %(default)s)")
+    parser.add_argument("--rounds", type=value(Count), default=10, help="kills of each kind (default: %(default)s)")
+    parser.add_argument(
+        "--cost-rounds", type=value(Count), default=3, help="trainings of each kind, in turns, without a fault"
+    )
+    parser.add_argument(
+        "--cost-steps", type=value(Count), default=60, help="measured steps of each (default: %(default)s)"
+    )
+    parser.add_argument("--trace", type=input_file, help="spot trace: milliseconds,add|remove,node")
+    parser.add_argument(
+        "--trace-start",
+        type=value(Annotated[float, Range(least=0, most=1e9)]),
+        default=1980.0,
+        help="where it begins, in its seconds",
+    )
+    parser.add_argument("--trace-speed", type=value(Seconds), default=30.0, help="its seconds that pass in one")
+    parser.add_argument(
+        "--trace-seconds", type=value(Seconds), default=120.0, help="how long it is replayed, in real seconds"
+    )
+    parser.add_argument("--batch", type=value(Count), default=12, help="sequences of all ranks (default: %(default)s)")
+    parser.add_argument("--d-model", type=value(Count), default=64, help="model width (default: %(default)s)")
+    parser.add_argument("--d-expert", type=value(Count), default=128, help="expert width (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=value(NonNegativeInt), default=0, help="of the moments of the kills (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="one round of everything, of few steps: only to try it")
-    parser.add_argument("--json", type=Path, help="where to leave all measurements")
-    parser.add_argument("--svg", type=Path, help="where to leave a picture of the recoveries")
+    parser.add_argument("--json", type=output_file, help="where to leave all measurements")
+    parser.add_argument("--svg", type=output_file, help="where to leave a picture of the recoveries")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -99,10 +114,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     for part in options.parts:
         if part not in PARTS:
-            raise ConfigurationError(f"part {part!r} is unknown: use some of {list(PARTS)}")
-    for name in ("rounds", "cost_rounds", "cost_steps", "batch", "trace_seconds", "trace_speed"):
-        if getattr(options, name) <= 0:
-            raise ConfigurationError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0")
+            raise ConfigurationError(f"--parts {part!r} is unknown: use some of {', '.join(PARTS)}")
     if options.ranks < 2 or options.batch % options.ranks:
         raise ConfigurationError(
             f"--ranks {options.ranks} must be at least 2 and divide --batch {options.batch}: plain DDP knows no uneven "

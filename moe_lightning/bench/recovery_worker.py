@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
+import traceback
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +28,8 @@ from typing_extensions import override
 from moe_lightning.callbacks.fault_injection import FaultInjection
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.elastic.lifeline import end_with_launcher, leave_process_groups
+from moe_lightning.elastic.failure import RunFinished
+from moe_lightning.elastic.lifeline import end_with_launcher, leave, leave_process_groups
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.strategies import ExpertParallelStrategy
@@ -197,17 +200,23 @@ def _last(task: Task) -> str | None:
     return str(task.checkpoints) if any(task.checkpoints.glob("step-*")) else None
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     end_with_launcher()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.pytorch")
-    train(Task.read(Path(arguments[0])))
+    try:
+        train(Task.read(Path(arguments[0])))
+    except RunFinished:
+        return 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception:
+        traceback.print_exc()
+        return 1
     leave_process_groups()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # taking the interpreter down takes long, and a library reports its own leaks then
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    leave(main(sys.argv[1:]))

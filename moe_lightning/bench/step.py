@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
+from moe_lightning.arguments import Count, value
 from moe_lightning.bench.measure import machine, synchronize
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
@@ -25,12 +26,16 @@ _WARMUP_STEPS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=20, help="measured steps of a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each, in turns (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--d-model", type=int, default=192, help="model width (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="transformer layers (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=value(Count), default=20, help="measured steps of a round (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=value(Count), default=5, help="rounds of each, in turns (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=value(Count), default=8, help="sequences (default: %(default)s)")
+    parser.add_argument("--context", type=value(Count), default=128, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--d-model", type=value(Count), default=192, help="model width (default: %(default)s)")
+    parser.add_argument("--layers", type=value(Count), default=4, help="transformer layers (default: %(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:

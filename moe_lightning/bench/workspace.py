@@ -9,10 +9,12 @@ import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from moe_lightning.arguments import value
 from moe_lightning.callbacks.wandb_logger import has_wandb_login
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import Range
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2.interface import LinePlot, Report
@@ -88,15 +90,18 @@ SECTIONS: dict[str, tuple[PanelSpec, ...]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("project", help="of W&B, as in logger.wandb.project: moe-lightning")
     parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY"), help="team or user (default: your own)")
-    parser.add_argument("--layers", type=int, default=4, help="MoE layers that get a heat map of loads (default: 4)")
+    parser.add_argument(
+        "--layers",
+        type=value(Annotated[int, Range(least=0, most=1000)]),
+        default=4,
+        help="MoE layers that get a heat map of loads (default: 4)",
+    )
     parser.add_argument("--report", action="store_true", help="a report instead of a saved view")
     parser.add_argument("--dry-run", action="store_true", help="list the panels and stop")
 
 
 def run(options: argparse.Namespace) -> int:
     """Save the view or the report and print its address; 0 on success."""
-    if options.layers < 0:
-        raise ConfigurationError(f"--layers {options.layers} must be 0 or more")
     sections = layout(options.layers)
     if options.dry_run:
         for name, panels in sections.items():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
+from moe_lightning.arguments import Parser, value
 from moe_lightning.cli import mistakes
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.values import Range
+
+_Threads = Annotated[int, Range(least=1, most=1024)]
 
 BENCHMARKS = {
     "layer": "MoE layer forward and backward against a loop over experts and padded matrices",
@@ -32,25 +35,33 @@ BENCHMARKS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; 0 on success, 2 for a user's mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="moe-bench", description="Measure moe-lightning on this machine.")
+    parser = Parser(prog="moe-bench", description="Measure moe-lightning on this machine.")
     subparsers = parser.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, summary in BENCHMARKS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
-        subparser.add_argument("--threads", type=int, default=1, help="torch and OpenMP threads (default: 1)")
+        subparser.add_argument(
+            "--threads", type=value(_Threads), default=1, help="torch and OpenMP threads (default: 1)"
+        )
         if name in arguments[:1]:
             _module(name).add_arguments(subparser)
     options = parser.parse_args(arguments)
-    if options.threads < 1:
-        parser.error(f"--threads {options.threads} must be at least 1")
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     try:
         return int(_module(options.name).run(options))
-    except (ConfigurationError, CheckpointError, OSError) as error:
-        sentence = mistakes.sentence_of(error) or mistakes.sentence_of_path(error)
+    except Exception as error:
+        sentence = mistakes.sentence_of(error) or _sentence_of_memory(error)
         if sentence is None:
             raise
         print(f"moe-bench: error: {sentence}", file=sys.stderr)
         return mistakes.EXIT_MISTAKE
+
+
+def _sentence_of_memory(error: BaseException) -> str | None:
+    """For sizes that nothing checks beforehand, since what they need depends on the contenders."""
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error):
+        why = mistakes.one_line(error)[:100]
+        return f"this needs more memory than there is ({why}): lower the sizes that were given"
+    return None
 
 
 def _module(name: str):  # type: ignore[no-untyped-def]

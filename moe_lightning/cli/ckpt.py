@@ -5,6 +5,7 @@
     moe-ckpt export DIR FILE      one safetensors file
     moe-ckpt export-hf CKPT DIR   a Hugging Face folder that plain transformers loads
     moe-ckpt prune DIR --keep N   keep the newest N
+    moe-ckpt clean [DIR]          list snapshots in memory whose run and agent are dead; --yes deletes them
 
 DIR may also be a `.ckpt` file or a directory of these (not for prune).
 
@@ -22,7 +23,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from moe_lightning.checkpoint import inspect
+from moe_lightning.arguments import Parser, output_file, value
+from moe_lightning.checkpoint import cleaning, inspect
 from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="moe-ckpt", description="Inspect, verify, export and prune checkpoints.")
+    parser = Parser(prog="moe-ckpt", description="Inspect, verify, export and prune checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect_ = commands.add_parser("inspect", help="sizes, versions of every expert, lost tokens")
     inspect_.set_defaults(command=_inspect)
@@ -60,14 +62,20 @@ def _parser() -> argparse.ArgumentParser:
     export_hf.set_defaults(command=_export_hf)
     prune = commands.add_parser("prune", help="delete all but the newest checkpoints")
     prune.set_defaults(command=_prune)
+    clean = commands.add_parser("clean", help="list, or delete, snapshots that dead runs left in memory")
+    clean.set_defaults(command=_clean)
+    clean.add_argument(
+        "path", type=Path, metavar="DIR", nargs="*", help="where runs keep snapshots beside /dev/shm (fallback_dir)"
+    )
+    clean.add_argument("--yes", action="store_true", help="delete what is listed")
     for command in (inspect_, verify, export, prune):
         command.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, a .ckpt file, or what holds them")
-    export.add_argument("target", type=Path, metavar="FILE", help="the safetensors file to write")
+    export.add_argument("target", type=output_file, metavar="FILE", help="the safetensors file to write")
     export.add_argument("--prefix", default="", help="only keys that begin with this, such as expert/0/")
     export_hf.add_argument("path", type=Path, metavar="CKPT", help="a .ckpt file, or a directory as above")
     export_hf.add_argument("target", type=Path, metavar="DIR", help="the folder to write; it must not exist")
     export_hf.add_argument("--dtype", help="of its tensors, such as bfloat16; default: that of the original")
-    prune.add_argument("--keep", type=int, required=True, metavar="N", help="whole checkpoints to keep")
+    prune.add_argument("--keep", type=value(int), required=True, metavar="N", help="whole checkpoints to keep")
     return parser
 
 
@@ -78,7 +86,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         return 0
     summary = inspect.summarise(inspect.resolve(arguments.path))
     facts = _facts()
-    for name, value in (
+    for name, text in (
         ("checkpoint", summary.name),
         ("run", f"{summary.run}, session {summary.session}, commit {summary.sequence}"),
         ("taken after step", str(summary.step)),
@@ -91,7 +99,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         ("on disk", f"{_size(summary.disk_bytes)} in {summary.files} files"),
         ("lost tokens (PLT)", "not recorded" if summary.plt is None else f"{100 * summary.plt:.4f} %"),
     ):
-        facts.add_row(name, value)
+        facts.add_row(name, text)
     for scope, size in summary.scope_bytes.items():
         facts.add_row(f"  {scope}", _size(size))
     console.print(facts)
@@ -130,7 +138,8 @@ def _versions(summary: inspect.Summary) -> Table:
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
     verdicts = inspect.verify_all(arguments.path)
     for verdict in verdicts:
-        console.print(f"{verdict.name}: {verdict.problem or 'whole'}", soft_wrap=True)
+        found = "pruned meanwhile" if verdict.is_pruned else verdict.problem or "whole"
+        console.print(f"{verdict.name}: {found}", soft_wrap=True)
     return 1 if any(verdict.problem for verdict in verdicts) else 0
 
 
@@ -159,12 +168,32 @@ def _prune(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigurationError(f"--keep {arguments.keep} would delete every checkpoint: keep at least 1")
     if newest_file(arguments.path) is not None:
         raise ConfigurationError(f"{arguments.path} holds no checkpoint directories, and files are not pruned")
-    if not any(verdict.problem is None for verdict in inspect.verify_all(arguments.path)[: arguments.keep]):
+    if not any(verdict.is_whole for verdict in inspect.verify_all(arguments.path)[: arguments.keep]):
         raise CheckpointError(
             f"none of the newest {arguments.keep} checkpoints is whole, so nothing is deleted: see moe-ckpt verify"
         )
     removed = inspect.prune(arguments.path, arguments.keep)
     console.print(f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete", soft_wrap=True)
+    return 0
+
+
+def _clean(arguments: argparse.Namespace, console: Console) -> int:
+    missing = next((path for path in arguments.path if not path.is_dir()), None)
+    if missing is not None:
+        raise ConfigurationError(f"{missing} is no directory: name the one that a run's fallback_dir is")
+    found = cleaning.orphans(arguments.path)
+    for orphan in found:
+        facts = [_size(orphan.nbytes), f"checkpoints in {orphan.root or 'a place that is not recorded'}"]
+        if orphan.unwritten is not None:
+            facts.append(f"its snapshot of step {orphan.unwritten} was never written: the same run would write it")
+        console.print(f"{orphan.path}: {', '.join([*facts, *orphan.problems])}", soft_wrap=True)
+    if not found:
+        console.print("no snapshots of dead runs")
+    elif not arguments.yes:
+        console.print(f"nothing is deleted without --yes: {_size(sum(o.nbytes for o in found))} in {len(found)} places")
+    else:
+        deleted = [orphan for orphan in found if cleaning.remove(orphan)]
+        console.print(f"deleted {len(deleted)}: {_size(sum(orphan.nbytes for orphan in deleted))}")
     return 0
 
 

@@ -17,6 +17,7 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 from yaml import YAMLError
 
 from moe_lightning.cli.mistakes import one_line, suggestion
+from moe_lightning.cli.validation import check_run_name
 from moe_lightning.errors import ConfigurationError
 
 CONFIG_DIR = Path(__file__).parent.parent / "conf"
@@ -26,6 +27,7 @@ _LONGEST_NAME = 120  # characters; file systems allow 255 bytes
 _NAMED_VALUES = re.compile(r"([^=]+)=(\w+=[^'\"{}\[\]()]+)")
 _HOME = re.compile(r"([^=]+)=(~[^'\"{}\[\](),]*)")
 _BY_A_RESOLVER = "ConfigurationError raised while resolving interpolation: "
+_UNMERGEABLE = re.compile(r"Error merging override (.+)")
 _UNKNOWN_KEY = re.compile(r"Could not (?:override|append to config\.|delete from config)[^']*'([^']+)'")
 
 
@@ -61,6 +63,19 @@ def _missing(key: str) -> str:
 
 
 OmegaConf.register_new_resolver("as_folder_name", as_folder_name, replace=True)
+
+
+def as_run_name(name: object) -> str:
+    """A run's name as a folder's, before Hydra makes that folder.
+
+    Raises:
+        ConfigurationError: it cannot be one.
+    """
+    check_run_name(str(name) if type(name) is int else name)
+    return str(name)
+
+
+OmegaConf.register_new_resolver("as_run_name", as_run_name, replace=True)
 OmegaConf.register_new_resolver("needed", refuse_missing, replace=True)
 
 
@@ -94,6 +109,12 @@ def _sentence(error: Exception, overrides: Sequence[str]) -> str:
     if isinstance(error, InterpolationKeyError) and error.full_key:
         return _of_another_kind(error)
     message = str(error)
+    match = _UNMERGEABLE.match(message)
+    if match and "Cannot merge" in str(error.__cause__):
+        kind = "a list" if "object_type=list" in str(error.__cause__) else "a mapping"
+        return (
+            f"{match[1]} must be {kind}: set {match[1].split('=')[0]}{'=[A,B]' if kind == 'a list' else '.NAME=value'}"
+        )
     match = _UNKNOWN_KEY.search(message)
     if match:
         key = match[1].split("@")[0]

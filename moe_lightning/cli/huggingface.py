@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.files import newest_file, verify_file
-from moe_lightning.checkpoint.full_state import read_checkpoint
+from moe_lightning.checkpoint.files import newest_file, read_file
 from moe_lightning.checkpoint.inspect import resolve
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.config import build_config
@@ -78,8 +77,7 @@ class _File:
     """A single file, as stock Lightning writes it; tensors are mapped."""
 
     def __init__(self, path: Path) -> None:
-        checkpoint = read_checkpoint(path)
-        verify_file(path)
+        checkpoint = read_file(path)
         self._path, self._state = path, checkpoint["state_dict"]
         self.hyper_parameters = checkpoint.get("hyper_parameters", {})
 

@@ -14,14 +14,18 @@ EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
 
 
+_LONGEST_WORD = 250  # characters: of a path; what is longer was no value
+
+
 def one_line(message: object) -> str:
     """A message of any shape as one line; paragraphs after the first are advice on other libraries' options and go."""
     first = str(message).strip().split("\n\n")[0]
-    return " ".join(first.split())
+    return " ".join(word if len(word) <= _LONGEST_WORD else f"{word[:_LONGEST_WORD]}..." for word in first.split())
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """The sentence for a mistake of the user and for what is found wrong in a run; None for a defect of ours.
+    """The sentence for a mistake of the user, a path that cannot be used, and what is found wrong in a run; None for a
+    defect of ours.
 
     What went wrong in cleaning up after a mistake does not hide it.
     """
@@ -42,14 +46,14 @@ def sentence_of(error: BaseException) -> str | None:
             return one_line(link)
         chain.append(link)
         link = link.__cause__ or link.__context__
-    return None
+    return _sentence_of_path(error)
 
 
 _OF_A_PATH = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR}
 _OF_A_PATH |= {errno.EPERM, errno.EROFS}
 
 
-def sentence_of_path(error: BaseException) -> str | None:
+def _sentence_of_path(error: BaseException) -> str | None:
     """The sentence for a path of the user that cannot be read or written; None for any other error."""
     if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_PATH:
         return f"{error.filename} cannot be read or written ({error.strerror}): give another path"

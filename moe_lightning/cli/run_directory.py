@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.checkpoint.sealing import check_file
+from moe_lightning.errors import CheckpointError, ConfigurationError
 
 MANIFEST = "MANIFEST.json"
 """What makes a directory a whole checkpoint; named here because importing the checkpoint library costs seconds."""
@@ -20,7 +22,7 @@ _LOCK = ".lock"
 _SCAFFOLD = ("ranks", _LOCK)
 """What a command leaves that ended before it trained."""
 
-_CHECKPOINT_NAME = re.compile(r"step-(\d+)(\.ckpt)?")
+_CHECKPOINT_NAME = re.compile(r"step-(\d+)(-\d+)?(\.ckpt)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,19 @@ class Checkpoint:
 
     path: Path
     step: int
+
+    def check(self) -> None:
+        """Compare it with its checksums.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        if self.path.is_dir():
+            from moe_lightning.checkpoint import loader  # imports torch
+
+            loader.Checkpoint(self.path).verify()
+        else:
+            check_file(self.path)
 
 
 @dataclass(frozen=True)
@@ -67,8 +82,43 @@ class RunDirectory:
         return self.logs / "command.yaml"
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint of the highest step, or None."""
-        return newest_checkpoint(self.checkpoints)
+        """The checkpoint of the highest step, or None; whether it is whole is not looked at."""
+        return next(iter(checkpoints(self.checkpoints)), None)
+
+    def newest_intact(self, report: Callable[[str], None] = lambda problem: None) -> Checkpoint | None:
+        """The checkpoint that a run goes on from: the newest, but of files the newest whole one; None where there is
+        nothing. Of directories the loader itself chooses.
+
+        Args:
+            report: told what is wrong with files that are passed over.
+
+        Raises:
+            CheckpointError: there are files, and none is whole.
+        """
+        problems: list[str] = []
+        for checkpoint in checkpoints(self.checkpoints):
+            if checkpoint.path.is_dir():
+                return checkpoint
+            try:
+                checkpoint.check()
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            for problem in problems:
+                report(f"{problem}; {checkpoint.path.name}, the one before it, is used")
+            return checkpoint
+        if problems:
+            raise CheckpointError(f"{problems[0]}, and there is no whole one before it: start anew with resume=false")
+        return None
+
+    def has_reached(self, step: int) -> Checkpoint | None:
+        """A whole checkpoint of this step or a later one, or None."""
+        for checkpoint in checkpoints(self.checkpoints):
+            if checkpoint.step >= step:
+                with contextlib.suppress(CheckpointError):
+                    checkpoint.check()
+                    return checkpoint
+        return None
 
     def holds_run(self) -> bool:
         """Whether a run of moe-train has trained here."""
@@ -141,11 +191,11 @@ def _first_free(folder: Path, pattern: str) -> Path:
     return next(path for n in itertools.count(1) if not (path := folder / pattern.format(n)).exists())
 
 
-def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint of the highest step in a folder, or None."""
+def checkpoints(folder: Path) -> list[Checkpoint]:
+    """What a folder holds by its name, the highest step first, of one step the last one saved."""
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else ():
         match = _CHECKPOINT_NAME.fullmatch(path.name)
         if match and (path.is_file() or (path / MANIFEST).is_file()):
-            found.append(Checkpoint(path=path, step=int(match[1])))
-    return max(found, key=lambda checkpoint: checkpoint.step, default=None)
+            found.append((int(match[1]), int((match[2] or "-1")[1:]), path))
+    return [Checkpoint(path=path, step=step) for step, _, path in sorted(found, reverse=True)]

@@ -19,7 +19,9 @@ from typing import Annotated, Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from moe_lightning import __version__
 from moe_lightning.charts import line_chart
@@ -59,7 +61,11 @@ _TYPES: dict[str, Any] = {
 }
 """Of the keys that no constructor takes as they are."""
 
+_GROUPS = ("hardware", "policy", "routing", "failures", "model")
+
 _MOST_NODE_HOURS = 1e9
+_MOST_RANKS = 1e5
+_MOST_FAILURES = 1e6
 _MOST_MODEL_BYTES = 10**18
 """Of its training: beyond the largest clusters."""
 _BYTES_VOCABULARY = 256
@@ -99,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except Exception as error:
-        sentence = mistakes.sentence_of(error) or mistakes.sentence_of_path(error)
+        sentence = mistakes.sentence_of(error)
         if sentence is None:
             traceback.print_exception(error)
             return mistakes.EXIT_CRASH
@@ -124,16 +130,21 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
         ConfigurationError: an override that cannot be read, or a key or choice that there is not.
     """
     with composition_mistakes(overrides), initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
-        known = {*_dotted(OmegaConf.to_container(compose(CONFIG_NAME))), "model"}
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
-            key = override.key_or_group
-            if key not in known and not (override.input_line or "").startswith("+"):
-                raise ConfigurationError(f"there is no key '{key}'{mistakes.suggestion(key, known)}: see moe-sim --cfg")
-        config = OmegaConf.to_container(compose(CONFIG_NAME, list(overrides)), resolve=True, throw_on_missing=True)
-    assert isinstance(config, dict)
-    for key in ("hardware", "policy", "routing", "failures", "model"):
+        try:
+            composed = OmegaConf.to_container(
+                compose(CONFIG_NAME, list(overrides)), resolve=True, throw_on_missing=True
+            )
+        except (HydraException, OmegaConfBaseException):
+            _check_keys(overrides)
+            raise
+    assert isinstance(composed, dict)
+    config = {str(key): value for key, value in composed.items()}
+    for key in config:
+        if key not in _GROUPS and key not in _TYPES:
+            raise ConfigurationError(f"{key} is no key of moe-sim{mistakes.suggestion(key, _TYPES)}: see moe-sim --cfg")
+    for key in _GROUPS:
         if not isinstance(config[key], dict):
-            raise ConfigurationError(f"{key}={config[key]} must be a mapping: set {key}.NAME=value")
+            raise ConfigurationError(f"{key}={shown(config[key])} must be a mapping: set {key}.NAME=value")
     for key, hint in _TYPES.items():
         *groups, name = key.split(".")
         value = config[groups[0]][name] if groups else config[name]
@@ -144,7 +155,43 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
             f"nodes={config['nodes']} for hours={config['hours']} are more than {_MOST_NODE_HOURS:g} hours of nodes, "
             "which would take days to simulate: lower one of them"
         )
-    return {str(key): value for key, value in config.items()}
+    _check_extent(config)
+    return config
+
+
+def _check_extent(config: Mapping[str, Any]) -> None:
+    """Refuse what would take days to simulate, or more memory than there is.
+
+    Raises:
+        ConfigurationError: too many ranks, or too many failures.
+    """
+    ranks_per_node = config["hardware"]["ranks_per_node"]
+    if fits(ranks_per_node, PositiveInt) and config["nodes"] * ranks_per_node > _MOST_RANKS:
+        raise ConfigurationError(
+            f"nodes={config['nodes']} with hardware.ranks_per_node={ranks_per_node} are more than {_MOST_RANKS:g} "
+            "ranks: lower one of them"
+        )
+    failures = config["failures"]
+    key, amount = {
+        "periodic": ("period_s", 3600.0 * config["hours"]),
+        "exponential": ("node_mtbf_hours", config["nodes"] * config["hours"]),
+        "weibull": ("node_mtbf_hours", config["nodes"] * config["hours"]),
+    }.get(str(failures["kind"]), ("", 0.0))
+    value = failures.get(key)
+    if fits(value, Annotated[float, Range(above=0)]) and amount / value > _MOST_FAILURES:
+        raise ConfigurationError(
+            f"failures.{key}={shown(value)} makes about {amount / value:.3g} failures, more than {_MOST_FAILURES:g}, "
+            f"which would take days to simulate: raise it, or lower nodes={config['nodes']} or hours={config['hours']}"
+        )
+
+
+def _check_keys(overrides: Sequence[str]) -> None:
+    """Name a key that there is not, the reason why most command lines cannot be composed."""
+    known = {*_dotted(OmegaConf.to_container(compose(CONFIG_NAME))), "model"}
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.key_or_group
+        if key not in known and not (override.input_line or "").startswith("+"):
+            raise ConfigurationError(f"there is no key '{key}'{mistakes.suggestion(key, known)}: see moe-sim --cfg")
 
 
 def _dotted(node: Any, prefix: str = "") -> list[str]:
@@ -171,8 +218,8 @@ def _workload(config: Mapping[str, Any]) -> Workload:
             f"model.router={shown(model['router'])} must be a mapping: set model.router.NAME=value"
         )
     router = {key: value for key, value in model["router"].items() if key != "_target_"}
-    model["router"] = build_config(RouterConfig, router | {"forced": None})
-    described_model = build_config(GPTConfig, model)
+    model["router"] = build_config(RouterConfig, router | {"forced": None}, key="model.router")
+    described_model = build_config(GPTConfig, model, key="model")
     sizes = {f"model.{key}": value for key, value in model.items() if type(value) is int}
     check_model(sizes, least_gpt_parameters(described_model), _MOST_MODEL_BYTES)
     return gpt_workload(described_model, rank_batch=config["rank_batch"], global_batch=config["global_batch"])
@@ -183,13 +230,15 @@ def _hardware(config: Mapping[str, Any]) -> Hardware:
     name = str(config["hardware"]["preset"])
     if name.endswith(".json"):
         given = {key: value for key, value in changes.items() if value is not None and key != "ranks_per_node"}
-        return build_config(Hardware, vars(load_hardware(Path(name), changes["ranks_per_node"])) | given)
+        return build_config(
+            Hardware, vars(load_hardware(Path(name), changes["ranks_per_node"])) | given, key="hardware"
+        )
     return preset(name, **changes)
 
 
 def _scenario(config: Mapping[str, Any], name: str) -> Scenario:
     workload = _workload(config)
-    failures = build_config(Failures, config["failures"])
+    failures = build_config(Failures, config["failures"], key="failures")
     routing = config["routing"]
     duration_s = 3600.0 * config["hours"]
     changes = {key: value for key, value in config["policy"].items() if key != "name"}
@@ -197,7 +246,7 @@ def _scenario(config: Mapping[str, Any], name: str) -> Scenario:
     return Scenario(
         workload=workload,
         hardware=_hardware(config),
-        policy=policy(name, **(changes if name == config["policy"]["name"] else shared)),
+        policy=policy(name, **changes) if name == config["policy"]["name"] else policy(name, key="compare", **shared),
         routing=make_routing(
             routing["kind"],
             num_experts=workload.num_experts,

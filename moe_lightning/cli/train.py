@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"moe-train: ended by {signal.Signals(number).name}{outlook}", file=sys.stderr)
         sys.exit(128 + number)
     except Exception as error:
-        sys.exit(_report(error))
+        sys.exit(report(error))
     sys.exit(0)
 
 
@@ -101,11 +101,11 @@ def run_job(composed: DictConfig) -> None:
     elastic = elastic_options(config, external=external)
     directory = RunDirectory(Path(config["run_dir"]))
     if external and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) != "0":
-        if not _is_finished(directory, config):
+        if not _finished(directory, config):
             _launch(directory, config, elastic, external=external)
         return
-    if _is_finished(directory, config):
-        print(_finished(directory))
+    if finished := _finished(directory, config):
+        print(finished)
         return
     directory.create()
     with ExitStack() as locks:
@@ -174,17 +174,16 @@ def _launch(
         LocalLauncher(num_ranks=num_ranks, log_dir=directory.logs).run(arguments)
 
 
-def _is_finished(directory: RunDirectory, config: Mapping[str, Any]) -> bool:
-    newest, max_steps = directory.newest_checkpoint(), config["trainer"].get("max_steps")
-    goes_on = config["task"] == "train" and config["resume"] is True and newest is not None
-    return goes_on and isinstance(max_steps, int) and 0 < max_steps <= newest.step  # type: ignore[union-attr]
-
-
-def _finished(directory: RunDirectory) -> str:
-    newest = directory.newest_checkpoint()
-    assert newest is not None
+def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
+    """What to say of a run that has nothing left to do; "" for any other."""
+    max_steps = config["trainer"].get("max_steps")
+    if config["task"] != "train" or config["resume"] is not True or not isinstance(max_steps, int) or max_steps <= 0:
+        return ""
+    last = directory.has_reached(max_steps)
+    if last is None:
+        return ""
     return (
-        f"{directory} has finished its {newest.step} steps: train on with trainer.max_steps={2 * newest.step}, "
+        f"{directory} has finished its {last.step} steps: train on with trainer.max_steps={2 * last.step}, "
         "start anew with resume=false, or measure it with task=validate"
     )
 
@@ -208,17 +207,17 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
         check(config)  # nothing is moved for a command that cannot train
         place = directory.move_aside()
         return f", the earlier run is kept in {place.name}" if place else ""
-    newest = directory.newest_checkpoint()
-    start = Path(config["resume"]) if isinstance(config["resume"], str) else newest and newest.path
+    newest = directory.newest_intact() if config["resume"] is True else None
+    start = newest.path if newest is not None else Path(config["resume"]) if config["resume"] is not True else None
     former = start and config_of(start)
     found = changes(former, config) if former else []
     check_changes(found, overrides=config["resume_overrides"])
-    if config["resume"] is True and newest is not None:
+    if newest is not None:
         return f", going on after step {newest.step} (resume=false starts anew){told(found)}"
     return told(found)
 
 
-def _report(error: Exception) -> int:
+def report(error: Exception) -> int:
     """Print an error once, as a sentence or with its traceback; the exit code."""
     import traceback
 

@@ -14,7 +14,6 @@ from moe_lightning.values import TARGET, Range, described, fits, shown
 _GROUPS = ("model", "optimizer", "data", "strategy", "trainer", "module")
 _COLLECTIONS = ("callbacks", "logger", "elastic")
 _PLAIN: dict[str, Any] = {
-    "run_name": str,
     "run_dir": str,
     "ranks": Annotated[int, Range(least=-1)] | Literal["auto", "-1"] | list[int],
     "seed": Annotated[int, Range(least=0, most=2**32 - 1)],
@@ -22,7 +21,7 @@ _PLAIN: dict[str, Any] = {
     "resume_overrides": bool,
     "task": Literal["train", "validate"],
 }
-KEYS = (*_PLAIN, *_GROUPS, *_COLLECTIONS)
+KEYS = ("run_name", *_PLAIN, *_GROUPS, *_COLLECTIONS)
 """Top-level keys of moe-train."""
 
 _LONGEST_NAME = 200  # bytes of a folder's name; file systems allow 255, and moe-train appends .1, .2, ...
@@ -58,10 +57,10 @@ def check_top_level(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: one of them has a value it cannot have.
     """
+    check_run_name(config["run_name"])
     for name, hint in _PLAIN.items():
         if not fits(config[name], hint):
             raise ConfigurationError(f"{name}={shown(config[name])} must be {described(hint)}")
-    check_run_name(config["run_name"])
     check_groups(config)
     for name in _GROUPS:
         if TARGET not in config[name]:
@@ -80,16 +79,16 @@ def check_groups(config: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{name}={shown(value)} must be a group's choice or a mapping, not a plain value")
 
 
-def check_run_name(name: str) -> None:
+def check_run_name(name: object) -> None:
     """Refuse names that are no folder of their own below outputs.
 
     Raises:
-        ConfigurationError: an empty part, a part that leads elsewhere, or one that no file system takes.
+        ConfigurationError: no text, an empty part, a part that leads elsewhere, or one that no file system takes.
     """
-    for part in name.split("/"):
+    for part in name.split("/") if isinstance(name, str) else [""]:
         if part.strip() in ("", ".", "..") or part.startswith("-"):
             raise ConfigurationError(
-                f"run_name={name!r} is no name of a folder below outputs: use words such as run_name=first_try, "
+                f"run_name={shown(name)} is no name of a folder below outputs: use words such as run_name=first_try, "
                 "or hydra.run.dir=FOLDER for another place"
             )
         if not part.isprintable() or len(part.encode()) > _LONGEST_NAME:

@@ -25,7 +25,7 @@ def main() -> int:
 
     end_with_launcher()
     from moe_lightning.cli.mistakes import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
-    from moe_lightning.elastic.failure import Preempted, RunFinished, report_failure
+    from moe_lightning.elastic.failure import PeerFailed, Preempted, RunFinished, report_failure
     from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 
     try:
@@ -39,6 +39,10 @@ def main() -> int:
     except RunFinished:
         leave_process_groups()
         return 0
+    except PeerFailed as error:
+        print(f"moe-train: {error}", file=sys.stderr)
+        report_failure("peer", str(error), "")
+        return EXIT_CRASH
     except Exception as error:
         details = traceback.format_exc()
         sentence = sentence_of(error)
@@ -81,8 +85,8 @@ def train(config: Mapping[str, Any]) -> None:
 
     quiet_libraries()
     run = build(config)
-    checkpoint = checkpoint_to_load(config)
     try:
+        checkpoint = agreed_checkpoint(run, config)
         if config["task"] == "train":
             run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
             if any(isinstance(c, GracefulStop) and c.has_stopped for c in run.trainer.callbacks):  # type: ignore[attr-defined]
@@ -211,12 +215,34 @@ def _built_group(config: Mapping[str, Any], group: str) -> list[Any]:
     return list(built.values())
 
 
+def agreed_checkpoint(run: Run, config: Mapping[str, Any]) -> str | None:
+    """The checkpoint that all ranks go on from, or None: rank 0 looks, after it has kept older worlds from committing;
+    collective."""
+    from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+    strategy = run.trainer.strategy
+    if not isinstance(strategy, ExpertParallelStrategy):
+        return checkpoint_to_load(config)
+
+    def look() -> str | None:
+        for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, PartialExpertsCheckpoint) and config["task"] == "train":
+                callback.enter_root(strategy)
+        return checkpoint_to_load(config)
+
+    return strategy.decide(look)
+
+
 def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
     """The checkpoint that the run goes on from, or None.
 
     Raises:
         ConfigurationError: `resume` names a file that is not there, or there is nothing to validate.
+        CheckpointError: there are files, and all are damaged.
     """
+    from lightning.pytorch.utilities import rank_zero_warn
+
     from moe_lightning.cli.run_directory import RunDirectory
     from moe_lightning.errors import ConfigurationError
 
@@ -226,7 +252,7 @@ def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
             raise ConfigurationError(f"resume={resume} does not exist: give a checkpoint's path, true or false")
         return resume
     directory = RunDirectory(Path(config["run_dir"]))
-    newest = directory.newest_checkpoint() if resume or config["task"] == "validate" else None
+    newest = directory.newest_intact(rank_zero_warn) if resume or config["task"] == "validate" else None
     if newest is None and config["task"] == "validate":
         raise ConfigurationError(
             f"{directory.checkpoints} holds no checkpoint to validate: train first, or give resume=CHECKPOINT"
@@ -237,12 +263,18 @@ def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
     return str(directory.checkpoints if newest.path.is_dir() else newest.path)
 
 
+_MOST_SPARE = 4
+"""A model may know so many times the tokens or classes of the data before it is told."""
+
+
 def with_sizes_of_data(config: Mapping[str, Any], data: Any) -> dict[str, Any]:
     """The configuration with `vocab_size: auto` and `num_classes: auto` of the model replaced by the data's.
 
     Raises:
         ConfigurationError: the model has fewer tokens or classes than the data, or asks for what the data have not.
     """
+    from lightning.pytorch.utilities import rank_zero_warn
+
     from moe_lightning.errors import ConfigurationError
 
     model = config["module"].get("config")
@@ -259,6 +291,11 @@ def with_sizes_of_data(config: Mapping[str, Any], data: Any) -> dict[str, Any]:
         if needed is not None and wanted != "auto" and wanted < needed:
             raise ConfigurationError(
                 f"model.{name}={wanted} is below the {needed} {things} of the data: use model.{name}=auto"
+            )
+        if needed is not None and wanted != "auto" and wanted > _MOST_SPARE * needed:
+            rank_zero_warn(
+                f"model.{name}={wanted} is {wanted / needed:.0f} times the {needed} {things} of the data, so most "
+                f"of the softmax is computed for nothing: use model.{name}=auto, or data that have as many"
             )
         if needed is not None:
             sizes[name] = needed if wanted == "auto" else wanted
@@ -278,4 +315,6 @@ def _environment_plugins() -> list[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from moe_lightning.elastic.lifeline import leave
+
+    leave(main())

@@ -29,7 +29,7 @@ def load_hardware(path: Path, ranks: int | None = None) -> Hardware:
         machines: dict[int, dict[str, Any]] = {int(number): dict(values) for number, values in data["ranks"].items()}
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror}): run moe-bench calibrate") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(f"{path} is no calibration: run moe-bench calibrate") from error
     chosen = max(machines, default=0) if ranks is None else ranks
     if chosen not in machines:
@@ -37,4 +37,4 @@ def load_hardware(path: Path, ranks: int | None = None) -> Hardware:
             f"{path} was measured with {sorted(machines)} ranks, not {chosen}: set hardware.ranks_per_node to one of "
             f"them, or run moe-bench calibrate --ranks {chosen}"
         )
-    return build_config(Hardware, machines[chosen])
+    return build_config(Hardware, machines[chosen], key=str(path))

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import numpy as np
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, shown, validated
 
 NS = 1_000_000_000
 FailureKind = Literal["none", "exponential", "weibull", "periodic", "trace"]
@@ -28,6 +29,7 @@ class Event:
     joined: tuple[int, ...] = ()
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class Failures:
     """How a cluster changes.
@@ -49,33 +51,20 @@ class Failures:
     """
 
     kind: FailureKind = "none"
-    node_mtbf_hours: float = 10_000.0
-    shape: float = 1.0
-    period_s: float = 300.0
-    simultaneous: int = 1
-    repair_s: float | None = None
-    min_nodes: int = 0
+    node_mtbf_hours: Annotated[float, Range(above=0, most=1e9)] = 10_000.0
+    shape: Annotated[float, Range(least=0.1, most=100)] = 1.0
+    period_s: Annotated[float, Range(above=0, most=1e9)] = 300.0
+    simultaneous: PositiveInt = 1
+    repair_s: Annotated[float, Range(above=0, most=1e9)] | None = None
+    min_nodes: NonNegativeInt = 0
     path: str | None = None
-    start_s: float = 0.0
+    start_s: Annotated[float, Range(least=0, most=1e9)] = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(FailureKind):
-            raise ConfigurationError(
-                f"failures.kind={self.kind!r} is unknown: use one of {list(get_args(FailureKind))}"
-            )
-        for name in ("node_mtbf_hours", "shape", "period_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigurationError(f"failures.{name}={getattr(self, name)} must be above 0 and finite")
-        if self.simultaneous < 1 or self.min_nodes < 0 or self.start_s < 0:
-            raise ConfigurationError(
-                f"failures.simultaneous={self.simultaneous}, min_nodes={self.min_nodes} and start_s={self.start_s} "
-                "must be at least 1, 0 and 0"
-            )
-        if self.repair_s is not None and self.repair_s <= 0:
-            raise ConfigurationError(f"failures.repair_s={self.repair_s} must be above 0, or null for never")
         if (self.kind == "trace") != (self.path is not None):
             raise ConfigurationError(
-                f"failures.kind={self.kind} with path={self.path}: a trace, and only it, has a path"
+                f"failures.kind={self.kind} with failures.path={shown(self.path)}: "
+                "give a path with kind=trace, and only with it"
             )
 
     def events(self, num_nodes: int, duration_s: float, seed: int) -> list[Event]:

@@ -6,14 +6,20 @@ and are assumptions elsewhere: replace them by your own measurements (`moe-bench
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from moe_lightning.config import build_variant
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import Fraction, Range, validated
+
+Rate = Annotated[float, Range(above=0, most=1e20)]
+"""Of bytes or operations in a second, or a number of bytes."""
+Cost = Annotated[float, Range(least=0, most=1e6)]
+"""Seconds of what a step does many times."""
+Share = Annotated[float, Range(above=0, most=1)]
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """One rank (a GPU, or a process on CPU cores), its links and its node's storage.
@@ -38,43 +44,26 @@ class Hardware:
         host_memory_bytes: of one node.
 
     Raises:
-        ConfigurationError: a rate that is not positive, a utilisation outside (0, 1], a negative time.
+        ConfigurationError: a rate that is not positive, a utilisation outside (0, 1], a negative time, or what no
+            machine has.
     """
 
-    ranks_per_node: int = 8
-    flops_per_s: float
-    utilization: float = 0.3
-    expert_utilization: float = 0.3
-    link_bytes_per_s: float
-    node_bytes_per_s: float
-    latency_s: float = 20e-6
-    expert_s: float = 5e-6
-    step_s: float = 0.0
-    overlap: float = 1.0
-    memory_bytes_per_s: float
-    host_copy_bytes_per_s: float
-    storage_bytes_per_s: float = 1e9
-    storage_total_bytes_per_s: float | None = None
-    memory_bytes: float
-    host_memory_bytes: float = 512e9
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.name == "storage_total_bytes_per_s":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-                raise ConfigurationError(f"hardware.{field.name}={value!r} is not a number: give a measured rate")
-            if field.name in ("latency_s", "expert_s", "step_s", "overlap"):
-                if value < 0:
-                    raise ConfigurationError(f"hardware.{field.name}={value} is negative: give 0 or more")
-            elif value <= 0:
-                raise ConfigurationError(f"hardware.{field.name}={value} must be above 0: give a measured rate or size")
-        if not isinstance(self.ranks_per_node, int):
-            raise ConfigurationError(f"hardware.ranks_per_node={self.ranks_per_node} must be a whole number of ranks")
-        for name in ("utilization", "expert_utilization", "overlap"):
-            if getattr(self, name) > 1:
-                raise ConfigurationError(f"hardware.{name}={getattr(self, name)} is a share: use at most 1")
+    ranks_per_node: Annotated[int, Range(least=1, most=1024)] = 8
+    flops_per_s: Rate
+    utilization: Share = 0.3
+    expert_utilization: Share = 0.3
+    link_bytes_per_s: Rate
+    node_bytes_per_s: Rate
+    latency_s: Cost = 20e-6
+    expert_s: Cost = 5e-6
+    step_s: Cost = 0.0
+    overlap: Fraction = 1.0
+    memory_bytes_per_s: Rate
+    host_copy_bytes_per_s: Rate
+    storage_bytes_per_s: Rate = 1e9
+    storage_total_bytes_per_s: Rate | None = None
+    memory_bytes: Rate
+    host_memory_bytes: Rate = 512e9
 
 
 PRESETS: dict[str, Hardware] = {
@@ -153,4 +142,4 @@ def preset(name: str, **changes: Any) -> Hardware:
     Raises:
         ConfigurationError: an unknown preset, or a number that cannot be.
     """
-    return build_variant(PRESETS, name, changes, "hardware preset")
+    return build_variant(PRESETS, name, changes, "hardware.preset")

@@ -7,20 +7,23 @@ time out, 5-15 s for new groups) and assumptions elsewhere; every one of them ca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from moe_lightning.algorithms.balancing import STRATEGIES, PlacementPolicy, Strategy
 from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.config import build_variant
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 Layout = Literal["replicated", "groups"]
 Saving = Literal["none", "blocking", "async"]
 Sharding = Literal["baseline", "full"]
 Protection = Literal["none", "aec", "arc"]
+Delay = Annotated[float, Range(least=0, most=1e9)]
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """A way to train through faults.
@@ -57,48 +60,34 @@ class Policy:
 
     layout: Layout = "replicated"
     strategy: str = "packed"
-    slots: int | None = None
-    min_replicas: int = 2
-    rebalance_every: int = 200
+    slots: Annotated[int, Range(least=1, most=1e5)] | None = None
+    min_replicas: PositiveInt = 2
+    rebalance_every: NonNegativeInt = 200
     saving: Saving = "async"
-    interval_steps: int | None = None
-    k_snapshot: int | None = None
-    k_persist: int | None = None
+    interval_steps: PositiveInt | None = None
+    k_snapshot: PositiveInt | None = None
+    k_persist: PositiveInt | None = None
     scopes: str = "full"
-    plt_threshold: float | None = None
+    plt_threshold: Annotated[float, Range(above=0, below=1)] | None = None
     plt_lookahead: bool = True
     sharding: Sharding = "full"
     live_recovery: bool = True
     memory_recovery: bool = True
     protection: Protection = "none"
-    protection_group: int = 6
-    protection_copies: int = 1
-    memory_interval_steps: int | None = None
-    detect_s: float = 15.0
-    regroup_s: float = 10.0
-    restart_s: float = 60.0
-    join_wait_s: float = 120.0
+    protection_group: Annotated[int, Range(least=2)] = 6
+    protection_copies: PositiveInt = 1
+    memory_interval_steps: PositiveInt | None = None
+    detect_s: Delay = 15.0
+    regroup_s: Delay = 10.0
+    restart_s: Delay = 60.0
+    join_wait_s: Delay = 120.0
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("layout", get_args(Layout)),
-            ("strategy", tuple(STRATEGIES)),
-            ("saving", get_args(Saving)),
-            ("sharding", get_args(Sharding)),
-            ("protection", get_args(Protection)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigurationError(
-                    f"policy.{name}={getattr(self, name)!r} is unknown: use one of {list(allowed)}"
-                )
+        if self.strategy not in STRATEGIES:
+            raise ConfigurationError(
+                f"policy.strategy={self.strategy!r} is unknown: use one of {', '.join(STRATEGIES)}"
+            )
         parse_scopes(self.scopes)
-        least = {"slots": 1, "min_replicas": 1, "rebalance_every": 0, "interval_steps": 1, "k_snapshot": 1}
-        least |= {"k_persist": 1, "protection_copies": 1, "memory_interval_steps": 1, "protection_group": 2}
-        least |= {"detect_s": 0, "regroup_s": 0, "restart_s": 0, "join_wait_s": 0}
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise ConfigurationError(f"policy.{name}={value} must be at least {smallest}")
         if self.k_snapshot and self.k_persist and self.k_persist > self.k_snapshot:
             raise ConfigurationError(
                 f"policy.k_persist={self.k_persist} exceeds k_snapshot={self.k_snapshot}: only copies are written"
@@ -107,8 +96,6 @@ class Policy:
             raise ConfigurationError(
                 f"policy.protection={self.protection} protects snapshots: use saving=async with it"
             )
-        if self.plt_threshold is not None and not 0 < self.plt_threshold < 1:
-            raise ConfigurationError(f"policy.plt_threshold={self.plt_threshold} is a share: use 0.0375 or the like")
 
     def layout_of(self, nodes: int) -> ProtectionLayout:
         """Where the snapshots of a world's nodes are kept a second time; with one node there is nowhere."""
@@ -223,10 +210,13 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def policy(name: str, **changes: Any) -> Policy:
+def policy(name: str, *, key: str = "policy.name", **changes: Any) -> Policy:
     """A policy with some parts replaced; those given as None stay.
+
+    Args:
+        key: where the name stands, for messages.
 
     Raises:
         ConfigurationError: an unknown policy, or a part that cannot be.
     """
-    return build_variant(POLICIES, name, changes, "policy")
+    return build_variant(POLICIES, name, changes, key)

@@ -65,9 +65,11 @@ def make_routing(
         ConfigurationError: an unknown kind, a negative exponent, a trace that is missing or too small.
     """
     if kind not in get_args(RoutingKind):
-        raise ConfigurationError(f"routing.kind={kind!r} is unknown: use one of {list(get_args(RoutingKind))}")
+        raise ConfigurationError(f"routing.kind={kind!r} is unknown: use one of {', '.join(get_args(RoutingKind))}")
     if (kind == "trace") != (path is not None):
-        raise ConfigurationError(f"routing.kind={kind} with path={path}: a trace, and only it, has a path")
+        raise ConfigurationError(
+            f"routing.kind={kind} with routing.path={shown(path)}: give a path with kind=trace, and only with it"
+        )
     if not fits(exponent, Exponent):
         raise ConfigurationError(f"routing.exponent={shown(exponent)} must be {described(Exponent)}")
     if path is not None:

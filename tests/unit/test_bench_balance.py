@@ -75,16 +75,17 @@ def test_goals_judge_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--strategies", "magic"), "strategy 'magic' is unknown"),
+        (("--strategies", "magic"), "--strategies 'magic' is unknown"),
         (("--experts", "7"), "7 experts do not divide over 2 ranks"),
         (("--slots", "3"), "8 experts do not divide over 2 ranks of 3 slots"),
-        (("--ratios", "0"), "a ratio of 0 to 1 is not a skew"),
-        (("--trace", "/nowhere.npz"), "/nowhere.npz is not a file"),
+        (("--ratios", "0"), "--ratios: 0 must be an integer of at least 1"),
+        (("--trace", "/nowhere.npz"), "'/nowhere.npz' is not a file"),
     ],
 )
-def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((ConfigurationError, SystemExit)) as refusal:
         balance.run(parse(*arguments))
+    assert message in f"{refusal.value} {capsys.readouterr().err}"
 
 
 def test_a_small_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

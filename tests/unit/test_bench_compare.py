@@ -79,21 +79,22 @@ def test_tables_relate_each_row_to_its_base() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--parts", "magic"), "part 'magic' is unknown"),
-        (("--rounds", "0"), "--rounds 0 must be at least 1"),
-        (("--d-expert", "0"), "--d-expert 0 must be at least 1"),
+        (("--parts", "magic"), "--parts 'magic' is unknown"),
+        (("--rounds", "0"), "--rounds: 0 must be an integer of at least 1"),
+        (("--d-expert", "0"), "--d-expert: 0 must be an integer of at least 1"),
         (("--steps", "12"), "--steps 12 must be a multiple of --every 5"),
         (("--steps", "5"), "at least twice as many"),
         (("--batch", "3"), "--batch 3 must be even"),
         (("--experts", "1"), "--experts 1 must be at least 2"),
         (("--d-model", "6"), "--d-model 6 must be a multiple of 4"),
-        (("--directory", "/nowhere"), "/nowhere is not a folder"),
-        (("--json", "/nowhere/a.json"), "/nowhere is not a folder"),
+        (("--directory", f"{__file__}/inside"), "is no folder, and none can be made there"),
+        (("--json", "/nowhere/a.json"), "lies in no folder"),
     ],
 )
-def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((ConfigurationError, SystemExit)) as refusal:
         compare.run(parse(*arguments))
+    assert message in f"{refusal.value} {capsys.readouterr().err}"
 
 
 @pytest.mark.slow

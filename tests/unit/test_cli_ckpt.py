@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_lightning.checkpoint.inspect import resolve, summarise
+from moe_lightning.checkpoint.inspect import prune, resolve, summarise, verify_all
+from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.cli.ckpt import main
+from moe_lightning.cli.run_directory import RunDirectory
 from tests.unit.checkpoint_state import node, whole_state
 
 
@@ -51,6 +54,62 @@ def test_verify_names_the_bad_file(root: Path, capsys: pytest.CaptureFixture[str
     assert text.count("whole") == 2
     assert str(victim) in text
     assert main(["verify", str(root / "step-00000002")]) == 0
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_not_damaged(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_file = Checkpoint._check_file
+
+    def pruned_first(self: Checkpoint, name: str) -> str | None:
+        if self.step == 1:
+            prune(root, 2)
+        return check_file(self, name)
+
+    monkeypatch.setattr(Checkpoint, "_check_file", pruned_first)
+    assert main(["verify", str(root)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "step-00000003: whole",
+        "step-00000002: whole",
+        "step-00000001: pruned meanwhile",
+    ]
+
+
+@pytest.mark.slow
+def test_a_fast_live_run_gives_no_false_alarm(tmp_path: Path) -> None:
+    with node(tmp_path, keep_last=2) as made:
+        made.snapshot(1)
+        made.persist()
+
+        def save() -> None:
+            for step in range(2, 200):
+                made.snapshot(step, fresh=[step % 4])
+                made.persist()
+
+        run, looks, pruned = threading.Thread(target=save), 0, 0
+        run.start()
+        while run.is_alive():
+            verdicts = verify_all(made.root)
+            assert not [verdict for verdict in verdicts if verdict.problem is not None]
+            assert any(verdict.is_whole for verdict in verdicts)
+            looks, pruned = looks + 1, pruned + sum(verdict.is_pruned for verdict in verdicts)
+        run.join()
+    assert looks > 20
+    assert pruned > 0, "no verification met a deletion"
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_has_not_finished(root: Path) -> None:
+    directory = RunDirectory(root.parent)
+    assert directory.has_reached(3) is not None
+    victim = next((root / "step-00000003").glob("dense*"))
+    victim.write_bytes(b"x" * victim.stat().st_size)
+    assert directory.has_reached(3) is None
+    again = root / "step-00000003-2"  # saved once more
+    again.mkdir()
+    for path in (root / "step-00000002").iterdir():
+        (again / path.name).write_bytes(path.read_bytes())
+    assert directory.has_reached(3) is None, "its manifest is that of another step"
+    assert directory.has_reached(2) is not None
 
 
 def test_export_writes_one_file(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,3 +212,18 @@ def test_every_damage_to_a_files_tensors_is_found(tmp_path: Path, capsys: pytest
     path.write_bytes(whole[:-100])
     assert main(["verify", str(path)]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["export", ".", "no_such_folder/out.safetensors"], "lies in no folder: create 'no_such_folder' first"),
+        (["export", ".", "/proc/out.safetensors"], "'/proc/out.safetensors' cannot be written"),
+        (["prune", ".", "--keep", "1.5"], "--keep: '1.5' must be an integer"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_read(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert sentence in capsys.readouterr().err

@@ -50,9 +50,9 @@ def test_names_that_lead_elsewhere(name: str) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("run_name=null", "run_name=null must be text"),
-        ("run_name=", "run_name='' must be text"),
-        ("run_name=true", "run_name=true must be text"),
+        ("run_name=null", "run_name=null is no name of a folder"),
+        ("run_name=", "run_name='' is no name of a folder"),
+        ("run_name=true", "run_name=true is no name of a folder"),
         ("run_dir=null", "run_dir=null must be text"),
         ("resume=1", "resume=1 must be true or false or text"),
         ("resume=", "resume='' must be true or false or text"),

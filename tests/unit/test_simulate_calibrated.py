@@ -78,13 +78,13 @@ def test_file_of_a_machine(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is no calibration"):
         load_hardware(path)
     path.write_text(json.dumps({"ranks": {"1": {"flops": 1}}}))
-    with pytest.raises(ConfigurationError, match="Hardware has no 'flops'"):
+    with pytest.raises(ConfigurationError, match=r"machine\.json has no 'flops'"):
         load_hardware(path)
 
 
 @pytest.mark.parametrize("name", ["link_bytes_per_s", "flops_per_s", "host_copy_bytes_per_s", "storage_bytes_per_s"])
 def test_nothing_is_infinitely_slow(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"hardware.{name}=0 must be above 0"):
+    with pytest.raises(ConfigurationError, match=f"hardware.{name}=0 must be a number above 0"):
         preset("a30", **{name: 0})
 
 
@@ -116,9 +116,10 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_wrong_options_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for options, sentence in (
-        (["--ranks", "0"], "must be at least 1 and 8"),
-        (["--steps", "2"], "must be at least 1 and 8"),
-        (["--out", "no/where.json"], "no is not a folder"),
+        (["--ranks", "0"], "--ranks: 0 must be an integer of at least 1"),
+        (["--steps", "2"], "--steps: 2 must be an integer of at least 8"),
+        (["--out", "no/where.json"], "lies in no folder: create 'no'"),
     ):
-        assert main(["calibrate", *options]) == 2
+        with pytest.raises(SystemExit):
+            main(["calibrate", *options])
         assert sentence in capsys.readouterr().err

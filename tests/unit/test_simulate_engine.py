@@ -257,10 +257,10 @@ def test_month_of_ten_thousand_ranks_is_simulated_in_seconds() -> None:
         ({"events": [Event(time_ns=0, failed=(0,))]}, "nodes (0,) leave and () come"),
         ({"events": [START, Event(time_ns=5), Event(time_ns=4)]}, "follows one at 5 ns: sort them"),
         ({"events": [Event(time_ns=0)]}, "no node ever joins"),
-        ({"name": "theirs"}, "policy 'theirs' is unknown"),
+        ({"name": "theirs"}, "policy.name='theirs' is unknown"),
         ({"strategy": "magic"}, "policy.strategy='magic' is unknown"),
         ({"k_snapshot": 2, "k_persist": 3}, "k_persist=3 exceeds k_snapshot=2"),
-        ({"interval_steps": 0}, "policy.interval_steps=0 must be at least 1"),
+        ({"interval_steps": 0}, "policy.interval_steps=0 must be an integer of at least 1"),
         ({"name": "reft", "saving": "none"}, "protects snapshots"),
     ],
 )

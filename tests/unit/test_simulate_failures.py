@@ -96,13 +96,13 @@ def test_recorded_spot_instances() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"kind": "often"}, "failures.kind='often' is unknown"),
-        ({"node_mtbf_hours": 0.0}, "failures.node_mtbf_hours=0.0 must be above 0"),
-        ({"shape": float("inf")}, "failures.shape=inf must be above 0 and finite"),
-        ({"simultaneous": 0}, "failures.simultaneous=0"),
-        ({"repair_s": 0.0}, "failures.repair_s=0.0 must be above 0, or null"),
-        ({"kind": "trace"}, "a trace, and only it, has a path"),
-        ({"path": "x.csv"}, "a trace, and only it, has a path"),
+        ({"kind": "often"}, "kind='often' of Failures must be 'none' or"),
+        ({"node_mtbf_hours": 0.0}, "node_mtbf_hours=0.0 of Failures must be a number above 0"),
+        ({"shape": float("inf")}, "shape=inf of Failures must be a number of at least 0.1"),
+        ({"simultaneous": 0}, "simultaneous=0 of Failures must be an integer of at least 1"),
+        ({"repair_s": 0.0}, "repair_s=0.0 of Failures must be a number above 0 and at most 1000000000 or null"),
+        ({"kind": "trace"}, "give a path with kind=trace, and only with it"),
+        ({"path": "x.csv"}, "give a path with kind=trace, and only with it"),
     ],
 )
 def test_mistakes_are_one_sentence(changes: dict[str, object], sentence: str) -> None:

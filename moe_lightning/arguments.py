@@ -1,0 +1,108 @@
+"""Options of command lines: their values checked like those of a configuration, their mistakes one sentence each."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, get_args
+
+from moe_lightning.values import Range, described, fits, shown
+
+EXIT_MISTAKE = 2
+
+Count = Annotated[int, Range(least=1, most=1e6)]
+"""Of measurements and of sizes: beyond lies what no machine measures in a year."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence instead of a screen of usage; so do its subcommands."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2."""
+        self.exit(EXIT_MISTAKE, f"{self.prog}: error: {shortened(message)} ({self.prog} --help shows the options)\n")
+
+
+def shortened(message: str) -> str:
+    """The message with words cut off that are too long to be a value."""
+    return re.sub(r"(\S{150})\S{100,}", r"\1...", message)
+
+
+def value(hint: Any) -> Callable[[str], Any]:
+    """What an option takes, as argparse's `type`.
+
+    Args:
+        hint: int, float, or these with a range.
+    """
+    read: type[int] | type[float] = int if hint is int or int in get_args(hint) else float
+
+    def parsed(text: str) -> int | float:
+        try:
+            number = read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{shown(text)} must be {described(hint)}") from None
+        if not fits(number, hint):
+            raise argparse.ArgumentTypeError(f"{shown(number)} must be {described(hint)}")
+        return number
+
+    return parsed
+
+
+def input_file(text: str) -> Path:
+    """A file that can be read, as argparse's `type`."""
+    path = Path(text)
+    if not _is(os.path.isfile, path):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a file: give the path of one")
+    if not os.access(path, os.R_OK):
+        raise argparse.ArgumentTypeError(f"{shown(text)} may not be read by this user: give another, or chmod it")
+    return path
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written when the work is done, as argparse's `type`."""
+    path = Path(text)
+    if not text or _is(os.path.isdir, path):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is a folder: give the path of a file in it")
+    if not _is(os.path.isdir, path.parent):
+        raise argparse.ArgumentTypeError(f"{shown(text)} lies in no folder: create {shown(str(path.parent))} first")
+    _check_writable(path if _is(os.path.exists, path) else path.parent, text)
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """A folder that is there or can be made, as argparse's `type`."""
+    path = Path(text)
+    there = next(place for place in (path, *path.parents) if _is(os.path.lexists, place) or place == Path(place.root))
+    if not text or not _is(os.path.isdir, there):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no folder, and none can be made there: give another path")
+    _check_writable(there, text)
+    return path
+
+
+def _is(test: Callable[[Path], bool], path: Path) -> bool:
+    """What a test of os.path says of any text; names that no file system takes are nothing."""
+    try:
+        return test(path)
+    except (OSError, ValueError):
+        return False
+
+
+_LONGEST_NAME = 255  # bytes, of a part of a path
+
+
+def _check_writable(place: Path, text: str) -> None:
+    try:
+        fits_a_name = len(os.fsencode(Path(text).name)) <= _LONGEST_NAME
+    except UnicodeEncodeError:
+        fits_a_name = False
+    if not fits_a_name:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no name that a file can have: give a shorter one")
+    if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY or _is_of_the_kernel(place):
+        raise argparse.ArgumentTypeError(f"{shown(text)} cannot be written: give a path in a folder of yours")
+
+
+def _is_of_the_kernel(place: Path) -> bool:
+    """/proc and /sys let root try, and refuse every file."""
+    return place.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))

@@ -1,0 +1,53 @@
+"""`moe-bench` as a user runs it, in this process: its smallest benchmark, and mistakes as one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_lightning.cli.bench import main
+
+LAYER = ["layer", "--rounds", "1", "--tokens", "16", "--d-model", "8", "--d-expert", "8", "--experts", "4"]
+
+
+def test_a_layer_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(LAYER) == 0
+    assert "zipf 1.2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([*LAYER, "--tokens", "0"], "argument --tokens: 0 must be an integer of at least 1 and at most 1000000"),
+        ([*LAYER, "--threads", "abc"], "argument --threads: 'abc' must be an integer of at least 1"),
+        ([*LAYER, "--trace", "no.npz"], "argument --trace: 'no.npz' is not a file: give the path of one"),
+        (["balance", "--json", "no/where.json"], "argument --json: 'no/where.json' lies in no folder: create 'no'"),
+        (["pictures", ".", "--out", "x"], "argument source: '.' is not a file"),
+        (["checkpoint", "--gigabytes", "nan"], "argument --gigabytes: nan must be a number above 0"),
+        (["planner", "--layers", "9" * 5000], "argument --layers: '999"),
+        (["nothing"], "invalid choice: 'nothing'"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_anything_is_measured(
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    told = capsys.readouterr()
+    assert sentence in told.err
+    assert "--help" in told.err
+    assert (told.out, told.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("place", ["/proc/out.json", f"/tmp/{'n' * 300}", "/tmp", ""])
+def test_a_place_that_cannot_be_written_is_told_first(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", f"--json={place}"])
+    assert "argument --json: " in capsys.readouterr().err
