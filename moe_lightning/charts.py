@@ -36,7 +36,8 @@ def line_chart(
         return _LEFT_PX + width * across, _TOP_PX + height * (1 - y / top)
 
     parts = _frame(title, x_label, y_label, marks)
-    for x in nice_ticks(low, high):
+    are_whole = all(float(x).is_integer() for x, _ in points)
+    for x in (mark for mark in nice_ticks(low, high) if float(mark).is_integer() or not are_whole):
         parts.append(_text(place(x, 0)[0], _HEIGHT_PX - _BOTTOM_PX + 16, f"{x:,.6g}", anchor="middle"))
     for index, (name, line) in enumerate(lines.items()):
         path: list[tuple[float, float]] = []

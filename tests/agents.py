@@ -18,19 +18,22 @@ from moe_lightning.checkpoint.store import claim, run_of
 from tests.forks import FORKS
 
 
-def fork_agent(arenas: Path, root: Path, *, gate: Path | None = None, keep_last: int = 2) -> BaseProcess:
+def fork_agent(
+    arenas: Path, root: Path, *, gate: Path | None = None, keep_last: int = 2, poll_s: float = 0.01
+) -> BaseProcess:
     """Start the agent of a node.
 
     Args:
         gate: a file that must exist before it does anything; None: nothing holds it back.
     """
     gate_name = str(gate) if gate is not None else None
-    process = FORKS.Process(target=_agent_main, args=(str(arenas), str(root), gate_name, keep_last), daemon=True)
+    arguments = (str(arenas), str(root), gate_name, ["--poll-s", str(poll_s), "--keep-last", str(keep_last)])
+    process = FORKS.Process(target=_agent_main, args=arguments, daemon=True)
     process.start()
     return process
 
 
-def agent_ahead(root: Path) -> BaseProcess:
+def agent_ahead(root: Path, *, poll_s: float = 0.01) -> BaseProcess:
     """Start the agent that the first rank of a run would start, before the run: the rank finds it at work.
 
     Args:
@@ -38,16 +41,16 @@ def agent_ahead(root: Path) -> BaseProcess:
     """
     run = run_of(root) or uuid.uuid4().hex
     claim(root, run)
-    arenas = Path("/dev/shm") / f"moe-lightning-{arenas_name(root.parent.name, run, '')}"
+    arenas = Path("/dev/shm") / ("moe-lightning-" + arenas_name(root.parent.name, run, "", root))
     arenas.mkdir(mode=0o700, exist_ok=True)
     (arenas / STOP).unlink(missing_ok=True)
-    return fork_agent(arenas, root)
+    return fork_agent(arenas, root, poll_s=poll_s)
 
 
 class ForkedAgent:
     """In place of `start_agent`, for runs in the test's own process: the part of subprocess.Popen that sessions use."""
 
-    def __init__(self, arenas: Path, root: Path, *, keep_last: int = 2) -> None:
+    def __init__(self, arenas: Path, root: Path, *, keep_last: int = 2, **_: float) -> None:
         self._process = fork_agent(arenas, root, keep_last=keep_last)
 
     def poll(self) -> int | None:
@@ -60,7 +63,7 @@ class ForkedAgent:
         return self._process.exitcode
 
 
-def _agent_main(arenas: str, root: str, gate: str | None, keep_last: int) -> None:
+def _agent_main(arenas: str, root: str, gate: str | None, options: list[str]) -> None:
     if gate is not None:
         serve = Agent.serve_once
         Agent.serve_once = lambda agent: os.path.exists(gate) and serve(agent)  # type: ignore[method-assign]
@@ -68,4 +71,4 @@ def _agent_main(arenas: str, root: str, gate: str | None, keep_last: int) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    sys.exit(agent_main(["--arenas", arenas, "--checkpoints", root, "--poll-s", "0.01", "--keep-last", str(keep_last)]))
+    sys.exit(agent_main(["--arenas", arenas, "--checkpoints", root, *options]))

@@ -24,9 +24,9 @@ from moe_lightning.algorithms.balancing import SHADOW_POLICIES, Candidate, Place
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.forecast import ReplanRule
 from moe_lightning.algorithms.overlap import Timeline, predict_timeline, split_transfer
-from moe_lightning.algorithms.performance_model import BlockCosts, predict_block, total_volumes
+from moe_lightning.algorithms.performance_model import BlockCosts, pair_volumes, predict_block
 from moe_lightning.algorithms.placement import IntArray, Placement
-from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.algorithms.quota import balanced_split
 from moe_lightning.algorithms.shadows import ShadowPlan, no_shadows, predict_plan
 from moe_lightning.callbacks.layer_planner import Decision, LayerPlanner
 from moe_lightning.callbacks.planning_threads import PlanningThreads
@@ -275,7 +275,7 @@ class BalancePlanner:
         def predicted_s(layer: int, placement: Placement) -> float:
             tokens = forecasts[layer]
             if tokens is None:  # a restart on other ranks: as if every rank had the same tokens
-                shape = placement.replicas.shape
+                shape = placement.pairs.shape
                 tokens = np.ascontiguousarray(np.broadcast_to(loads[layer][:, None] // shape[1], shape))
             return block_with_sums_s(tokens, placement, costs[layer])
 
@@ -333,15 +333,13 @@ class BalancePlanner:
 
 def block_with_sums_s(tokens_EN: IntArray, placement: Placement, costs: BlockCosts) -> float:
     """Predicted seconds of a block without shadows, and of the two exchanges that sum its replicas' gradients."""
-    held = placement.replicas != 0
-    holders = held.sum(axis=1)
-    experts, ranks = np.divmod(np.flatnonzero(held), placement.num_ranks)
+    pairs = placement.pairs
     # Of an expert with h holders each exchanges (h - 1) / h of its gradients; summed in integers, alike everywhere.
-    parts = (_PARTS - _PARTS // holders)[experts]
-    shared_N = np.bincount(ranks, weights=parts, minlength=placement.num_ranks) / _PARTS
+    parts = (_PARTS - _PARTS // pairs.num_holders)[pairs.experts]
+    shared_N = pairs.on_ranks(parts) / _PARTS
     sum_s = 0.0
     if shared_N.any():
         sum_s = 2 * (float((shared_N * costs.gradient_bytes / costs.bytes_per_s).max()) + costs.exchange_s)
-    volumes = total_volumes(tokens_EN, balanced_quota(tokens_EN.sum(axis=1), placement.replicas))
+    volumes = pair_volumes(tokens_EN, pairs, balanced_split(tokens_EN.sum(axis=1), pairs))
     nothing = np.zeros((1, 2, placement.num_ranks), dtype=np.int64)
     return float(predict_block(volumes, nothing, costs).total_s) + sum_s

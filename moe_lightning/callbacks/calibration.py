@@ -89,7 +89,7 @@ def calibrate(layers: Sequence[MoELayer], world: World, weight_dtype: torch.dtyp
     copy = measure_copy(world, sorted({num_bytes for pair in sizes for num_bytes in pair if num_bytes}))
     errors |= {"trans": copy.mean_error, "agg": copy.mean_error}
     fitted = [_with_copies(block, exchange, copy).to_json() for block in costs]
-    fitted, errors = broadcast_object([fitted, errors], 0, world.device)
+    fitted, errors = broadcast_object([fitted, errors], 0, world)
     return Calibration(costs=tuple(BlockCosts.from_json(block, world.size) for block in fitted), errors=errors)
 
 

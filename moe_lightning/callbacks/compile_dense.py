@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
@@ -22,6 +23,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.stream import StreamDropout
 from moe_lightning.values import validated
+
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 @validated
@@ -40,10 +43,13 @@ class CompileDense(Callback):
         ConfigurationError: an unknown backend.
     """
 
-    def __init__(self, backend: str = "inductor", mode: str | None = None, dynamic: bool | None = None) -> None:
+    def __init__(self, backend: str = "inductor", mode: Mode | None = None, dynamic: bool | None = None) -> None:
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
-            raise ConfigurationError(f"backend={backend!r} is not known to torch.compile: use one of {sorted(known)}")
+            raise ConfigurationError(
+                f"backend={backend!r} is not known to torch.compile: use one of "
+                f"{', '.join(sorted(torch.compiler.list_backends()))}"
+            )
         self._backend = backend
         self._mode = mode
         self._dynamic = dynamic

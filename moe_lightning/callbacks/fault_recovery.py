@@ -23,6 +23,7 @@ from moe_lightning.algorithms.protection import (
     no_protection,
 )
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.recovery_table import log_table
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -42,7 +43,8 @@ class FaultRecovery(Callback):
     it from the last checkpoint.
 
     Logs at every recovery: recovery/total_ms, recovery/PHASE_ms (rendezvous, groups, plan, movement, settling),
-    recovery/steps_lost, recovery/stale_experts, recovery/ranks.
+    recovery/steps_lost, recovery/stale_experts, recovery/ranks, recovery/lost_rank (the lowest where several are), and
+    a row of a table with the reason (`recovery_table`).
 
     Args:
         min_replicas: nodes that hold each expert where slots allow; any smaller number of them may be lost at once
@@ -209,6 +211,10 @@ class FaultRecovery(Callback):
             (print if bar is None else bar.print)(_sentence(report))
         metrics: dict[str, float] = {f"{phase}_ms": 1e3 * seconds for phase, seconds in report.seconds.items()}
         metrics |= {"steps_lost": report.steps_lost, "stale_experts": report.stale_experts, "ranks": report.ranks_after}
+        if report.lost_ranks:
+            metrics["lost_rank"] = report.lost_ranks[0]
+        if trainer.is_global_zero:
+            log_table(trainer.loggers, self.reports)
         for logger in trainer.loggers:
             logger.log_metrics({f"recovery/{name}": value for name, value in metrics.items()}, report.step)
 

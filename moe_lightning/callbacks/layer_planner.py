@@ -105,5 +105,5 @@ class LayerPlanner:
         """Continue from a state; the average only if it is of as many experts and ranks."""
         self.load = load.copy()
         known = None if average is None else np.array(average, dtype=np.int64)
-        fits = known is not None and known.shape == self._placement.replicas.shape
+        fits = known is not None and known.shape == self._placement.pairs.shape
         self.forecast.load_state_dict({"average": known if fits else None})

@@ -52,8 +52,8 @@ class Metric:
 class Telemetry(Callback):
     """Logs the metrics of a step every `log_every_n_steps` of the Trainer.
 
-    * train/tokens_per_s (sum over ranks; samples where batches hold no token ids), train/step_ms (maximum),
-      train/gradient_norm, train/lr
+    * train/tokens_per_s (sum over ranks; samples where batches hold no token ids; padding that a mask in the batch
+      names is not counted), train/step_ms (maximum), train/gradient_norm, train/lr
     * train/tokens_seen of all ranks since the run began, resumes included: the axis of scaling studies
     * val/perplexity of language models of this project, after each validation
     * train/mfu_ratio (mean): the model's floating-point operations over those that the devices could have done (PaLM,
@@ -93,7 +93,8 @@ class Telemetry(Callback):
         self.tokens_trained = self.tokens_seen = 0
         self.train_s = 0.0
         self._has_warned = False
-        self._tokens = self._steps = self._flops = 0
+        self._tokens: int | Tensor = 0
+        self._steps = self._flops = 0
         self._elapsed_s = 0.0
         self._resumed_at: float | None = None  # None: not training
         self._clock: ExchangeClock | None = None
@@ -130,8 +131,9 @@ class Telemetry(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._tokens += _num_tokens(batch)
-        self._flops += getattr(pl_module, "flops_per_batch", None) or 0
+        if not getattr(trainer.strategy, "is_stand_in", False):
+            self._tokens += _num_tokens(batch)
+            self._flops += getattr(pl_module, "flops_per_batch", None) or 0
         if trainer.fit_loop._should_accumulate():
             return
         self._steps += 1
@@ -203,13 +205,14 @@ class Telemetry(Callback):
         now = time.perf_counter()
         assert self._resumed_at is not None, "steps are made in training only"
         elapsed_s = self._elapsed_s + now - self._resumed_at
-        yield Metric(name="train/tokens_per_s", value=self._tokens / elapsed_s, over_ranks="sum")
-        yield Metric(name="train/tokens_seen", value=self._tokens, over_ranks="sum")  # since the last call
+        tokens = int(self._tokens)
+        yield Metric(name="train/tokens_per_s", value=tokens / elapsed_s, over_ranks="sum")
+        yield Metric(name="train/tokens_seen", value=tokens, over_ranks="sum")  # since the last call
         yield Metric(name="train/step_ms", value=1e3 * elapsed_s / self._steps, over_ranks="max")
         if self._peak_flops_per_s is not None and self._flops:
             ratio = self._flops / elapsed_s / self._peak_flops_per_s
             yield Metric(name="train/mfu_ratio", value=ratio, over_ranks="mean")
-        self.tokens_trained += self._tokens
+        self.tokens_trained += tokens
         self.train_s += elapsed_s
         self._tokens = self._steps = self._flops = 0
         self._elapsed_s, self._resumed_at = 0.0, now
@@ -238,11 +241,18 @@ def _write_expert_load(path: Path, step: int, loads: Mapping[int, Tensor]) -> No
             file.write(",".join([str(step), str(layer), *(f"{share:.5f}" for share in shares_E.tolist())]) + "\n")
 
 
-def _num_tokens(batch: Any) -> int:
-    """Elements of the batch's first tensor where it holds token ids [B, L], else its samples."""
+def _num_tokens(batch: Any) -> int | Tensor:
+    """Elements of the batch's first tensor where it holds token ids [B, L], without the padding that a mask beside it
+    names: a bool tensor of the same shape, or the entry attention_mask. Else its samples.
+    """
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if not tensors or not tensors[0].ndim:
         return 0
+    masks = [t for t in tensors[1:] if t.dtype is torch.bool and t.shape == tensors[0].shape]
+    if isinstance(batch, Mapping) and isinstance(batch.get("attention_mask"), Tensor):
+        masks = [batch["attention_mask"]]
+    if masks and not tensors[0].is_floating_point():
+        return masks[0].sum()
     return len(tensors[0]) if tensors[0].is_floating_point() else tensors[0].numel()
 
 

@@ -1,4 +1,5 @@
-"""Instruction tuning: conversations of a JSONL file as token windows in which only the answers are predicted.
+"""Instruction tuning: conversations of a JSONL file as token windows in which only the answers are predicted, and no
+expert sees what fills a window up.
 
 A line is {"messages": [{"role", "content"}, ...]}, {"prompt", "response"}, or {"instruction", "output"} with an
 "input" or without. It is written out by the chat template of the model's tokenizer, or where there is none as marked
@@ -34,11 +35,12 @@ _SAMPLE = 256
 _ROLES = ("system", "user", "assistant")
 
 
-class Conversations(Dataset[tuple[Tensor, Tensor]]):
-    """Line i of a file as inputs [L] and targets [L], both int64; a target is -100 unless it belongs to an answer.
+class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Line i of a file as inputs [L] and targets [L], both int64, and is_token [L], bool; a target is -100 unless it
+    belongs to an answer.
 
-    Longer conversations are cut at their end, shorter ones padded; padding follows all that is predicted and so changes
-    nothing in a causal model.
+    Longer conversations are cut at their end, shorter ones padded, where is_token is False; padding follows all that is
+    predicted and so changes nothing in a causal model.
 
     Args:
         path: the JSONL file.
@@ -61,7 +63,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         with self._path.open("rb") as file:
             file.seek(int(self._offsets[index]))
             turns = conversation(json.loads(file.readline()))
@@ -86,12 +88,13 @@ class Conversations(Dataset[tuple[Tensor, Tensor]]):
     def _encoded(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer.encode(text.encode())]
 
-    def _window(self, tokens: list[int], predicted: list[bool]) -> tuple[Tensor, Tensor]:
+    def _window(self, tokens: list[int], predicted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         size = self._length + 1
         padding = max(0, size - len(tokens))
         ids = torch.tensor(tokens[:size] + [self._padding] * padding)
         wanted = torch.tensor(predicted[:size] + [False] * padding)
-        return ids[:-1], ids[1:].masked_fill(~wanted[1:], IGNORED_TARGET)
+        is_token = torch.arange(self._length) < len(tokens)
+        return ids[:-1], ids[1:].masked_fill(~wanted[1:], IGNORED_TARGET), is_token
 
 
 def conversation(line: Any) -> list[tuple[str, str]]:

@@ -44,7 +44,8 @@ class GPT(nn.Module):
             nn.init.normal_(self.head.weight, std=config.init_std)
         attach_stream(self, SampleStream())
 
-    def forward(self, ids_BL: Tensor) -> Tensor:
+    def forward(self, ids_BL: Tensor, is_token_BL: Tensor | None = None) -> Tensor:
+        """Logits; is_token_BL, bool, is False where a sequence is padded at its end: no expert gets that."""
         length = ids_BL.shape[1]
         if length > self.config.context_length:
             raise ConfigurationError(
@@ -56,7 +57,7 @@ class GPT(nn.Module):
             x_BLD = x_BLD + self.position_embedding.weight[:length]
         x_BLD = self.dropout(x_BLD)
         for block in self.blocks:
-            x_BLD = block(x_BLD)
+            x_BLD = block(x_BLD, is_token_BL)
         return self.head(self.norm(x_BLD))  # type: ignore[no-any-return]
 
 
@@ -93,9 +94,10 @@ class Block(nn.Module):
             )
         self.dropout = StreamDropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, is_token_BL: Tensor | None = None) -> Tensor:
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD))
-        return x_BLD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BLD)))  # type: ignore[no-any-return]
+        mask = (is_token_BL,) if isinstance(self.feed_forward, MoELayer) else ()
+        return x_BLD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BLD), *mask))  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -61,9 +61,14 @@ class OptimizerConfig:
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * shape
 
 
+Batch: TypeAlias = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+"""Inputs and targets; of padded sequences also bool [B, L], False where an input is padding."""
+
+
 class SupervisedModule(pl.LightningModule):
-    """Trains `model` on batches (inputs, targets) with AdamW; a subclass says what its loss is, a mean over the targets
-    that are not -100.
+    """Trains `model` on batches (inputs, targets) or (inputs, targets, is_token) with AdamW; the loss is the mean
+    cross-entropy over the targets that are not -100. Where `is_token` is False an input is padding, which no expert
+    gets.
 
     Logs `train/loss`, `val/loss` and `test/loss`, auxiliary losses not included.
 
@@ -75,52 +80,57 @@ class SupervisedModule(pl.LightningModule):
     model: Any
     optimizer_config: OptimizerConfig
     attention_width: int | None = None
-    _inputs_shape: torch.Size | None = None
+    _num_tokens: Tensor | int | None = None
+    _length = 0
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def logits(self, batch: Batch) -> Tensor:
+        """[..., V] of a batch."""
+        return self(batch[0], *batch[2:])  # type: ignore[no-any-return]
+
+    def loss(self, batch: Batch) -> Tensor:
         """Of a batch, without auxiliary losses."""
-        raise NotImplementedError
+        return mean_over_targets(self.logits(batch), batch[1])
 
     @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self._logged_loss(batch, "train/loss") + auxiliary_loss(self.model)
 
     @override
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._logged_loss(batch, "val/loss")
 
     @override
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._logged_loss(batch, "test/loss")
 
     @override
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The most likely next token at each position, or the most likely class; int64."""
-        return self(batch[0]).argmax(dim=-1)  # type: ignore[no-any-return]
+        return self.logits(batch).argmax(dim=-1)
 
     @property
     def flops_per_batch(self) -> int | None:
-        """Floating-point operations of this rank's part of the last batch, while training of the backward pass too:
-        what Lightning's ThroughputMonitor and our Telemetry ask for. None: unknown.
+        """Floating-point operations for the tokens of this rank's part of the last batch, while training of the
+        backward pass too: what Lightning's ThroughputMonitor and our Telemetry ask for. None: unknown.
         """
-        if self.attention_width is None or self._inputs_shape is None:
+        if self.attention_width is None or self._num_tokens is None:
             return None
-        length = self._inputs_shape[-1]
-        flops = self._size.training_flops(self._inputs_shape.numel(), length, self.attention_width)
+        flops = self._size.training_flops(int(self._num_tokens), self._length, self.attention_width)
         return flops if self.training else flops // 3
 
     @cached_property
     def _size(self) -> ModelSize:
         return model_size(self.model)
 
-    def _logged_loss(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
-        self._inputs_shape = batch[0].shape
+    def _logged_loss(self, batch: Batch, name: str) -> Tensor:
+        self._num_tokens = batch[2].sum() if len(batch) > 2 else batch[0].numel()
+        self._length = batch[0].shape[-1]
         loss, count = self.loss(batch), num_targets(batch[1])
         if self.training:
-            loss = global_mean(self, loss, count)
-            self.log(name, loss.detach(), prog_bar=True)
-        else:
-            self.log(name, loss, prog_bar=True, sync_dist=True, batch_size=int(count))
+            shared = global_mean(self, loss, count)
+            self.log(name, shared.detach(), prog_bar=True, sync_dist=shared is loss)  # stock strategies share nothing
+            return shared
+        self.log(name, loss, prog_bar=True, sync_dist=True, batch_size=int(count))
         return loss
 
     @override
@@ -129,7 +139,8 @@ class SupervisedModule(pl.LightningModule):
 
 
 class GPTModule(SupervisedModule):
-    """Trains a GPT on batches (inputs [B, L], targets [B, L]) of token ids.
+    """Trains a GPT on batches (inputs [B, L], targets [B, L]) of token ids, or (inputs, targets, is_token [B, L]) of
+    padded ones.
 
     Logs `train/loss`, `val/loss` and `test/loss`: mean cross-entropy in nats per token over the global batch,
     targets of -100 and auxiliary losses not included.
@@ -157,15 +168,9 @@ class GPTModule(SupervisedModule):
             self.model = GPT(self.config)
 
     @override
-    def forward(self, ids_BL: Tensor) -> Tensor:
+    def forward(self, ids_BL: Tensor, is_token_BL: Tensor | None = None) -> Tensor:
         """Logits [B, L, V]."""
-        return self.model(ids_BL)  # type: ignore[no-any-return]
-
-    @override
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs_BL, targets_BL = batch
-        logits_BLV = self(inputs_BL)
-        return mean_over_targets(logits_BLV, targets_BL)
+        return self.model(ids_BL, is_token_BL)  # type: ignore[no-any-return]
 
 
 def adamw_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> OptimizerLRScheduler:

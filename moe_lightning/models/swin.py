@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
+from moe_lightning.models.gpt_module import Batch, OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.blocks import DroppingLayerNorm
 from moe_lightning.models.huggingface.loading import (
     config_from,
@@ -67,7 +67,7 @@ class SwinConfig:
         ConfigurationError: values that do not fit each other or the checkpoint.
     """
 
-    num_classes: Annotated[int, Range(least=2)]
+    num_classes: Annotated[int, Range(least=2, most=1e6)]
     pretrained: str | None = None
     image_size: PositiveInt = 192
     patch_size: PositiveInt | None = None
@@ -228,14 +228,9 @@ class SwinModule(SupervisedModule):
         return logits_BV
 
     @override
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        images_BCHW, classes_B = batch
-        return mean_over_targets(self(images_BCHW), classes_B)
-
-    @override
-    def _logged_loss(self, batch: tuple[Tensor, Tensor], name: str) -> Tensor:
-        images_BCHW, classes_B = batch
-        logits_BV = self(images_BCHW)
+    def _logged_loss(self, batch: Batch, name: str) -> Tensor:
+        images_BCHW, classes_B = batch[:2]
+        logits_BV = self.logits(batch)
         loss = mean_over_targets(logits_BV, classes_B)
         stage = name.removesuffix("loss")
         options: dict[str, Any] = {"sync_dist": True, "batch_size": len(images_BCHW)}

@@ -56,7 +56,8 @@ class UpcyclingConfig(SparseLayers):
         router = self.router
         if router.top_k == 1:
             raise ConfigurationError(
-                "router.top_k=1 cannot keep the function of the dense model and train the router: use at least 2"
+                "router.top_k=1 cannot keep the function of the pretrained dense model and train the router: "
+                "use at least 2"
             )
         if not (router.softmax_after_top_k or router.normalize_top_k) or router.scale != 1.0:
             raise ConfigurationError(

@@ -157,8 +157,15 @@ class Experts(nn.Module):
                 parameter.data[slot] = rows[name]
 
     @torch.no_grad()
-    def place(self, slot_experts: Sequence[int], device: torch.device) -> None:
+    def place(
+        self, slot_experts: Sequence[int], device: torch.device, whole: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Keep only these experts, one a slot or VACANT: deferred ones are initialised, held ones moved into place.
+
+        Args:
+            slot_experts: the expert of each slot.
+            device: of the parameters from now on.
+            whole: stacks [E, ...] of all experts, for those that this process does not hold; empty: not known.
 
         Raises:
             ConfigurationError: an expert is asked for that this process does not hold.
@@ -168,17 +175,19 @@ class Experts(nn.Module):
             return
         deferred = self.is_deferred
         missing = sorted(set(wanted) - set(self.slot_experts) - {VACANT})
-        if missing and not deferred:
+        if missing and not deferred and not whole:
             raise ConfigurationError(
                 f"this process holds experts {list(self.slot_experts)} of an earlier placement "
                 f"and cannot fill slots for {missing}: build the module anew and load a checkpoint"
             )
-        moves = [(slot, self.slot_experts.index(expert)) for slot, expert in enumerate(wanted) if expert != VACANT]
         for name, old in self.stacked_parameters().items():
             shape = (len(wanted), *old.shape[1:])
             data = torch.zeros(shape, dtype=old.dtype, device=device)
-            for slot, row in moves if not deferred else ():
-                data[slot] = old.data[row].to(device)
+            for slot, expert in enumerate(wanted) if not deferred else ():
+                if expert in missing and whole:
+                    data[slot] = whole[name][expert]
+                elif expert != VACANT:
+                    data[slot] = old.data[self.slot_experts.index(expert)]
             setattr(self, name, nn.Parameter(data, requires_grad=old.requires_grad))
         self.slot_experts = wanted
         if deferred:

@@ -5,6 +5,7 @@ The mean of an auxiliary loss is per token, so that weighing ranks by samples gi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,21 @@ IGNORED_TARGET = -100
 """A target that is not to be predicted, such as one of a prompt or of padding."""
 
 
-def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class RealTokens:
+    """Which rows are tokens, where others are padding.
+
+    Attributes:
+        is_token_T: bool.
+        divisor: of a sum over this rank's tokens, so that weighing ranks by samples makes a mean over the tokens of all
+            ranks: their number times this rank's share of the samples. A scalar.
+    """
+
+    is_token_T: Tensor
+    divisor: Tensor
+
+
+def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, real: RealTokens | None = None) -> Tensor:
     """E * sum_e f_e * P_e with f the fraction of assignments and P the mean score (Switch Transformer, eq. 4).
 
     With global counts in `tokens_per_expert_E` the mean of this value over ranks is the loss of the global batch,
@@ -26,21 +41,26 @@ def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tenso
         scores_TE: differentiable scores of this rank's tokens; normalised to sum to one per token here (sigmoid
             scores are not).
         tokens_per_expert_E: assignments per expert whose imbalance is punished: of the global batch, or of this rank.
+        real: which rows are tokens; None: all.
     """
     shares_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp_min(1e-20)
     counts_E = tokens_per_expert_E.to(scores_TE)
     fraction_E = counts_E / counts_E.sum().clamp_min(1.0)
-    return scores_TE.shape[-1] * (fraction_E * _mean_over_tokens(shares_TE)).sum()
+    return scores_TE.shape[-1] * (fraction_E * _mean_over_tokens(shares_TE, real)).sum()
 
 
-def router_z_loss(logits_TE: Tensor) -> Tensor:
+def router_z_loss(logits_TE: Tensor, real: RealTokens | None = None) -> Tensor:
     """Mean squared log-sum-exp of the router's logits (ST-MoE, eq. 5)."""
-    return _mean_over_tokens(torch.logsumexp(logits_TE, dim=-1).square())
+    return _mean_over_tokens(torch.logsumexp(logits_TE, dim=-1).square(), real)
 
 
-def _mean_over_tokens(values: Tensor) -> Tensor:
+def _mean_over_tokens(values: Tensor, real: RealTokens | None) -> Tensor:
     """Mean over dim 0; zero, not NaN, where there is no token."""
-    return values.sum(dim=0) / max(1, values.shape[0])
+    if real is None:
+        return values.sum(dim=0) / max(1, values.shape[0])
+    is_padding = ~real.is_token_T.view(-1, *[1] * (values.ndim - 1))
+    divisor = torch.where(real.divisor > 0, real.divisor, 1.0).to(values)
+    return values.masked_fill(is_padding, 0.0).sum(dim=0) / divisor
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:

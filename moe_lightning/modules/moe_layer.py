@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from moe_lightning.comm.dispatcher import Dispatcher, Route
 from moe_lightning.config import build_config
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.ended_world import EndedWorld
 from moe_lightning.modules.experts import Activation, Experts
 from moe_lightning.modules.feed_forward import FeedForward
-from moe_lightning.modules.losses import load_balancing_loss, router_z_loss
+from moe_lightning.modules.losses import RealTokens, load_balancing_loss, router_z_loss
 from moe_lightning.modules.router import Router, RouterConfig, Routing
 from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, validated
 
@@ -74,6 +76,8 @@ class MoELayer(nn.Module):
             there are none.
         statistics: counts of the last forward pass.
         visits: shadows and their schedule in the running step; None where the model runs without any.
+        ended: what is left of the world that held the experts, once its Trainer has ended; None while it runs, and in a
+            layer that was never placed.
         during_dispatch: called by every forward pass in training while the tokens travel, when `statistics` are known;
             not in a world of one rank.
 
@@ -121,6 +125,7 @@ class MoELayer(nn.Module):
         self.auxiliary_loss: Tensor | None = None
         self.statistics: LayerStatistics | None = None
         self.visits: Visits | None = None
+        self.ended: EndedWorld | None = None
         self.during_dispatch: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
@@ -137,33 +142,60 @@ class MoELayer(nn.Module):
 
     def place(self, dispatcher: Dispatcher, device: torch.device) -> None:
         """Live under this dispatcher's placement: keep the experts that it gives to this rank's slots."""
-        self.experts.place(dispatcher.slot_experts, device)
+        self.experts.place(
+            dispatcher.slot_experts, device, {} if self.ended is None else self.ended.stacks(self.experts)
+        )
         self.dispatcher = dispatcher
+        self.ended = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:
+        """[..., D] -> [..., D].
+
+        Args:
+            x: the rows.
+            is_token: bool [...], False for padding, which no expert gets and no statistic counts; None: there is none.
+
+        Raises:
+            ConfigurationError: is_token has another shape than x without its last size.
+        """
         x_TD = x.reshape(-1, x.shape[-1])
-        routing = self.router(x_TD)
-        tokens_NE = self.dispatcher.gather_counts(routing.tokens_per_expert_E)
+        is_token_T = None if is_token is None else _flat_mask(is_token, x)
+        dispatcher, stacks = self._where(x.device)
+        routing = self.router(x_TD, is_token_T)
+        tokens_NE = self._gathered(routing.tokens_per_expert_E, dispatcher)
         computed_NE = self._after_drops(tokens_NE)
-        self._account(routing, tokens_NE, computed_NE)
-        route = self.dispatcher.plan(routing.expert_ids_TK, computed_NE)
-        rows_MD = self.dispatcher.dispatch(x_TD, route, self.during_dispatch if self.training else None)
+        self._account(routing, tokens_NE, computed_NE, is_token_T)
+        route = dispatcher.plan(routing.expert_ids_TK, computed_NE)
+        rows_MD = dispatcher.dispatch(x_TD, route, self.during_dispatch if self.training else None)
         if self.visits is not None:
             self.visits.before_experts()
-        rows_MD = self._compute(rows_MD, route)
-        out_TD = self.dispatcher.combine(rows_MD, route, routing.weights_TK)
+        rows_MD = self._compute(rows_MD, route, stacks)
+        out_TD = dispatcher.combine(rows_MD, route, routing.weights_TK)
         if self.visits is not None:
             self.visits.before_dense()
         if self.shared_expert is not None:
             out_TD = out_TD + self.shared_expert(x_TD)
         return out_TD.view(*x.shape[:-1], out_TD.shape[-1])
 
-    def _compute(self, rows_MD: Tensor, route: Route) -> Tensor:
+    def _where(self, device: torch.device) -> tuple[Dispatcher, Mapping[str, Tensor] | None]:
+        """Who brings tokens to experts, and the experts' weights where they are not this layer's parameters."""
+        whole = None if self.ended is None else self.ended.whole(self.experts, device)
+        return (self.dispatcher, None) if whole is None else whole
+
+    def _gathered(self, counts_E: Tensor, dispatcher: Dispatcher) -> Tensor:
+        try:
+            return dispatcher.gather_counts(counts_E)
+        except RuntimeError as error:
+            if self.ended is None:
+                raise
+            raise self.ended.ranks_are_gone(self.experts) from error
+
+    def _compute(self, rows_MD: Tensor, route: Route, stacks: Mapping[str, Tensor] | None) -> Tensor:
         """Residents first, so that visitors may still be on their way; backward visitors come first, and so do their
         gradients.
         """
         if route.tokens_per_shadow_H is None or self.visits is None:
-            return self.experts(rows_MD, route.tokens_per_slot_S)  # type: ignore[no-any-return]
+            return self.experts(rows_MD, route.tokens_per_slot_S, stacks)  # type: ignore[no-any-return]
         sizes = [route.resident_rows, len(rows_MD) - route.resident_rows]
         resident_MD, visiting_MD = torch.split(rows_MD, sizes)
         resident_MD = self.experts(resident_MD, route.tokens_per_slot_S)
@@ -178,7 +210,7 @@ class MoELayer(nn.Module):
         limits = [config.capacity(int(total), self.num_experts) for total in tokens_NE.sum(dim=1)]
         return torch.minimum(tokens_NE, torch.tensor(limits, device=tokens_NE.device)[:, None])
 
-    def _account(self, routing: Routing, tokens_NE: Tensor, computed_NE: Tensor) -> None:
+    def _account(self, routing: Routing, tokens_NE: Tensor, computed_NE: Tensor, is_token_T: Tensor | None) -> None:
         """Leave the auxiliary losses and the statistics for whoever asks."""
         self.statistics = LayerStatistics(tokens_NE=tokens_NE, computed_NE=computed_NE)
         self.auxiliary_loss = None
@@ -186,16 +218,31 @@ class MoELayer(nn.Module):
             return
         config = self.router.config
         self.router.count_for_bias(tokens_NE.sum(dim=0))
+        real = None if is_token_T is None else self._real_tokens(is_token_T, tokens_NE)
         losses = []
         if config.aux_loss_coef:
             counts_E = tokens_NE.sum(dim=0) if config.aux_loss_scope == "global" else routing.tokens_per_expert_E
-            losses.append(
-                config.aux_loss_coef * load_balancing_loss(routing.scores_TE, counts_E.to(routing.scores_TE.device))
-            )
+            counts_E = counts_E.to(routing.scores_TE.device)
+            losses.append(config.aux_loss_coef * load_balancing_loss(routing.scores_TE, counts_E, real))
         if config.z_loss_coef:
-            losses.append(config.z_loss_coef * router_z_loss(routing.logits_TE))
+            losses.append(config.z_loss_coef * router_z_loss(routing.logits_TE, real))
         if losses:
             self.auxiliary_loss = torch.stack(losses).sum()
+
+    def _real_tokens(self, is_token_T: Tensor, tokens_NE: Tensor) -> RealTokens:
+        stream, num_ranks = self.router.stream, self.dispatcher.world.size
+        samples, of = (stream.num_samples, stream.total_samples) if stream.total_samples else (1, num_ranks)
+        # Each product and quotient of integers is exact, so that without padding the divisor is this rank's rows.
+        divisor = tokens_NE.sum().double() / self.router.config.top_k * samples / of
+        return RealTokens(is_token_T=is_token_T, divisor=divisor.to(is_token_T.device))
+
+
+def _flat_mask(is_token: Tensor, x: Tensor) -> Tensor:
+    if is_token.shape != x.shape[:-1]:
+        raise ConfigurationError(
+            f"is_token has the shape {list(is_token.shape)}, but x of {list(x.shape)} needs {list(x.shape[:-1])}"
+        )
+    return is_token.reshape(-1).bool()
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:

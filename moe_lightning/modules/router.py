@@ -90,10 +90,9 @@ class RouterConfig:
                 f"top_k={self.top_k} is more than the {reachable} experts that a token may choose from"
             )
 
-    def capacity(self, num_assignments: int, num_experts: int) -> int | None:
-        """Most assignments that an expert takes from a rank with so many in total; None without a limit."""
-        if self.capacity_factor is None:
-            return None
+    def capacity(self, num_assignments: int, num_experts: int) -> int:
+        """Most assignments that an expert takes from a rank with so many in total, under a capacity factor."""
+        assert self.capacity_factor is not None
         return math.ceil(self.capacity_factor * num_assignments / num_experts)
 
 
@@ -102,8 +101,8 @@ class Routing:
     """What a router decided for T tokens.
 
     Attributes:
-        expert_ids_TK: int64, distinct within a token; -1 where capacity dropped the assignment, or
-            the token belongs to no sample of this rank.
+        expert_ids_TK: int64, distinct within a token; -1 where capacity dropped the assignment, or the row is padding
+            or belongs to no sample of this rank.
         weights_TK: float32, differentiable.
         scores_TE: float32 scores before selection, differentiable: what the load-balancing loss pushes on.
         logits_TE: float32.
@@ -167,7 +166,8 @@ class Router(nn.Module):
             tensor.zero_()
         self.weight.copy_(torch.randn_like(self.weight) * self._init_std)
 
-    def forward(self, x_TD: Tensor) -> Routing:
+    def forward(self, x_TD: Tensor, is_token_T: Tensor | None = None) -> Routing:
+        """Choose experts for every row that is a token; None: all are."""
         config = self.config
         with torch.autocast(x_TD.device.type, enabled=False):
             x_TD = x_TD.float()
@@ -184,11 +184,13 @@ class Router(nn.Module):
             scores_TE = logits_TE.softmax(dim=-1) if config.score == "softmax" else logits_TE.sigmoid()
             expert_ids_TK = self._choose(scores_TE)
             weights_TK = self._weigh(scores_TE, logits_TE, expert_ids_TK)
-        tokens_E = torch.bincount(expert_ids_TK.flatten(), minlength=self.num_experts)
-        limit = config.capacity(expert_ids_TK.numel(), self.num_experts)
         if self.stream.is_stand_in:
-            expert_ids_TK, tokens_E = torch.full_like(expert_ids_TK, -1), torch.zeros_like(tokens_E)
-        elif limit is not None:
+            expert_ids_TK = torch.full_like(expert_ids_TK, -1)
+        elif is_token_T is not None:
+            expert_ids_TK = expert_ids_TK.masked_fill(~is_token_T.unsqueeze(-1), -1)
+        tokens_E = torch.bincount(expert_ids_TK.flatten() + 1, minlength=self.num_experts + 1)[1:]
+        if config.capacity_factor is not None:
+            limit = config.capacity(int(tokens_E.sum()), self.num_experts)
             expert_ids_TK = drop_overflow(
                 expert_ids_TK, weights_TK.detach(), limit, self.num_experts, config.drop_policy
             )

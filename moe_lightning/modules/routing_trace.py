@@ -36,11 +36,15 @@ def read_routing_trace(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]
     if counts.ndim != 4 or iterations.shape != counts.shape[:1] or 0 in counts.shape:
         raise ConfigurationError(
             f"{path} needs counts [samples, layers, ranks, experts] and iteration [samples], not {counts.shape} and "
-            f"{iterations.shape}"
+            f"{iterations.shape}: record it anew"
         )
     for name, array in (("counts", counts), ("iteration", iterations)):
         if array.dtype.kind not in "iuf" or not (np.isfinite(array) & (array >= 0)).all() or array.max() > 2**53:
             raise ConfigurationError(f"{path} holds {name} that are no numbers of 0 or more: record it anew")
+        if (array != np.floor(array)).any():
+            raise ConfigurationError(f"{path} holds {name} that are no whole numbers: record it anew")
+    if not counts.any():
+        raise ConfigurationError(f"{path} holds counts of 0 only: record it anew")
     if (np.diff(iterations.astype(np.int64)) <= 0).any():
         raise ConfigurationError(f"{path} has an iteration that does not ascend: record it anew")
     return counts.astype(np.int64), iterations.astype(np.int64)

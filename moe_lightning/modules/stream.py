@@ -49,6 +49,7 @@ class SampleStream:
         first_sample: position of this rank's first sample inside the step's global batch.
         num_samples: samples of this rank in the running micro-batch; 0 when unknown (rows are then counted from
             first_sample).
+        total_samples: of all ranks in the running micro-batch; 0 when unknown.
         is_stand_in: the batch is no sample of this rank, and only lets it take part in collectives: its tokens are
             routed to no expert.
     """
@@ -57,7 +58,7 @@ class SampleStream:
         self.seed = seed
         self.step = 0
         self.first_sample = 0
-        self.num_samples = 0
+        self.num_samples = self.total_samples = 0
         self.is_stand_in = False
         self._is_driven = False
 
@@ -69,9 +70,10 @@ class SampleStream:
         copied.__dict__.update(self.__dict__)
         return copied
 
-    def advance(self, *, step: int, first_sample: int, num_samples: int) -> None:
+    def advance(self, *, step: int, first_sample: int, num_samples: int, total_samples: int = 0) -> None:
         """Enter a micro-batch; one of no samples is a stand-in."""
         self.step, self.first_sample, self.num_samples = step, first_sample, num_samples
+        self.total_samples = total_samples
         self.is_stand_in = num_samples == 0
         self._is_driven = True
 

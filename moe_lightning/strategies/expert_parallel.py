@@ -14,6 +14,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
@@ -38,11 +39,13 @@ from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
+from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
 from moe_lightning.strategies.local_launch import PrivateLauncher, meeting_of
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, resolve_placements
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.step_weights import StepWeights
 from moe_lightning.strategies.stepping import SteppingStrategy
+from moe_lightning.strategies.world_faults import explained
 from moe_lightning.strategies.zero import DenseOptimizerShards
 from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
@@ -122,17 +125,20 @@ class ExpertParallelStrategy(SteppingStrategy):
         self._world: World | None = None
         self._stream = SampleStream()
         self._experts: PlacedExperts | None = None
+        self._kept: KeptExperts | None = None
         self._data: StepData | None = None
         self._shards: DenseOptimizerShards | None = None
         self._optimizer_groups: list[list[list[nn.Parameter]]] = []
         self._sync_blocked = False
         self._slice: StepSlice | None = None
+        self.is_stand_in = False
         self._weights = StepWeights()
         self.last_gradient_norm: Tensor | None = None
         self.promised_replicas = 1
         self.before_replacing: list[Callable[[], None]] = []
         self.entered_world: list[Callable[[], None]] = []
         self._elastic: ElasticWorlds | None = None
+        self._has_met = False
         self.replay: AdamWReplay | None = None
 
     # ------------------------------------------------------------------ world
@@ -150,7 +156,18 @@ class ExpertParallelStrategy(SteppingStrategy):
         return self._experts
 
     @override
+    def meet(self) -> None:
+        """Join the other ranks, unless that has happened; Lightning itself does it after it has looked for
+        checkpoints. Collective."""
+        if not self._has_met:
+            self.setup_environment()
+
+    @override
     def setup_distributed(self) -> None:
+        self._join()
+        self._has_met = True
+
+    def _join(self) -> None:
         reset_seed()
         if self._elastic is None and (engine := ElasticEngine.from_environment()) is not None:
             carry_objects_without_pickle()
@@ -178,14 +195,20 @@ class ExpertParallelStrategy(SteppingStrategy):
         if self.num_processes * self.num_nodes == 1 and ElasticTask.from_environment() is None:
             return  # one process starts no other: without a launcher Lightning runs it in notebooks and at the prompt
         assert self.cluster_environment is not None
-        self._launcher = PrivateLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        place = (self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = PrivateLauncher(*place, explained=self._explained)
+
+    def _explained(self, error: Exception) -> Exception:
+        return error if self._elastic is None else explained(error, self._elastic.engine)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module = self._checked_module(trainer)
         if self._world is None:
             assert self._timeout is not None
-            self._world = World.connect(self.root_device, self._timeout)
+            # A process that trained among others before may go on alone, and torch still knows them.
+            alone = self.world_size == 1
+            self._world = World.single(self.root_device) if alone else World.connect(self.root_device, self._timeout)
             check_versions(self._world)
             leave_process_groups_at_exit()
         self._stream.seed = self._run_seed()
@@ -193,6 +216,10 @@ class ExpertParallelStrategy(SteppingStrategy):
         known = self._experts
         if known is None or known.module is not module or known.world is not self.world:
             self._experts = self._place_experts(module)
+            self._kept = KeptExperts(self._experts)
+        is_training = trainer.state.fn == TrainerFn.FITTING
+        assert self._kept is not None
+        self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
         ignored = list(self.experts.keys(module)) + _identical_buffers(module)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
         if self.world.is_connected:
@@ -253,8 +280,17 @@ class ExpertParallelStrategy(SteppingStrategy):
         """
         if self.world_size == 1:
             return obj
-        value: TBroadcast = broadcast_object(obj, src, self.root_device)
+        value: TBroadcast = broadcast_object(obj, src, World.before_setup(self.root_device))
         return value
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.world_size > 1:
+            super().barrier(*args, **kwargs)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads) if self.world_size > 1 else tensor
 
     # ------------------------------------------------------------------ placement
 
@@ -300,7 +336,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         """
         for settle in self.before_replacing:
             settle()
-        return self.experts.replace(placements, self.optimizers)
+        return self.experts.replace(placements, self.optimizers, self.node_of)
 
     def visit_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
         """Let experts visit other ranks in the next step, one plan for each MoE layer; collective, before the step.
@@ -332,12 +368,18 @@ class ExpertParallelStrategy(SteppingStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
-        return super()._setup_model(model) if self.world.is_connected else model
+        if not self.world.is_connected:
+            return model
+        self._ddp_kwargs["process_group"] = self.world.dense
+        try:
+            return super()._setup_model(model)
+        finally:
+            del self._ddp_kwargs["process_group"]  # a group that is held here would outlive its world
 
     @override
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        self.model.register_comm_hook(None, sum_over_ranks)
+        self.model.register_comm_hook(self.world.dense, sum_over_ranks)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -370,7 +412,17 @@ class ExpertParallelStrategy(SteppingStrategy):
         super().enter_world(world)
 
     @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        # In an elastic run a rank that is lost now must not end the others.
+        if self._kept is not None and self._elastic is None and self.world.size > 1:
+            self._kept.keep(room_for_experts(self.num_processes))
+
+    @override
     def teardown(self) -> None:
+        self.release_restored()
+        if self._kept is not None:
+            self._kept.hand_out()
         for name in ("clip_grad_by_norm", "_after_closure"):
             self.precision_plugin.__dict__.pop(name, None)
         if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):

@@ -30,6 +30,11 @@ _VECTOR = 64
 """Rows are tried with as many numbers as fill the last vector register of the real ones."""
 
 
+_LINE_BYTES = 64
+"""What torch's fused kernels on the CPU work off in vectors; the rest of a tensor goes number by number, and rounds
+otherwise."""
+
+
 def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
     """Try every optimizer on small parameters with its own options.
 
@@ -49,6 +54,8 @@ def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collectio
 
 def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
     name = type(optimizer).__name__
+    if group.get("fused") and parameter.device.type == "cpu" and parameter[:1].nbytes % _LINE_BYTES:
+        raise _mixes(name, "drop fused=True")  # whether a small trial shows it is a matter of luck
     try:
         with torch.random.fork_rng(devices=[]):
             alone, *beside = (_updated(optimizer, group, parameter, slots) for slots in (1, *_NEIGHBOURS))
@@ -60,10 +67,14 @@ def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
         return
     if not all(torch.equal(alone, other) for other in beside):
         cure = "drop fused=True" if group.get("fused") else "use AdamW, Adam, SGD or another elementwise optimizer"
-        raise ConfigurationError(
-            f"{name} updates an expert otherwise beside other experts, so replicas would part and the loss would "
-            f"depend on the number of ranks: {cure} for the parameters of experts"
-        )
+        raise _mixes(name, cure)
+
+
+def _mixes(name: str, cure: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} updates an expert otherwise beside other experts, so replicas would part and the loss would depend on "
+        f"the number of ranks: {cure} for the parameters of experts"
+    )
 
 
 def _outline(parameter: nn.Parameter) -> tuple[int, int, torch.dtype]:

@@ -15,6 +15,8 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
 from torch.utils import _pytree as pytree
 
+from moe_lightning.comm.collect import all_gather_json, broadcast_object
+from moe_lightning.comm.world import World
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.checkpointing import LOADERS_KEY
@@ -171,3 +173,45 @@ def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
 def _fetcher(trainer: pl.Trainer) -> Any:
     assert trainer.fit_loop._data_fetcher is not None, "the loop has made its loaders"
     return trainer.fit_loop._data_fetcher
+
+
+def shared_progress(
+    kept: FitProgress | None, trainer: pl.Trainer, version: int, world: World, *, is_live: bool
+) -> FitProgress:
+    """The progress at a version, from whoever has it; collective.
+
+    Args:
+        kept: what this rank could take its fit loop back to.
+        is_live: this rank's state counts.
+    """
+    if is_live and _step_of(kept) != version == trainer.global_step:
+        # It failed between the update and the end of its step, or before its first one.
+        kept = FitProgress.of(trainer, after_step=kept is not None)
+    mine = [kept.step, kept.validation_is_due, kept.epoch_is_over] if is_live and kept is not None else [-1] * 3
+    everyones = all_gather_json(mine, world)
+    steps = [step for step, _, _ in everyones]
+    if any(step != version for step in steps):
+        source = steps.index(version)
+        dump = kept.dump(trainer) if world.rank == source and kept is not None else None
+        dump = broadcast_object(dump, source, world)
+        if _step_of(kept) != version or not is_live:
+            kept = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
+    assert kept is not None
+    # One that was further than others does again what they have still to do.
+    validation, epoch = (any(entry[i] for entry in everyones if entry[0] == version) for i in (1, 2))
+    return replace(kept, validation_is_due=validation, epoch_is_over=epoch)
+
+
+def _step_of(kept: FitProgress | None) -> int:
+    return kept.step if kept is not None else -1
+
+
+def set_up_data(trainer: pl.Trainer) -> None:
+    """Make all loaders that a fit will need, before its first world trains or before this process is in one: Lightning
+    makes them when they are needed, with barriers, which those who have theirs do not join in."""
+    loop = trainer.fit_loop
+    loop.setup_data()
+    if trainer.enable_validation and trainer.val_dataloaders is None:
+        trainer.validating = True
+        loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.algorithms.repair import repair_placements
+from moe_lightning.comm.building import meet
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.elastic.engine import ElasticEngine
@@ -28,7 +31,8 @@ class WorldChanged(Exception):
 
 
 def hand_over(strategy: ExpertParallelStrategy, engine: ElasticEngine, nodes: Sequence[str], min_replicas: int) -> None:
-    """Before ranks leave on notice, the others take over what only those hold.
+    """Before ranks leave on notice, the others take over what only those hold. Nobody returns, and so breaks the world
+    up, while another rank still needs it to hand over.
 
     Args:
         nodes: of all ranks.
@@ -40,9 +44,7 @@ def hand_over(strategy: ExpertParallelStrategy, engine: ElasticEngine, nodes: Se
     world = strategy.world
     notices = all_gather_json(engine.notice, world)
     staying = [rank for rank, notice in enumerate(notices) if notice is None]
-    if len(staying) == world.size:
-        return
-    if staying and world.is_connected:
+    if 0 < len(staying) < world.size and world.is_connected:
         held = np.stack([p.replicas > 0 for p in strategy.experts.placements])
         repair = repair_placements(
             held[..., staying],
@@ -51,9 +53,16 @@ def hand_over(strategy: ExpertParallelStrategy, engine: ElasticEngine, nodes: Se
             max_slots=strategy.slots_limit,
         )
         strategy.experts.hand_over(staying, repair.placements, strategy.optimizers, nodes)
+    timeout = strategy.collectives_timeout
+    meet(engine.store, "hand over", world.size, timeout.total_seconds())
+    left = [f"left/{rank}" for rank in range(world.size) if rank not in staying]
     notice = notices[world.rank]
     if notice is not None:
+        with suppress(dist.DistError):  # the world breaks now for another reason, and this rank is done
+            engine.store.set(f"left/{world.rank}", "")
         raise Preempted(notice)
+    if left:
+        engine.store.wait(left, timeout)
 
 
 def wait_for_ranks(world: World, engine: ElasticEngine) -> WorldTooSmall:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
+from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -24,7 +26,25 @@ _NAMES_OF_RUNS = (
 class PrivateLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher, which starts the script once more for every other rank; on one machine they meet in a
     private folder of rank 0's.
+
+    Args:
+        args: of Lightning's.
+        explained: the exception that is raised in the place of one that leaves the Trainer.
     """
+
+    def __init__(self, *args: Any, explained: Callable[[Exception], Exception]) -> None:
+        super().__init__(*args)
+        self._explained = explained
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().launch(function, *args, **kwargs)
+        except Exception as error:
+            told = self._explained(error)
+            if told is error:
+                raise
+            raise told from None
 
     @override
     def _call_children_scripts(self) -> None:

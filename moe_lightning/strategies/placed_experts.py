@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,12 @@ class PlacedExperts:
 
     # ------------------------------------------------------------------ new placements
 
-    def replace(self, placements: Sequence[Placement], optimizers: Sequence[Optimizer]) -> MigrationReport:
+    def replace(
+        self,
+        placements: Sequence[Placement],
+        optimizers: Sequence[Optimizer],
+        nodes: Sequence[Hashable] | None = None,
+    ) -> MigrationReport:
         """Move experts, with all their optimizer states, to the ranks that new placements name; collective.
 
         To be called between steps. Parameters and optimizers survive; only rows change. Gradients are dropped.
@@ -151,6 +156,7 @@ class PlacedExperts:
         Args:
             placements: one for each layer, the same on every rank.
             optimizers: whose states move along.
+            nodes: of the ranks; experts come from the own node where they can.
 
         Raises:
             ConfigurationError: a placement that does not fit the world, a dispatch group or a rank's slots, or is
@@ -161,7 +167,7 @@ class PlacedExperts:
         wanted = fingerprint(*(placement.replicas for placement in placements))
         check_agreement(wanted, "the new placement", self.world)
         before = [layer.experts.slot_experts for layer in self.layers]
-        return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began)
+        return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began, nodes)
 
     def enter_world(
         self,
@@ -227,7 +233,7 @@ class PlacedExperts:
         held: BoolArray,
         optimizers: Sequence[Optimizer],
         began: float,
-        nodes: Sequence[str] | None = None,
+        nodes: Sequence[Hashable] | None = None,
     ) -> MigrationReport:
         """Carry rows to the placements' ranks and let the layers go on under their new dispatchers."""
         migration = plan_migration(held, placements, nodes)

@@ -79,12 +79,14 @@ class RecoveryPlanner:
         return [RankInventory.from_json(e) for e in all_gather_json(mine.with_snapshots(found).to_json(), world)]
 
     def _newest_on_storage(self, sources: RecoverySources, world: World) -> StorageInventory | None:
-        """The newest whole checkpoint, as rank 0 finds it."""
+        """The newest checkpoint that is whole or can be mended, as rank 0 finds it."""
         checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
-        own = [str(checkpoint.path), storage_inventory(checkpoint).to_json()] if checkpoint is not None else None
-        path_and_inventory = all_gather_json(own, world)[0]
+        own = None
+        if checkpoint is not None:
+            own = [str(checkpoint.path), checkpoint.substitutes, storage_inventory(checkpoint).to_json()]
+        found = all_gather_json(own, world)[0]
         self.storage = None
-        if path_and_inventory is None:
+        if found is None:
             return None
-        self.storage = checkpoint or Checkpoint(Path(path_and_inventory[0]))
-        return StorageInventory.from_json(path_and_inventory[1])
+        self.storage = checkpoint or Checkpoint(Path(found[0]), substitutes=found[1])
+        return StorageInventory.from_json(found[2])

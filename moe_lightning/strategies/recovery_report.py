@@ -16,6 +16,7 @@ class RecoveryReport:
         reason: one sentence.
         step: optimizer steps that the run goes on from.
         steps_lost: committed steps that are run again.
+        lost_ranks: ranks of the world before that are not in the one after: dead, expelled or gone on notice.
         ranks_before, ranks_after: sizes of the two worlds; 0 before for a process that was in none.
         restored: where the experts' state came from, in words with counts.
         stale_experts: those that came back older than the step.
@@ -27,6 +28,7 @@ class RecoveryReport:
     reason: str
     step: int
     steps_lost: int
+    lost_ranks: tuple[int, ...]
     ranks_before: int
     ranks_after: int
     restored: str

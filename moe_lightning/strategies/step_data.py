@@ -70,9 +70,12 @@ class StepData:
             if isinstance(loader, StepLoader):
                 loader.bind(**self._world)
 
-    def restore(self, states: Sequence[dict[str, Any]]) -> None:
-        """Positions for the training loaders that will be cut next."""
-        self._restored = list(states)
+    def restore(self, states: Sequence[dict[str, Any]], loaders: object) -> None:
+        """Set the training loaders to these positions: those that are cut, or else those that will be cut next."""
+        cut = [loader for loader in pytree.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+        self._restored = [] if cut else list(states)
+        for loader, state in zip(cut, states, strict=False):
+            loader.load_state_dict(state)
 
 
 def loader_states(loaders: object) -> list[dict[str, Any]]:

@@ -26,8 +26,11 @@ class SteppingStrategy(WorldChangingStrategy):
 
     Attributes:
         last_gradient_norm: of the last clipped step, over the whole model.
+        is_stand_in: the batch that runs, or ran last, is no sample of this rank, which has none in it: a callback that
+            counts samples passes over it.
     """
 
+    is_stand_in: bool
     last_gradient_norm: Tensor | None
     _data: StepData | None
     _seed: int | None
@@ -72,9 +75,12 @@ class SteppingStrategy(WorldChangingStrategy):
     def _enter_batch(self, here: StepSlice | None) -> None:
         """Learn which samples the running batch holds, and let keyed randomness follow them."""
         self._slice = here
+        self.is_stand_in = here is not None and here.count == 0
         if here is not None:
             step = self.trainer.global_step
-            self._stream.advance(step=step, first_sample=here.offset, num_samples=here.count)
+            self._stream.advance(
+                step=step, first_sample=here.offset, num_samples=here.count, total_samples=here.micro_total
+            )
 
     def _leave_batch(self) -> None:
         self._slice = None
@@ -86,6 +92,7 @@ class SteppingStrategy(WorldChangingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         self._enter_batch(training_slice(self.trainer.train_dataloader))
+        self.trainer.fit_loop._restarting = False  # Lightning would leave out what a plateau does at the epoch's end
         self._weights.begin(self._slice)
         with without_traces(self.lightning_module) if self._stream.is_stand_in else nullcontext():
             output = super().training_step(*args, **kwargs)
@@ -136,7 +143,9 @@ class SteppingStrategy(WorldChangingStrategy):
         here = self._slice
         if isinstance(tensor, Tensor) and is_mean and not tensor.is_floating_point():
             tensor = tensor.double()  # DDP would cut the fraction, and with it Lightning's counts of samples
-        if isinstance(tensor, Tensor) and is_mean and here is not None and group is None and self.world.size > 1:
+        if self.world_size == 1:
+            return tensor
+        if isinstance(tensor, Tensor) and is_mean and here is not None and group is None:
             return super().reduce(tensor * (here.count / here.micro_total), group, "sum")
         return super().reduce(tensor, group, reduce_op)
 

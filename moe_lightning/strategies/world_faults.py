@@ -6,7 +6,8 @@ import re
 
 import torch.distributed as dist
 
-from moe_lightning.elastic.failure import Preempted, RunFinished
+from moe_lightning.elastic.engine import ElasticEngine
+from moe_lightning.elastic.failure import PeerFailed, Preempted, RunFinished
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.leaving import WorldChanged
 
@@ -45,6 +46,21 @@ def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
 
 def _speaks_of_the_network(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError | ValueError) and bool(_NETWORK_FAULT.search(str(error)))
+
+
+def explained(error: Exception, engine: ElasticEngine) -> Exception:
+    """What to raise in the place of an error that leaves the Trainer: a lost connection is another rank's end, which a
+    launcher or the rendezvous host names some moments later.
+    """
+    if not is_worlds_fault(error, None) or isinstance(error, WorldChanged):
+        return error
+    cause = engine.wait_for_cause()
+    if cause is None:
+        return error
+    return PeerFailed(
+        f"{cause}, outside the training loop, where nobody can go on without it: see to that, then give the same "
+        "command again"
+    )
 
 
 def scrub(error: BaseException | None) -> None:

@@ -32,6 +32,9 @@ def main() -> NoReturn:
     elif behaviour == "crash" and rank == 1:
         report_failure("crash", "ValueError: no", "Traceback: ...")
         sys.exit(1)
+    elif behaviour == "peer" and rank == 1:
+        report_failure("peer", "rank 7 on node far was killed by SIGKILL", "")
+        sys.exit(1)
     elif behaviour == "silent" and rank == 1:
         print("last words", file=sys.stderr)
         sys.exit(3)

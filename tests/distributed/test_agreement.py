@@ -93,41 +93,48 @@ def test_no_expert_moves_to_where_not_all_ranks_want_it() -> None:
 # ---------------------------------------------------------------------- versions
 
 
-def meet_with(rank: int, world_size: int, name: str, version: str) -> tuple[str, list[str]]:
+def meet_with(rank: int, world_size: int, name: str, version: str, others_go_on: bool) -> tuple[str, list[str]]:
     own = agreement.versions()
     if rank == 1:
         agreement.versions = lambda: own | {name: version}  # type: ignore[assignment]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            check_versions(connect())
+            check_versions(connect(), others_go_on=others_go_on)
         except ConfigurationError as error:
             return str(error), []
     return "", [str(warning.message) for warning in caught if "install the same" in str(warning.message)]
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "is_refused"),
-    [
-        ("moe-lightning", "0.0.9", True),
-        ("Python", "3.99.1", True),
-        ("NumPy", "1.26.0", True),
-        ("torch", "2.1.0", True),
-        ("NumPy", ".".join([*np.__version__.split(".")[:2], "99"]), False),
-    ],
-)
-def test_another_version_is_refused_or_warned_of(name: str, version: str, is_refused: bool) -> None:
-    first, second = run_ranks(2, meet_with, name, version)
+OTHERS = [("moe-lightning", "0.0.9"), ("Python", "3.99.1"), ("NumPy", "1.26.0"), ("torch", "2.1.0")]
+
+
+@pytest.mark.parametrize(("name", "version"), OTHERS)
+def test_another_version_is_refused_on_all_ranks(name: str, version: str) -> None:
+    first, second, third = run_ranks(3, meet_with, name, version, False)
+    ours = agreement.versions()[name]
+    sentence = f"rank 1 has {name} {version} where rank 0 has {ours}, and would plan otherwise: install the same on all"
+    assert first == second == third == (sentence, [])
+
+
+def test_an_elastic_world_goes_on_without_the_rank_of_another_version() -> None:
+    first, second = run_ranks(2, meet_with, *OTHERS[1], True)
+    assert second[0].startswith("rank 1 has Python 3.99.1 where rank 0 has")
+    assert first == ("", [second[0]])
+
+
+def test_another_patch_is_warned_of() -> None:
+    version = ".".join([*np.__version__.split(".")[:2], "99"])
+    first, second = run_ranks(2, meet_with, "NumPy", version, False)
     assert first == ("", [])
-    sentence = f"rank 1 has {name} {version} where rank 0 has {agreement.versions()[name]}"
-    if is_refused:
-        assert second[0].startswith(f"{sentence}, and would plan otherwise")
-    else:
-        assert second == ("", [f"{sentence}: install the same on all ranks"])
+    assert second == (
+        "",
+        [f"rank 1 has NumPy {version} where rank 0 has {np.__version__}: install the same on all ranks"],
+    )
 
 
 def test_the_same_version_is_not_worth_a_word() -> None:
-    assert run_ranks(2, meet_with, "torch", agreement.versions()["torch"]) == [("", [])] * 2
+    assert run_ranks(2, meet_with, "torch", agreement.versions()["torch"], False) == [("", [])] * 2
 
 
 # ---------------------------------------------------------------------- hashes

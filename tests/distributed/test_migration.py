@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.algorithms.migration import held_states, plan_migration
+from moe_lightning.algorithms.placement import Placement
 from moe_lightning.comm.migration import MovingRows, migrate_rows, next_slots
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import random_placement, train
@@ -154,6 +155,30 @@ def test_wrong_placements_are_refused_before_anything_moves() -> None:
     assert "0 placements do not fit 1 MoE layers" in missing
     assert "has shape (6, 3), but this run needs (6, 2)" in foreign
     assert "slots=0 of ExpertParallelStrategy must be an integer of at least 1" in none
+
+
+def move_to_neighbours(rank: int, world_size: int) -> tuple[int, int]:
+    """States that move and bytes that this rank sends, when rank 1 takes over two experts of ranks 0 and 2."""
+    trainer = make_trainer(rank, world_size, {"slots": 6}, fast_dev_run=1)
+    strategy: Any = trainer.strategy
+    strategy.connect(OwnModule())
+    strategy.setup_environment()
+    strategy.setup(trainer)
+    type(strategy).node_of = (0, 0, 1, 1)
+    table = np.zeros((6, world_size), dtype=np.int64)
+    table[:, [0, 2]] = 1
+    strategy.replace_experts([Placement(replicas=table)])
+    table[:2, 1] = 1
+    report = strategy.replace_experts([Placement(replicas=table)])
+    return report.moved_states, report.sent_bytes
+
+
+def test_a_source_on_the_own_node_is_taken_when_experts_move_in_training() -> None:
+    reports = run_ranks(4, move_to_neighbours)
+    assert [moved for moved, _ in reports] == [2] * 4
+    sent = [sent for _, sent in reports]
+    assert sent[0] > 0
+    assert sent[1:] == [0, 0, 0], "rank 2 holds them too, on another node"
 
 
 def too_few(rank: int, world_size: int) -> str:

@@ -18,6 +18,7 @@ from moe_lightning import ExpertParallelStrategy
 from moe_lightning.comm.codec import MAX_BYTES
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.object_collectives import carry_objects_without_pickle
+from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError, ForeignMessageError
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
@@ -39,7 +40,9 @@ def outcome(function: Any, *args: Any) -> str:
 
 def share(rank: int, world_size: int) -> list[Any]:
     values = [{"rank": rank, "tensor": torch.full((2,), float(rank)), ("a", 1): {None}}, Path("x"), float("inf"), ""]
-    return [broadcast_object(value, source, CPU) for value in values for source in range(world_size)]
+    return [
+        broadcast_object(value, source, World.before_setup(CPU)) for value in values for source in range(world_size)
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -55,8 +58,8 @@ def test_the_sources_object_arrives_everywhere(world_size: int) -> None:
 
 
 def refuse(rank: int, world_size: int) -> list[str]:
-    refused = outcome(broadcast_object, object() if rank == 1 else None, 1, CPU)
-    return [refused, str(broadcast_object("still in step", 0, CPU))]
+    refused = outcome(broadcast_object, object() if rank == 1 else None, 1, World.before_setup(CPU))
+    return [refused, str(broadcast_object("still in step", 0, World.before_setup(CPU)))]
 
 
 def test_what_cannot_travel_is_refused_on_every_rank() -> None:
@@ -126,7 +129,7 @@ def announce(rank: int, world_size: int, size: int) -> str:
     if rank == 0:
         dist.broadcast(torch.tensor([size]), 0)
         return ""
-    return outcome(broadcast_object, None, 0, CPU)
+    return outcome(broadcast_object, None, 0, World.before_setup(CPU))
 
 
 @pytest.mark.parametrize("size", [0, -7, MAX_BYTES + 1, (1 << 63) - 1])

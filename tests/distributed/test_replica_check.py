@@ -89,7 +89,7 @@ def test_optimizers_that_mix_rows_are_refused(kind: Any, options: dict[str, Any]
     require_updates_by_expert([kind(parameters, **options)], [])  # of dense parameters it is nobody's business
 
 
-@pytest.mark.parametrize(("width", "is_refused"), [(7, True), (64, False)])
+@pytest.mark.parametrize(("width", "is_refused"), [(7, True), (78, True), (16, False), (64, False)])
 def test_fused_updates_are_refused_where_rows_end_within_a_vector(width: int, is_refused: bool) -> None:
     parameters = [nn.Parameter(torch.randn(2, 3, width))]
     optimizer = torch.optim.AdamW(parameters, fused=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning.algorithms.placement import Placement
+from moe_lightning.comm import replica_sum
 from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
 from moe_lightning.comm.world import World
 from tests.distributed.harness import connect, run_ranks
@@ -49,8 +50,9 @@ def stack(layers: Layers, seed: int, rank: int, silent: set[tuple[int, int]]) ->
     return parameters
 
 
-def sum_gradients(rank: int, world_size: int, seeds: range) -> list[list[dict[int, Tensor]]]:
+def sum_gradients(rank: int, world_size: int, seeds: range, little_bytes: int) -> list[list[dict[int, Tensor]]]:
     world = connect()
+    replica_sum._LITTLE_BYTES = little_bytes  # type: ignore[attr-defined]
     results = []
     for seed in seeds:
         layers = random_layers(seed, world_size)
@@ -65,10 +67,10 @@ def sum_gradients(rank: int, world_size: int, seeds: range) -> list[list[dict[in
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_sums_equal_the_dense_ones_and_agree_bit_by_bit(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "little_bytes"), [(2, 0), (3, 0), (3, 1 << 20), (4, 0)])
+def test_sums_equal_the_dense_ones_and_agree_bit_by_bit(world_size: int, little_bytes: int) -> None:
     seeds = range(15)
-    results: list[Any] = run_ranks(world_size, sum_gradients, seeds)
+    results: list[Any] = run_ranks(world_size, sum_gradients, seeds, little_bytes)
     for seed in seeds:
         for index, (placement, shape, dtype) in enumerate(random_layers(seed, world_size)):
             for expert in range(placement.num_experts):

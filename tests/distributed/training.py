@@ -126,7 +126,7 @@ def train(
     world_size: int,
     *,
     model: dict[str, Any] | None = None,
-    own_module: bool = False,
+    own_module: type[pl.LightningModule] | bool = False,
     strategy: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     batch_size: int = 12,
@@ -142,8 +142,9 @@ def train(
     options = {"max_steps": steps, "gradient_clip_val": 1.0} | (trainer or {})
     fit = make_trainer(rank, world_size, strategy, callbacks=[recorder, *callbacks], **options)
     chosen = fit.strategy
+    own_module = OwnModule if own_module is True else own_module
     module: pl.LightningModule = (
-        OwnModule()
+        own_module()
         if own_module
         else GPTModule(TINY | (model or {}), OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -82,6 +83,9 @@ def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: dict[s
     assert (run_dir / "checkpoints" / f"step-{STEPS:08d}").is_dir()
     assert not list((run_dir / "checkpoints").glob(f"step-{STEPS:08d}-*")), "who came too late ended nothing anew"
     assert ran.stdout.count("\nvalidation loss") == 1
+    tables = [list(csv.DictReader(path.open())) for path in sorted(run_dir.glob("csv/*/recoveries.csv"))]
+    told = [row for rows in tables for row in rows if "was killed by SIGKILL" in row["reason"]]
+    assert [row["lost_ranks"] for row in told] == [name.split(".")[1].removeprefix("rank") for name in kills]
     again = moe_train(folder, *arguments_of(folder))
     assert again.returncode == 0
     assert f"has finished its {STEPS} steps" in again.stdout

@@ -81,7 +81,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             (folder / f"{number}.ppm").write_bytes(header + bytes([20 * name, 100 * number, 7] * 64))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    monkeypatch.setattr("moe_lightning.checkpoint.session.start_agent", ForkedAgent)
+    monkeypatch.setattr("moe_lightning.checkpoint.agent_control.start_agent", ForkedAgent)
 
 
 def _composed(recipe: str) -> DictConfig:

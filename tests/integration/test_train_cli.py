@@ -124,6 +124,27 @@ def test_the_same_command_goes_on_and_is_measured(folder: Path) -> None:
     assert final == again
 
 
+def test_a_damaged_file_is_named_and_not_gone_on_from(folder: Path) -> None:
+    saved = folder / "outputs" / "tiny" / "checkpoints"
+    damaged = bytearray((saved / "step-0000004.ckpt").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (saved / "step-0000006.ckpt").write_bytes(damaged)
+    result = _fork(folder, "trainer.max_steps=6", "ranks=1")
+    assert result.returncode == 0, result.stderr
+    assert "going on after step 4" in result.stdout
+    assert "has finished" not in result.stdout
+    (sentence,) = [line for line in result.stderr.splitlines() if "damaged" in line]
+    assert "step-0000006.ckpt is damaged: its checksum does not match; step-0000004.ckpt" in sentence
+    assert "step 6/6" in result.stdout
+    for path in saved.iterdir():
+        path.write_bytes(damaged)
+    result = _fork(folder, "trainer.max_steps=6", "ranks=1")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "step-0000006.ckpt is damaged" in result.stderr
+    assert "start anew with resume=false" in result.stderr
+
+
 def test_a_checkpoint_of_another_model_is_one_sentence(folder: Path) -> None:
     result = _fork(folder, "trainer.max_steps=6", "ranks=2", "model.d_model=32")
     assert result.returncode == 2

@@ -73,6 +73,12 @@ def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
             pending = b""
 
 
+def settings(path: Path) -> dict[str, dict[str, object]]:
+    """What a run was started with, as W&B has it."""
+    updates = [update for record in records(path) for update in record.config.update]
+    return {update.key or "/".join(update.nested_key): json.loads(update.value_json) for update in updates}
+
+
 def history(path: Path) -> dict[str, list[str]]:
     """JSON texts of every logged value by its name."""
     found: dict[str, list[str]] = {}
@@ -88,6 +94,14 @@ def test_every_start_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 2
     first, second = map(history, files)
     assert first["trainer/global_step"][0] == "0"
+    for config in (
+        settings(files[0]),
+        yaml.safe_load(next(tmp_path.glob("outputs/mine/csv/*/hparams.yaml")).read_text()),
+    ):
+        assert config["ranks"] == 1
+        assert config["elastic"]["settings"]["heartbeat_timeout_s"] == 0.5
+        assert config["callbacks"]["telemetry"]["peak_flops_per_s"] is None
+        assert config["parameters/whole"] > config["parameters/active"] > 0
     assert second["trainer/global_step"][0] == "2", "the second start carries on"
     assert first["moe/layer01/expert_load/_type"] == ['"histogram"', '"histogram"']
     assert len(json.loads(first["moe/layer01/expert_load/values"][0])) == 4, "one bin for each expert"

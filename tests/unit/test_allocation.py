@@ -38,6 +38,24 @@ def test_all_slots_are_used_floors_hold_and_busier_experts_get_no_fewer(
     assert (np.diff(replicas[order])[busier] >= 0).all()
 
 
+@settings(deadline=None, max_examples=200)
+@given(problem=problems(), spare=st.integers(0, 5))
+def test_water_filling_gives_what_giving_one_at_a_time_does(
+    problem: tuple[np.ndarray, int, int, int], spare: int
+) -> None:
+    """Limits included: experts without tokens are filled where all others are full."""
+    load, slots, num_nodes, wanted = problem
+    floor = affordable_replicas(len(load), slots=slots, num_nodes=num_nodes, min_replicas=wanted)
+    replicas, cap = np.full(len(load), floor), floor + spare
+    for _ in range(slots - floor * len(load)):
+        open_experts = [expert for expert in range(len(load)) if replicas[expert] < cap]
+        if open_experts:
+            first = min(open_experts, key=lambda e: (-int(load[e]) / int(replicas[e]), replicas[e], e))
+            replicas[first] += 1
+    found = allocate_replicas(load, slots=slots, num_nodes=num_nodes, min_replicas=wanted, max_replicas=cap)
+    assert found.tolist() == replicas.tolist()
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     load=st.lists(st.integers(0, 40), min_size=1, max_size=4),

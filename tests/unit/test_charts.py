@@ -27,6 +27,12 @@ def test_steps_hold_until_the_next_point() -> None:
     assert path.split() == ["80.0,190.0", "840.0,190.0", "840.0,40.0"]
 
 
+def test_steps_are_whole_numbers_on_an_axis() -> None:
+    picture = line_chart({"a": [(1, 1.0), (12, 2.0)]}, "t", "x", "y")
+    assert re.findall(r'text-anchor="middle"[^>]*>([\d.]+)<', picture) == ["5", "10"]
+    assert ">0.5<" in line_chart({"a": [(0.0, 1.0), (1.0, 2.0), (0.5, 1.0)]}, "t", "x", "y")
+
+
 def test_bars_are_as_high_as_their_values() -> None:
     picture = bar_chart({"one": {"a": 1.0, "b": 2.0}, "two": {"a": 4.0}}, "t", "y")
     ET.fromstring(picture)

@@ -75,7 +75,7 @@ def test_targets_are_the_answers_in_the_tokens_of_the_model(tmp_path: Path) -> N
     data = InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path, context_length=64, global_batch_size=1)
     data.prepare_data()
     data.setup()
-    inputs, targets = data.train_dataloader().dataset[0]
+    inputs, targets, _ = data.train_dataloader().dataset[0]
     raw = Tokenizer.from_file(path)
     predicted = targets[torch.ne(targets, IGNORED_TARGET)].tolist()
     assert raw.decode(predicted, skip_special_tokens=False) == "you<|im_end|>\n"

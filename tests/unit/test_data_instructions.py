@@ -41,7 +41,8 @@ def data(path: Path, **options: Any) -> InstructionData:
 def samples(made: InstructionData) -> list[tuple[bytes, bytes]]:
     """Inputs, and targets with a dot for what is not predicted, of all conversations; bytes as tokens."""
     loaders = (made.train_dataloader(), made.val_dataloader())
-    pairs = [pair for loader in loaders for pair in (loader.dataset[i] for i in range(len(loader.dataset)))]  # type: ignore[arg-type]
+    triples = [three for loader in loaders for three in (loader.dataset[i] for i in range(len(loader.dataset)))]  # type: ignore[arg-type]
+    pairs = [(x, y) for x, y, _ in triples]
     shown = [torch.where(y == IGNORED_TARGET, ord("."), y) for _, y in pairs]
     return [(bytes(x.tolist()), bytes(y.tolist())) for (x, _), y in zip(pairs, shown, strict=True)]
 
@@ -56,6 +57,16 @@ def test_only_answers_are_predicted(tmp_path: Path) -> None:
         first = text.index(b"4")
         assert predicted == [first - 1, first, *range(len(text) - 4, len(text) - 1)]
         assert bytes(targets[i] for i in predicted) == "4\0ü\0".encode()
+
+
+def test_padding_is_marked_and_what_ends_an_answer_is_not(tmp_path: Path) -> None:
+    made = data(write(tmp_path / "chat.jsonl", CHAT, CHAT), context_length=96)
+    x, _, is_token = made.val_dataloader().dataset[0]  # type: ignore[index]
+    length = len(b"<|system|>\nbe brief\n<|user|>\n2+2?\n<|assistant|>\n4\0<|user|>\nand e?\n<|assistant|>\nu\0") + 2
+    assert is_token.tolist() == [True] * length + [False] * (96 - length)
+    assert x[length - 1] == x[length] == 0, "the answer's own end, then padding of the same token"
+    _, _, full = data(write(tmp_path / "long.jsonl", CHAT, CHAT), context_length=60).val_dataloader().dataset[0]  # type: ignore[index]
+    assert full.all()
 
 
 def test_forms_of_a_line() -> None:
@@ -98,8 +109,8 @@ def test_loaders_serve_whole_batches(tmp_path: Path) -> None:
     path = write(tmp_path / "some.jsonl", *[{"prompt": "p", "response": str(i)} for i in range(20)])
     made = data(path, context_length=32, global_batch_size=4, val_fraction=0.1, num_workers=1)
     batches = list(made.train_dataloader())
-    assert [tuple(x.shape) for x, _ in batches] == [(4, 32)] * 4
-    assert sum(len(x) for x, _ in made.val_dataloader()) == 2
+    assert [tuple(x.shape) for x, _, _ in batches] == [(4, 32)] * 4
+    assert sum(len(x) for x, _, _ in made.val_dataloader()) == 2
 
 
 def test_a_tokenizer_file(tmp_path: Path) -> None:
@@ -115,7 +126,7 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
     path = write(tmp_path / "two.jsonl", line, line)
     made = data(path, tokenizer=str(tmp_path / "tokenizer.json"), end_token=end, context_length=40)
     assert made.vocab_size == bpe.get_vocab_size()
-    _, targets = made.train_dataloader().dataset[0]  # type: ignore[index]
+    _, targets, _ = made.train_dataloader().dataset[0]  # type: ignore[index]
     answer = targets[targets != IGNORED_TARGET].tolist()
     assert answer[-1] == bpe.token_to_id(end)
     assert bpe.decode(answer[:-1]).replace(" ", "") == "there"

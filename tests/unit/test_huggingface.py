@@ -175,6 +175,34 @@ def test_generation_is_that_of_transformers(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path).model.generate(inputs, **options), theirs.generate(inputs, **options))
 
 
+def routed_rows(module: Any) -> list[int]:
+    return [int(layer.statistics.tokens_NE.sum()) for layer in module.architecture.layers.values()]
+
+
+def test_padding_reaches_no_expert_and_changes_no_gradient(tmp_path: Path) -> None:
+    make_checkpoint("olmoe", tmp_path)
+    inputs = inputs_for("olmoe")
+    is_token = torch.arange(inputs.shape[1]) < torch.tensor([[5], [9], [2]])
+    targets = inputs.masked_fill(~is_token, -100)
+    gradients = []
+    for options in ({}, {"gradient_checkpointing": True}):
+        module = load(tmp_path, **options).train()
+        for noise in (0, 7):
+            module.zero_grad()
+            padded = torch.where(is_token, inputs, noise)
+            module.loss((padded, targets, is_token)).backward()
+            assert routed_rows(module) == [2 * int(is_token.sum())] * 2
+            gradients.append({name: p.grad.clone() for name, p in module.named_parameters()})
+    for name, gradient in gradients[0].items():
+        for others in gradients[1:]:
+            if name != "model.model.embed_tokens.weight":
+                torch.testing.assert_close(others[name], gradient, msg=name)
+    module(inputs)
+    assert routed_rows(module) == [2 * inputs.numel()] * 2, "a mask is of one batch"
+    module.model(inputs, attention_mask=is_token.long())
+    assert routed_rows(module) == [2 * int(is_token.sum())] * 2
+
+
 def test_loaded_models_can_be_copied(tmp_path: Path) -> None:
     make_checkpoint("mixtral", tmp_path)
     module = load(tmp_path)

@@ -91,7 +91,7 @@ def test_no_placement_takes_experts_from_nodes_that_recovery_relies_on(hot: int,
     table[hot] = 700
     observe(planner, table)
     for placement in planner.rebalance() or [first]:
-        assert cluster.missing_nodes(placement.replicas, 2) == 0
+        assert cluster.missing_nodes(placement.pairs, 2) == 0
     planner.close()
 
 
@@ -114,7 +114,7 @@ def test_lost_protection_is_restored_though_nobody_is_busier() -> None:
     observe(planner, np.full((EXPERTS, RANKS), 50))
     fresh = planner.rebalance()
     assert fresh is not None
-    assert all(cluster.missing_nodes(placement.replicas, 2) == 0 for placement in fresh)
+    assert all(cluster.missing_nodes(placement.pairs, 2) == 0 for placement in fresh)
     planner.close()
 
 

@@ -221,3 +221,46 @@ def test_a_stand_in_is_routed_to_no_expert() -> None:
     assert int(layer.statistics.tokens_NE.sum()) == 0
     assert layer.shared_expert is not None
     torch.testing.assert_close(out, layer.shared_expert(x))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_padding_is_as_if_it_were_not_there(data: st.DataObject) -> None:
+    router: dict[str, object] = {
+        "top_k": data.draw(st.integers(1, 3)),
+        "z_loss_coef": 0.1,
+        "bias_update_rate": 0.01,
+        "capacity_factor": data.draw(st.sampled_from([None, 0.5])),
+        "drop_policy": data.draw(st.sampled_from(["probability", "position"])),
+    }
+    layer = make(seed=data.draw(st.integers(0, 99)), router=router)
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=1, max_size=12)))
+    x = torch.randn(len(mask), D_MODEL, generator=torch.Generator().manual_seed(1))
+    found: list[dict[str, Tensor]] = []
+    for rows, options in ((x, (mask,)), (x[mask], ())):
+        rows = rows.clone().requires_grad_()
+        out = layer(rows, *options)
+        assert layer.auxiliary_loss is not None
+        assert layer.statistics is not None
+        numbers = {
+            "loss": layer.auxiliary_loss.detach(),
+            "tokens": layer.statistics.tokens_NE,
+            "computed": layer.statistics.computed_NE,
+        }
+        upstream = torch.ones_like(out) * torch.arange(D_MODEL)
+        layer.zero_grad()
+        (layer.auxiliary_loss + (out * upstream).sum()).backward()
+        numbers |= {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+        assert rows.grad is not None
+        kept = mask if options else slice(None)
+        found.append(numbers | {"out": out.detach()[kept], "dx": rows.grad[kept]})
+        if options:
+            assert not out[~mask].any()
+            assert not rows.grad[~mask].any()
+    for name, values in found[0].items():
+        torch.testing.assert_close(values, found[1][name], msg=name)
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"is_token has the shape \[3\], but x of \[3, 2, 8\] needs \[3, 2\]"):
+        make()(torch.randn(3, 2, D_MODEL), torch.ones(3, dtype=torch.bool))

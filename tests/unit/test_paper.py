@@ -120,8 +120,9 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'lost' is no reproduction: use all or one of" in capsys.readouterr().err
     assert main(["paper", "lazarus-recovery"]) == 2
     assert "give it with --routing PATH" in capsys.readouterr().err
-    assert main(["paper", "lazarus-recovery", "--routing", "no.npz"]) == 2
-    assert "--routing no.npz is not a file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["paper", "lazarus-recovery", "--routing", "no.npz"])
+    assert "--routing: 'no.npz' is not a file" in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match="--spot"):
         Sources(routing=Path(__file__)).spot_path()
 

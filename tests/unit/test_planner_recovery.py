@@ -15,6 +15,7 @@ def test_every_plan_of_a_recovery_has_a_row() -> None:
         "plan_recovery",
         "plan_recovery",
         "sampled_recovery",
+        "sampled_recovery",
     ]
     assert all((row.ranks, row.experts, row.layers) == (32, 16, 3) for row in rows)
     assert all(row.seconds > 0 and row.peak_mib > 0 for row in rows)

@@ -11,7 +11,7 @@ import pytest
 
 import moe_lightning
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from tests.sweep import VALUES
+from tests.sweep.values import VALUES
 
 NEEDED: dict[str, dict[str, Any]] = {
     "GPTModule": {"config": {"d_model": 8, "num_heads": 2, "num_layers": 2}},

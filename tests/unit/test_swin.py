@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -266,7 +267,7 @@ def test_wrong_checkpoints(tmp_path: Path) -> None:
         ("nowhere", {}, "config.json does not exist: give the folder of a Hugging Face checkpoint"),
         ("gpt2", {}, "model_type='gpt2' of .* is not known: use one of swinv2"),
         ("swinv2", {"image_size": 32}, "image_size=32 is not the 16 of .*: set it to that"),
-        ("swinv2", {"router": {"top_k": 1}}, "top_k=1 cannot keep the function of the dense model"),
+        ("swinv2", {"router": {"top_k": 1}}, "top_k=1 cannot keep the function of the pretrained dense model"),
     ):
         config = {"num_classes": 5, "pretrained": str(tmp_path / folder), "image_size": 16, **options}
         with pytest.raises(ConfigurationError, match=message):
@@ -323,3 +324,14 @@ def test_the_papers_size() -> None:
     assert [layer.experts.w_up.shape[1] for layer in layers] == [384] * 9 + [768]
     assert all(layer.num_experts == 8 for layer in layers)
     assert isinstance(model, transformers.Swinv2ForImageClassification)
+
+
+def test_a_model_far_larger_than_the_vocabulary_is_told() -> None:
+    data = SimpleNamespace(vocab_size=256)
+    with pytest.warns(
+        UserWarning, match=r"model.vocab_size=50257 is 196 times the 256 tokens .* model.vocab_size=auto"
+    ):
+        with_sizes_of_data({"module": {"config": {"vocab_size": 50257}}}, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_sizes_of_data({"module": {"config": {"vocab_size": 1024}}}, data)

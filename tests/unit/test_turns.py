@@ -16,6 +16,7 @@ from moe_lightning.checkpoint import agent as agents
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.books import Books
 from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.checkpoint.persist_job import next_job
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.room import arena_path
 from moe_lightning.checkpoint.snapshotter import Snapshotter
@@ -128,4 +129,4 @@ def test_a_snapshot_that_gives_way_while_an_agent_looks_leaves_it_without_a_job(
     arenas.mkdir(mode=0o700)
     agent = Agent(arenas, tmp_path / "checkpoints")
     agent._arenas = {arenas / "rank0": Fleeting()}  # type: ignore[dict-item]
-    assert agent._next_job() is None
+    assert next_job(agent.root, *agent._current()) is None

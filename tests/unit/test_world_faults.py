@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch.distributed as dist
 
-from moe_lightning.elastic.failure import RunFinished
+from moe_lightning.elastic.failure import PeerFailed, RunFinished
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.world_faults import is_worlds_fault, reason_of, scrub
+from moe_lightning.strategies.world_faults import explained, is_worlds_fault, reason_of, scrub
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,33 @@ from moe_lightning.strategies.world_faults import is_worlds_fault, reason_of, sc
 )
 def test_only_faults_of_the_world_are_recovered_from(error: Exception, known: str | None, is_worlds: bool) -> None:
     assert is_worlds_fault(error, known) is is_worlds
+
+
+class Engine:
+    def __init__(self, cause: str | None) -> None:
+        self.cause = cause
+
+    def wait_for_cause(self) -> str | None:
+        return self.cause
+
+
+def test_outside_the_training_loop_a_lost_connection_is_the_end_of_the_rank_that_caused_it() -> None:
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    told = explained(lost, Engine("rank 1 on node b exited with code 1 (ValueError: no)"))  # type: ignore[arg-type]
+    assert isinstance(told, PeerFailed)
+    assert str(told).startswith("rank 1 on node b exited with code 1 (ValueError: no), outside the training loop")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), None),
+        (ValueError("no"), "rank 1 was killed"),
+        (ConfigurationError("batch_size=0"), "rank 1 was killed"),
+    ],
+)
+def test_an_error_of_its_own_stays_what_it_is(error: Exception, cause: str | None) -> None:
+    assert explained(error, Engine(cause)) is error  # type: ignore[arg-type]
 
 
 def test_what_is_known_is_said_before_what_an_exception_says() -> None:

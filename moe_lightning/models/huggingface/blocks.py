@@ -10,6 +10,9 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.stream import SampleStream
 
+IS_TOKEN = "is_token"
+"""Keyword of the model's forward pass, bool [B, L]: False where an input is padding that no expert gets."""
+
 
 class SparseBlock(nn.Module):
     """[..., D] -> [..., D]: an MoE layer, and the block's own shared experts beside it.
@@ -19,6 +22,10 @@ class SparseBlock(nn.Module):
         shared_experts: the dense layer that every token passes; None: there is none.
         after: applied to the result, such as the dropout of the dense block; None: nothing.
         returns_scores: answer (output, None), where the model expects scores of the router and drops them.
+
+    Attributes:
+        is_token: bool [B, L] of the model's running batch, which a layer that is recomputed in the backward pass needs
+            too; None: there is no padding.
     """
 
     def __init__(
@@ -33,15 +40,36 @@ class SparseBlock(nn.Module):
         self.moe = moe
         self.shared_experts = shared_experts
         self.after = after
+        self.is_token: Tensor | None = None
         self._returns_scores = returns_scores
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        out: Tensor = self.moe(hidden_states)
+        # Of a sequence that goes on from a cache, the last tokens are computed.
+        is_token = None if self.is_token is None else self.is_token[:, -hidden_states.shape[1] :]
+        out: Tensor = self.moe(hidden_states, is_token)
         if self.shared_experts is not None:
             out = out + self.shared_experts(hidden_states)
         if self.after is not None:
             out = self.after(out)
         return (out, None) if self._returns_scores else out
+
+
+def keep_padding_from_experts(model: nn.Module) -> None:
+    """Let the model's blocks know of each batch what is padding: by `is_token`, or by the attention_mask [B, L] of
+    callers who know nothing of ours.
+    """
+    model.register_forward_pre_hook(_note_padding, with_kwargs=True)
+
+
+def _note_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    mask = kwargs.get("attention_mask")
+    is_token = kwargs.pop(IS_TOKEN, None)
+    if is_token is None and isinstance(mask, Tensor) and mask.ndim == 2:
+        is_token = mask.bool()
+    for module in model.modules():
+        if isinstance(module, SparseBlock):
+            module.is_token = is_token
+    return args, kwargs
 
 
 class DroppingLayerNorm(nn.LayerNorm):

@@ -15,11 +15,11 @@ from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
+from moe_lightning.models.huggingface.blocks import IS_TOKEN
 from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import config_from, load_model, read_config, recompute_activations
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
-from moe_lightning.modules.losses import mean_over_targets
 from moe_lightning.values import PositiveInt, validated
 
 
@@ -84,7 +84,7 @@ class HuggingFaceConfig:
 
 class HuggingFaceModule(SupervisedModule):
     """Trains a Hugging Face model on batches (inputs, targets): token ids [B, L] and next tokens [B, L], where -100 is
-    not predicted; or images [B, C, H, W] and classes [B].
+    not predicted, with is_token [B, L] behind them where sequences are padded; or images [B, C, H, W] and classes [B].
 
     Logs `train/loss`, `val/loss` and `test/loss`: the mean cross-entropy in nats over the targets of the global batch,
     auxiliary losses not included.
@@ -139,16 +139,14 @@ class HuggingFaceModule(SupervisedModule):
             )
 
     @override
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, is_token: Tensor | None = None) -> Tensor:
         """Logits: [B, L, V] of tokens, [B, classes] of images."""
-        options = {"use_cache": False} if self.model.main_input_name == "input_ids" else {}
+        options: dict[str, Any] = {}
+        if self.model.main_input_name == "input_ids":
+            # Padding at the end needs no mask in causal attention, which would leave its fast kernels.
+            options = {"use_cache": False, IS_TOKEN: is_token}
         logits: Tensor = self.model(**{self.model.main_input_name: inputs}, **options).logits
         return logits
-
-    @override
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs, targets = batch
-        return mean_over_targets(self(inputs), targets)
 
 
 def _attention_width(config: Any) -> int | None:

@@ -1,0 +1,106 @@
+"""A rank without samples takes part in a step and leaves nothing in what users count themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+
+
+class Meter:
+    """What many scripts bring along."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def update(self, value: float, count: int) -> None:
+        self.sum += value
+        self.count += count
+
+
+class Counting(OwnModule):
+    """Counts the samples of its steps in every way that users do."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.number, self.tensor = 0, torch.zeros(3)
+        self.kept: list[Tensor] = []
+        self.by_stage: Counter[str] = Counter()
+        self.nested: dict[str, Any] = {"a": [0, set()]}
+        self.meter = Meter()
+        self.metrics = [MeanMetric()]
+
+    def count(self, x: Tensor, stage: str) -> None:
+        samples = len(x)
+        if stage == "val":  # while training DDP gives all ranks the buffers of rank 0
+            self.seen += samples
+        self.number += samples
+        self.tensor = self.tensor + samples
+        self.kept.append(x)
+        self.by_stage[stage] += samples
+        self.nested["a"][0] += samples
+        self.nested["a"][1] |= {int(row[0]) for row in x}
+        self.meter.update(float(samples), samples)
+        self.metrics[0].update(float(samples))
+        self.lazily = getattr(self, "lazily", 0) + samples
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.count(batch[0], "train")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.count(batch[0], "val")
+        self.moe(self.embed(batch[0]))
+
+
+class Seen(pl.Callback):
+    """Samples as a callback counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.count += 0 if trainer.strategy.is_stand_in else len(batch[0])  # type: ignore[attr-defined]
+
+
+def counts_of(rank: int, world_size: int) -> dict[str, Any]:
+    """After an epoch of 18 samples, the last 2 in a batch of their own, and a validation of 3."""
+    seen, module = Seen(), Counting()
+    trainer = make_trainer(rank, world_size, callbacks=[seen], max_epochs=1, max_steps=-1)
+    trainer.fit(module, DataLoader(RandomTokens(18), batch_size=8), DataLoader(RandomTokens(3), batch_size=4))
+    return {
+        "buffer": int(module.seen),
+        "number": module.number,
+        "tensor": int(module.tensor[0]),
+        "kept": sum(map(len, module.kept)),
+        "by_stage": dict(module.by_stage),
+        "nested": (module.nested["a"][0], len(module.nested["a"][1]) <= module.number),
+        "meter": (module.meter.sum, module.meter.count),
+        "metric": module.metrics[0]._update_count,
+        "lazily": getattr(module, "lazily", 0),
+        "callback": seen.count,
+    }
+
+
+def test_sums_of_users_count_every_sample_once() -> None:
+    ranks = run_ranks(4, counts_of)
+    assert sum(rank["buffer"] for rank in ranks) == 3
+    for name in ("number", "tensor", "kept", "lazily"):
+        assert sum(rank[name] for rank in ranks) == 21, name
+    assert sum(rank["nested"][0] for rank in ranks) == 21
+    assert sum(rank["meter"][1] for rank in ranks) == sum(rank["meter"][0] for rank in ranks) == 21
+    assert sum(rank["callback"] for rank in ranks) == 3
+    totals: Counter[str] = sum((Counter(rank["by_stage"]) for rank in ranks), Counter())
+    assert totals == {"train": 18, "val": 3}
+    assert sum(rank["metric"] for rank in ranks) == 4 + 4 + 2 + 3, "batches with samples, over ranks"
