@@ -29,13 +29,13 @@ from moe_lightning.bench.balance_worker import model_config
 from moe_lightning.bench.calibrate_worker import CLOCKS, SAVE_EVERY
 from moe_lightning.bench.measure import machine
 from moe_lightning.bench.ranks import launch
-from moe_lightning.cli.room import check_processes
+from moe_lightning.cli.capacity import check_processes
 from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.simulate.calibrated import save_hardware
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.routing import Routing
+from moe_lightning.simulate.routing import RoutingScenario
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import gpt_workload
 from moe_lightning.values import Range
@@ -183,7 +183,7 @@ def step_cost(hardware: Hardware, choice: Mapping[str, Any], shares: Shares) -> 
     """The simulator's view of one training: its step, and the seconds of one snapshot."""
     workload = gpt_workload(model_config(choice), rank_batch=choice["batch"], activation_bytes=4)
     counts = np.round(shares[choice["routing"], choice["experts"]] * 1e6).astype(np.int64)
-    routing = Routing(shares_SLE=np.maximum(1, counts)[None, None], steps=np.zeros(1, dtype=np.int64))
+    routing = RoutingScenario(shares_SLE=np.maximum(1, counts)[None, None], steps=np.zeros(1, dtype=np.int64))
     slots = -(-choice["experts"] // hardware.ranks_per_node)
     plan = policy("ours", strategy=choice["strategy"], slots=slots, min_replicas=1)
     cost = StepModel(workload, hardware, plan, routing, 1).cost(1, 0, 0)

@@ -33,10 +33,10 @@ from moe_lightning.arguments import Count, output_folder, value
 from moe_lightning.bench.measure import machine
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
-from moe_lightning.checkpoint.room import arena_directory, arena_path
+from moe_lightning.checkpoint.arena_location import arena_directory, arena_path
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.store import checkpoints
-from moe_lightning.cli.room import check_processes
+from moe_lightning.cli.capacity import check_processes
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import Range
 

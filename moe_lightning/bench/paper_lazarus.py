@@ -10,11 +10,11 @@ from typing import Any
 from moe_lightning.bench.paper_recovery import NODES, SLOTS, workload
 from moe_lightning.bench.paper_table import PaperTable, Row, Sources
 from moe_lightning.charts import line_chart
-from moe_lightning.simulate.engine import simulate
+from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event, Failures, read_trace
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.routing import Routing, trace_routing
+from moe_lightning.simulate.routing import RoutingScenario, trace_routing
 from moe_lightning.simulate.scenario import Report, Scenario
 
 _POLICIES = ("lazarus", "ds", "ds_ft", "ours")
@@ -34,7 +34,7 @@ def testbed(sources: Sources) -> Hardware:
     """Lazarus's GPUs, with the utilisation at which GPT-M reaches the printed 45 samples/s."""
     work = workload("GPT-M")
     routing = _routing(sources, work.num_experts)
-    settled = Routing(shares_SLE=routing.shares_SLE[100:101], steps=routing.steps[:1])
+    settled = RoutingScenario(shares_SLE=routing.shares_SLE[100:101], steps=routing.steps[:1])
     low, high = 0.01, 1.0
     for _ in range(12):
         middle = (low * high) ** 0.5
@@ -64,12 +64,12 @@ def _hardware(utilization: float) -> Hardware:
     return preset("rtx3090", ranks_per_node=1, utilization=utilization, expert_utilization=utilization)
 
 
-def _routing(sources: Sources, experts: int) -> Routing:
+def _routing(sources: Sources, experts: int) -> RoutingScenario:
     return trace_routing(sources.routing_path(), num_experts=experts, num_layers=_LAYERS)
 
 
 def _run(
-    work: object, hardware: Hardware, routing: Routing, name: str, events: Sequence[Event], duration_s: float,
+    work: object, hardware: Hardware, routing: RoutingScenario, name: str, events: Sequence[Event], duration_s: float,
     **changes: Any,
 ) -> Report:  # fmt: skip
     from moe_lightning.simulate.workload import Workload

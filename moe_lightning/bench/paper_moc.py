@@ -14,7 +14,7 @@ from moe_lightning.algorithms.checkpoint_size import (
     gpt_moe_tensors,
     parameter_count,
 )
-from moe_lightning.algorithms.dynamic_k import DynamicK
+from moe_lightning.algorithms.dynamic_k_rule import DynamicK
 from moe_lightning.algorithms.ledger import expected_plt, expected_plt_two_level
 from moe_lightning.algorithms.selection import SCOPE_PRESETS, full_selection, sequential_selection
 from moe_lightning.algorithms.sharding import (

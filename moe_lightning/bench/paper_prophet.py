@@ -15,7 +15,7 @@ from moe_lightning.bench.paper_table import PaperTable, Row, Sources
 from moe_lightning.charts import bar_chart
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.routing import Routing, trace_routing
+from moe_lightning.simulate.routing import RoutingScenario, trace_routing
 from moe_lightning.simulate.step_model import StepModel
 from moe_lightning.simulate.workload import Workload
 
@@ -68,7 +68,7 @@ def _workload(name: str, top_k: int, tokens: int, gpus: int) -> Workload:
     )
 
 
-def _seconds(work: Workload, hardware: Hardware, gpus: int, strategy: str, routing: Routing) -> float:
+def _seconds(work: Workload, hardware: Hardware, gpus: int, strategy: str, routing: RoutingScenario) -> float:
     """Mean step over the samples; experts one or more to a GPU, held once."""
     plan = policy("moc", strategy=strategy, slots=max(1, _EXPERTS // gpus))
     nodes = gpus // hardware.ranks_per_node
@@ -76,7 +76,7 @@ def _seconds(work: Workload, hardware: Hardware, gpus: int, strategy: str, routi
     return fmean(model.cost(nodes, sample, sample).step_s for sample in _SAMPLES)
 
 
-def _routing(sources: Sources, layers: int) -> Routing:
+def _routing(sources: Sources, layers: int) -> RoutingScenario:
     return trace_routing(sources.routing_path(), num_experts=_EXPERTS, num_layers=layers)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from moe_lightning.arguments import input_file, output_folder
 from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.pictures import heat_map
+from moe_lightning.svg_pictures import heat_map
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

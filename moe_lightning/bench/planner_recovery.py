@@ -8,7 +8,7 @@ import numpy as np
 
 from moe_lightning.algorithms.inventory import HeldExpert, RankInventory, SnapshotInventory
 from moe_lightning.algorithms.migration import BoolArray
-from moe_lightning.algorithms.recovery import plan_recovery
+from moe_lightning.algorithms.recovery_planner import plan_recovery
 from moe_lightning.algorithms.recovery_probability import sampled_recovery
 from moe_lightning.algorithms.repair import repair_placements
 from moe_lightning.bench.planner_row import PlannerRow, measured

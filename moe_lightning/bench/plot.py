@@ -17,7 +17,7 @@ from moe_lightning.arguments import output_folder
 from moe_lightning.bench.pictures import read_loads
 from moe_lightning.charts import bar_chart, line_chart
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.pictures import heat_map, phase_lines
+from moe_lightning.svg_pictures import heat_map, phase_lines
 
 Metrics = Mapping[str, Mapping[int, float]]  # {name: {step: value}}, steps ascending
 

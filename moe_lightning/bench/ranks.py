@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from moe_lightning.cli.room import check_processes
+from moe_lightning.cli.capacity import check_processes
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.elastic.lifeline import end_with_launcher
 from moe_lightning.errors import ConfigurationError

@@ -33,7 +33,7 @@ from moe_lightning.bench.recovery_worker import Task
 from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.pictures import phase_lines
+from moe_lightning.svg_pictures import phase_lines
 from moe_lightning.values import NonNegativeInt, Range, Seconds
 
 Rows = Sequence[Mapping[str, float]]

@@ -8,23 +8,23 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.algorithms.ledger import worst_case_plt
 from moe_lightning.callbacks.dynamic_k import DynamicK
-from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.plan import Order
+from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.session import CheckpointSession
-from moe_lightning.checkpoint.source import CheckpointSource
 from moe_lightning.errors import ConfigurationError
 
 
-def count_losses(books: Books, restored: CheckpointSource) -> float:
+def count_losses(checkpoint_ledger: CheckpointLedger, restored: CheckpointSource) -> float:
     """Account for experts that came back older than the checkpoint; the PLT that this restore cost."""
-    lost = books.restore(restored.read_object("ledger"), restored.step, restored.expert_versions())
+    lost = checkpoint_ledger.restore(restored.read_object("ledger"), restored.step, restored.expert_versions())
     if lost.any():
         stale = int((lost > 0).sum())
         rank_zero_warn(
             f"{stale} experts were restored from older versions: {int(lost.sum())} assignments lost, "
-            f"PLT {100 * books.ledger.plt:.3f} percent so far"
+            f"PLT {100 * checkpoint_ledger.ledger.plt:.3f} percent so far"
         )
-    return books.ledger.plt_of(lost.sum(axis=1))
+    return checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
 
 
 def choose_k(trainer: pl.Trainer, session: CheckpointSession, *, order: Order, interval: int, lost: float) -> None:
@@ -58,11 +58,13 @@ def choose_k(trainer: pl.Trainer, session: CheckpointSession, *, order: Order, i
     session.raise_k(k)
 
 
-def bound_cost(trainer: pl.Trainer, session: CheckpointSession, books: Books, *, order: Order) -> None:
+def bound_cost(
+    trainer: pl.Trainer, session: CheckpointSession, checkpoint_ledger: CheckpointLedger, *, order: Order
+) -> None:
     """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
     dynamic = _dynamic_k(trainer)
     if dynamic is not None and order != "sequential":
-        cost = lambda k: books.cost(books.plan(max(k, session.k_snapshot), k))  # noqa: E731
+        cost = lambda k: checkpoint_ledger.cost(checkpoint_ledger.plan(max(k, session.k_snapshot), k))  # noqa: E731
         session.raise_k(dynamic.before_checkpoint(cost))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from moe_lightning.algorithms.dynamic_k import DynamicK as DynamicKRule
+from moe_lightning.algorithms.dynamic_k_rule import DynamicK as DynamicKRule
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import validated
 

@@ -26,12 +26,12 @@ from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolic
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
 from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.shadows import StepVisits
+from moe_lightning.comm.shadow_exchange import StepVisits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.pictures import time_line
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport
+from moe_lightning.svg_pictures import time_line
 from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, Range, validated
 
 _DENSE_STEPS = range(2, 6)

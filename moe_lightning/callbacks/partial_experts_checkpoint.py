@@ -27,7 +27,7 @@ from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.checkpoint_budget import bound_cost, choose_k, count_losses, planned_steps
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.agent_control import warnings_of
-from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.fence import enter_world, next_world
 from moe_lightning.checkpoint.plan import Order
@@ -102,10 +102,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._save_on_train_end = save_on_train_end
         self._timeout_s = timeout_s
         self.session: CheckpointSession | None = None
-        self.books: Books | None = None
+        self.checkpoint_ledger: CheckpointLedger | None = None
         self._strategy: ExpertParallelStrategy | None = None
         self._layout: Callable[[ExpertParallelStrategy], ProtectionLayout] | None = None
-        self._received_books: dict[str, Any] | None = None
+        self._received_ledger: dict[str, Any] | None = None
         self._is_interrupted = False
         self._is_saving = False
         self._counts: Tensor | None = None
@@ -193,16 +193,16 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
 
     def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:
         """Account for experts of the live state that came back older, given by (layer, expert)."""
-        if self.books is None:
+        if self.checkpoint_ledger is None:
             return
         if self._counts is not None:
-            self.books.ledger.record(self._counts.cpu().numpy())
+            self.checkpoint_ledger.ledger.record(self._counts.cpu().numpy())
             self._counts = None
-        lost = self.books.lose(versions)
-        self._lost_plt += self.books.ledger.plt_of(lost.sum(axis=1))
+        lost = self.checkpoint_ledger.lose(versions)
+        self._lost_plt += self.checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
         rank_zero_warn(
             f"{len(versions)} experts came back older: {int(lost.sum())} assignments lost, "
-            f"PLT {100 * self.books.ledger.plt:.3f} percent so far"
+            f"PLT {100 * self.checkpoint_ledger.ledger.plt:.3f} percent so far"
         )
 
     @property
@@ -216,25 +216,29 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._is_interrupted = True
         assert self._strategy is not None
         if self._strategy.has_rolled_back:
-            self.books, self._counts, self._lost_plt = None, None, 0.0
+            self.checkpoint_ledger, self._counts, self._lost_plt = None, None, 0.0
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The books, for a rank that joins a running world; checkpoints hold them in a place of their own."""
+        """The ledger, for a rank that joins a running world; checkpoints hold it in a place of their own."""
         is_elastic = self._strategy is not None and self._strategy.elastic is not None
-        if not is_elastic or self._is_saving or self.books is None:
+        if not is_elastic or self._is_saving or self.checkpoint_ledger is None:
             return {}
-        return {"books": self.books.state_dict(), "counts": self._counts, "lost_plt": self._lost_plt}
+        return {
+            "checkpoint_ledger": self.checkpoint_ledger.state_dict(),
+            "counts": self._counts,
+            "lost_plt": self._lost_plt,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._received_books = state_dict.get("books")
+        self._received_ledger = state_dict.get("checkpoint_ledger")
         self._counts, self._lost_plt = state_dict.get("counts"), state_dict.get("lost_plt", 0.0)
 
     @property
     def plt(self) -> float:
         """Proportion of lost tokens so far (MoC eq. 7)."""
-        return self.books.ledger.plt if self.books is not None else 0.0
+        return self.checkpoint_ledger.ledger.plt if self.checkpoint_ledger is not None else 0.0
 
     # ------------------------------------------------------------------ steps
 
@@ -297,14 +301,14 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         if self.session is None:
             self._open(trainer, strategy, counted)
         assert self.session is not None
-        if self.books is not None and counted is not None:
-            self.books.ledger.record(counted)
+        if self.checkpoint_ledger is not None and counted is not None:
+            self.checkpoint_ledger.ledger.record(counted)
         self._counts = None
         self._adapt(trainer)
-        if self.books is not None:
-            bound_cost(trainer, self.session, self.books, order=self.settings.order)
+        if self.checkpoint_ledger is not None:
+            bound_cost(trainer, self.session, self.checkpoint_ledger, order=self.settings.order)
         self._is_interrupted = False
-        self.session.save(trainer.global_step, self.books, self._objects(strategy), full=full)
+        self.session.save(trainer.global_step, self.checkpoint_ledger, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
         self._log(trainer, pl_module)
 
@@ -314,8 +318,8 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             owners = self.session.reassign(strategy.training_state())
             if owners is None:
                 self._close(wait=True)
-            elif self.books is not None:
-                self.books.reassign(owners)
+            elif self.checkpoint_ledger is not None:
+                self.checkpoint_ledger.reassign(owners)
 
     def _objects(self, strategy: ExpertParallelStrategy) -> dict[str, Any]:
         """What is saved beside tensors; collective."""
@@ -327,17 +331,21 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
 
     def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy, counted: Any) -> None:
         state = strategy.training_state()
-        restored = strategy.restored_checkpoint if self.books is None and self._received_books is None else None
-        if self.books is not None:
-            self.books.reassign(state.owners())
+        restored = (
+            strategy.restored_checkpoint if self.checkpoint_ledger is None and self._received_ledger is None else None
+        )
+        if self.checkpoint_ledger is not None:
+            self.checkpoint_ledger.reassign(state.owners())
         elif state.num_experts and counted is not None:
             steps_counted = max(1, trainer.global_step - max(0, self._saved_at))
             planned = counted.sum(axis=1) // steps_counted * planned_steps(trainer)
             scopes = parse_scopes(self.settings.scopes)
-            self.books = state.books(planned.clip(min=1), scopes=scopes, order=self.settings.order)
-            if self._received_books is not None:
-                self.books.load_state_dict(self._received_books)
-        self._received_books = None
+            self.checkpoint_ledger = state.checkpoint_ledger(
+                planned.clip(min=1), scopes=scopes, order=self.settings.order
+            )
+            if self._received_ledger is not None:
+                self.checkpoint_ledger.load_state_dict(self._received_ledger)
+        self._received_ledger = None
         self.session = CheckpointSession(
             state,
             strategy.world,
@@ -345,7 +353,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             self._run_name,
             self.settings,
             objects=self._objects(strategy),
-            ledger_bytes=self.books.largest_dump_bytes if self.books is not None else 0,
+            ledger_bytes=self.checkpoint_ledger.largest_dump_bytes if self.checkpoint_ledger is not None else 0,
             node_peers=strategy.node_peers,
             node=strategy.node_name,
             layout=self._layout(strategy) if self._layout is not None else None,
@@ -354,9 +362,9 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         )
         if strategy.elastic is None:
             self._world_number = self.session.world_number
-        if self.books is not None:
+        if self.checkpoint_ledger is not None:
             if restored is not None and restored.keys("ledger"):
-                self._lost_plt += count_losses(self.books, restored)
+                self._lost_plt += count_losses(self.checkpoint_ledger, restored)
             self._choose_k(trainer, self._lost_plt)
             self._lost_plt = 0.0
         strategy.release_restored()
@@ -369,7 +377,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         assert self.session is not None
         session = self.session
         wanted = self.settings.k_snapshot == "auto" or self._every_n_steps == "auto"
-        if not wanted or session.adapted is not None or self.books is None or not session.has_saved:
+        if not wanted or session.adapted is not None or self.checkpoint_ledger is None or not session.has_saved:
             return
         if session.adapt(overlap_s=self._overlap_s, step_s=self._step_s):
             self._choose_k(trainer, 0.0)

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.checkpoint.agent_control import LOCK, STATUS, STOP, AgentStatus, record_root
-from moe_lightning.checkpoint.agreement import Agreement, propose
+from moe_lightning.checkpoint.agreed_step import Agreement, propose
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.buffers import TripleBuffer, newest_common
+from moe_lightning.checkpoint.arena_location import ARENAS, rank_of
 from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part
 from moe_lightning.checkpoint.durable import identity_of, lock_exclusively, write_durably
 from moe_lightning.checkpoint.fence import Superseded, check_world, staging_path
@@ -45,9 +45,9 @@ from moe_lightning.checkpoint.persist_job import (
     session_of,
     waits_for_newer_session,
 )
-from moe_lightning.checkpoint.room import ARENAS, rank_of
 from moe_lightning.checkpoint.scrubbing import Scrubber
 from moe_lightning.checkpoint.store import read_manifest, write_part
+from moe_lightning.checkpoint.triple_buffer import TripleBuffer, newest_common
 from moe_lightning.errors import CheckpointError
 
 _HOPE_S = 0.2

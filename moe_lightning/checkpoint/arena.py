@@ -10,7 +10,7 @@ Layout of the file (little-endian):
     superblock   magic, sizes, the classes of blocks as JSON, xxh3 of these
     state x 2    the triple buffer, written alternately, so that one copy is always whole
     header x 3   generation begin, step, bytes, xxh3 of the table, generation end; torn where the generations differ
-    table x 3    JSON (`Table`)
+    table x 3    JSON (`SnapshotIndex`)
     blocks       64-byte aligned, by size class
 Sources: PEC 3.2, MoC-System 5.1-5.2.
 """
@@ -33,10 +33,10 @@ import numpy as np
 import torch
 import xxhash
 
-from moe_lightning.checkpoint.buffers import NO_STEP, Buffer, Status, TripleBuffer
+from moe_lightning.checkpoint.arena_location import reserve
 from moe_lightning.checkpoint.durable import lock_exclusively
-from moe_lightning.checkpoint.room import reserve
-from moe_lightning.checkpoint.table import Placed, Table
+from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex
+from moe_lightning.checkpoint.triple_buffer import NO_STEP, Buffer, Status, TripleBuffer
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 _MAGIC = b"MOEARN03"
@@ -114,7 +114,7 @@ class Arena:
         self._table_at = superblock + 5 * _PAGE
         self._blocks_at = self._table_at + 3 * self.table_bytes
         self._parsed: dict[
-            int, tuple[tuple[int, int], Table | None]
+            int, tuple[tuple[int, int], SnapshotIndex | None]
         ] = {}  # tables by generation and digest: parsing takes long
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
@@ -243,7 +243,7 @@ class Arena:
 
     # --- tables and payloads ----------------------------------------------------------------------------------------
 
-    def table(self, index: int) -> Table | None:
+    def table(self, index: int) -> SnapshotIndex | None:
         """The table of a buffer's snapshot; None where the buffer is empty, torn, or of something else."""
         begin, step, size, digest, end = _HEADER.unpack_from(self._map, self._header_at + index * _PAGE)
         if begin != end or begin == 0 or step == NO_STEP or size > self.table_bytes:
@@ -256,19 +256,19 @@ class Arena:
         if xxhash.xxh3_64_intdigest(data) != digest:
             return None
         try:
-            table = Table.parse(data, str(self.path), memory_bytes=self.memory.numel())
+            table = SnapshotIndex.parse(data, str(self.path), memory_bytes=self.memory.numel())
         except CheckpointError as error:
             logger.warning("%s: this snapshot is passed over", error)
             table = None
         self._parsed[index] = (begin, digest), table
         return table
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[SnapshotIndex]:
         """Tables of all whole snapshots, newest first: what recovery may read."""
         found = [self.table(i) for i, b in enumerate(self.state.buffers) if b.step != NO_STEP]
         return sorted((t for t in found if t is not None), key=lambda t: -t.step)
 
-    def waiting_tables(self) -> list[Table]:
+    def waiting_tables(self) -> list[SnapshotIndex]:
         """Tables of the snapshots that wait to be persisted."""
         found = [self.table(index) for index in self.state.waiting.values()]
         return [table for table in found if table is not None]
@@ -283,7 +283,7 @@ class Arena:
         begin, *_, end = _HEADER.unpack_from(self._map, at)
         _HEADER.pack_into(self._map, at, max(begin, end) + 1, NO_STEP, 0, 0, 0)
 
-    def finish_table(self, index: int, table: Table) -> None:
+    def finish_table(self, index: int, table: SnapshotIndex) -> None:
         """Write the table, then the header with equal generations.
 
         Raises:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moe_lightning.checkpoint.agent_control import LOCK, LOG, STATUS, STOP
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.room import ARENAS, MEMORY, NAMED
+from moe_lightning.checkpoint.arena_location import ARENAS, MEMORY, NAMED
 from moe_lightning.errors import CheckpointError
 
 _OURS = re.compile(

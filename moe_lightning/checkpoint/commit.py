@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from moe_lightning.checkpoint.dcp_format import StoredPiece, dump_metadata
 from moe_lightning.checkpoint.durable import sync_directory, write_durably
 from moe_lightning.checkpoint.fence import (
     SWEPT,
@@ -27,10 +28,9 @@ from moe_lightning.checkpoint.fence import (
     staging_path,
     world_lock,
 )
-from moe_lightning.checkpoint.frames import StoredPiece, dump_metadata
 from moe_lightning.checkpoint.lease import unread
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part, check_coverage
-from moe_lightning.checkpoint.records import is_partial
+from moe_lightning.checkpoint.pieces import is_partial
 from moe_lightning.checkpoint.store import Heading, headings, part_path, previous_of
 from moe_lightning.checkpoint.sweeping import delete_staging
 from moe_lightning.errors import CheckpointError

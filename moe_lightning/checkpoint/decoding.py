@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from moe_lightning.algorithms.protection import sub_shard
-from moe_lightning.algorithms.recovery import Decode, Origin
-from moe_lightning.checkpoint.inventory import protected_tables
-from moe_lightning.checkpoint.library import Library, Snapshot, relocated
-from moe_lightning.checkpoint.parcels import Parcel, exchange_parcels
+from moe_lightning.algorithms.recovery_planner import Decode, Origin
+from moe_lightning.checkpoint.node_inventory import protected_tables
+from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
+from moe_lightning.checkpoint.snapshot_set import Snapshot, SnapshotSet, relocated
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.kernels import xor_parity
@@ -23,7 +23,7 @@ Place = tuple[str, int, int]
 """(kind, writer, step) of a snapshot"""
 
 
-def decode_snapshots(decodes: Sequence[Decode], library: Library, world: World) -> list[tuple[int, Place]]:
+def decode_snapshots(decodes: Sequence[Decode], library: SnapshotSet, world: World) -> list[tuple[int, Place]]:
     """Add the computed snapshots to the assemblers' libraries; collective.
 
     Returns:
@@ -38,7 +38,7 @@ def decode_snapshots(decodes: Sequence[Decode], library: Library, world: World) 
         return problems
     sizes = [int(told[decode.assembler][0][str(index)]) for index, decode in enumerate(decodes)]
     ways = [
-        (index, holder, member, Parcel(source=source, target=target, nbytes=sizes[index]))
+        (index, holder, member, PeerBuffer(source=source, target=target, nbytes=sizes[index]))
         for index, decode in enumerate(decodes)
         for holder, target in decode.parities
         for member, source in decode.shards
@@ -51,7 +51,7 @@ def decode_snapshots(decodes: Sequence[Decode], library: Library, world: World) 
     for at, data in arrived.items():
         known.setdefault(ways[at][:2], []).append(data)
     lost = [
-        (index, holder, Parcel(source=reader, target=decode.assembler, nbytes=sizes[index]))
+        (index, holder, PeerBuffer(source=reader, target=decode.assembler, nbytes=sizes[index]))
         for index, decode in enumerate(decodes)
         for holder, reader in decode.parities
     ]
@@ -75,7 +75,7 @@ def decode_snapshots(decodes: Sequence[Decode], library: Library, world: World) 
 class _Parts:
     """What this rank contributes: parities and shards, verified."""
 
-    def __init__(self, decodes: Sequence[Decode], library: Library, rank: int) -> None:
+    def __init__(self, decodes: Sequence[Decode], library: SnapshotSet, rank: int) -> None:
         self.parities: dict[tuple[int, int], torch.Tensor] = {}
         self.tables = {}
         self.sizes: dict[int, int] = {}

@@ -16,8 +16,8 @@ from typing import Any
 
 import xxhash
 
-from moe_lightning.checkpoint.frames import StoredPiece
-from moe_lightning.checkpoint.records import DTYPES, OBJECT, is_partial, parse_expert_key
+from moe_lightning.checkpoint.dcp_format import StoredPiece
+from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, is_partial, parse_expert_key
 from moe_lightning.checkpoint.schema import check_file, check_pieces, check_places, check_record, read_object
 from moe_lightning.errors import CheckpointError
 

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.records import OBJECT, Piece, is_partial, parse_expert_key
-from moe_lightning.checkpoint.source import CheckpointSource, Held
-from moe_lightning.checkpoint.table import digest_of
+from moe_lightning.checkpoint.pieces import OBJECT, Piece, is_partial, parse_expert_key
+from moe_lightning.checkpoint.reader import CheckpointSource, Held
+from moe_lightning.checkpoint.snapshot_index import digest_of
 from moe_lightning.errors import CheckpointError
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from moe_lightning.checkpoint.optimizer_shards import outline_of, pack_states, unpack_states
-from moe_lightning.checkpoint.parcels import Parcel, exchange_parcels
-from moe_lightning.checkpoint.table import digest_of
+from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
+from moe_lightning.checkpoint.snapshot_index import digest_of
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -128,7 +128,7 @@ def verify_replays(
         for rank, (_, digests, kept) in enumerate(told)
     }
     ways = [(name, rank) for rank, names in wrong.items() for name in names]
-    parcels = [Parcel(source=owners[name][0], target=rank, nbytes=owners[name][2]) for name, rank in ways]
+    parcels = [PeerBuffer(source=owners[name][0], target=rank, nbytes=owners[name][2]) for name, rank in ways]
     arrived = exchange_parcels(parcels, lambda at: packed[ways[at][0]], world)
     for at, data in arrived.items():
         name = ways[at][0]

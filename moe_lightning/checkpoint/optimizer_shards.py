@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.parcels import Parcel, exchange_parcels
-from moe_lightning.checkpoint.records import DTYPES
+from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
+from moe_lightning.checkpoint.pieces import DTYPES
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.kernels import pack, unpack
@@ -57,6 +57,6 @@ def move_shards(
     told = all_gather_json({name: [data.numel(), outline_of(local[name])] for name, data in packed.items()}, world)
     names = sorted(sources)
     entries = {name: told[sources[name]][name] for name in names}
-    parcels = [Parcel(source=sources[name], target=owners[name], nbytes=entries[name][0]) for name in names]
+    parcels = [PeerBuffer(source=sources[name], target=owners[name], nbytes=entries[name][0]) for name in names]
     arrived = exchange_parcels(parcels, lambda at: packed[names[at]], world)
     return {names[at]: unpack_states(data, entries[names[at]][1]) for at, data in arrived.items()}

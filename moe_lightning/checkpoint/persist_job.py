@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_lightning.checkpoint.agreement import Agreement, agreed_step
+from moe_lightning.checkpoint.agreed_step import Agreement, agreed_step
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.buffers import newest_common
+from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.checkpoint.store import headings
-from moe_lightning.checkpoint.table import Table
+from moe_lightning.checkpoint.triple_buffer import newest_common
 
 
 @dataclass
@@ -108,6 +108,6 @@ def passed_by(arena: Arena, step: int) -> bool:
     return step not in steps and (max(steps) > step or not arena.writer_alive)
 
 
-def session_of(table: Table | None) -> str | None:
+def session_of(table: SnapshotIndex | None) -> str | None:
     """Where a buffer may be empty: the session of its snapshot."""
     return None if table is None else table.session

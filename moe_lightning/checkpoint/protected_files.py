@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from moe_lightning.checkpoint.arena import Arena, block_bytes
-from moe_lightning.checkpoint.inventory import COPIES, PARITIES
-from moe_lightning.checkpoint.table import Table
+from moe_lightning.checkpoint.node_inventory import COPIES, PARITIES
+from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 
 _PAGE = 4096
 
@@ -52,7 +52,7 @@ class ProtectedFile:
         """Offset of the version being written, for its table."""
         return self._blocks[self._writing]
 
-    def publish(self, table: Table) -> None:
+    def publish(self, table: SnapshotIndex) -> None:
         """The version is whole."""
         self._arena.finish_table(self._writing, table)
         self._arena.transition(lambda s: s.finish_snapshot(table.step))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lightning.algorithms.inventory import SnapshotInventory, StorageInventory
+from moe_lightning.checkpoint.arena_location import existing_arenas
 from moe_lightning.checkpoint.durable import identity_of
-from moe_lightning.checkpoint.inventory import local_inventory
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.mending import find_usable
-from moe_lightning.checkpoint.room import existing_arenas
+from moe_lightning.checkpoint.node_inventory import local_inventory
 from moe_lightning.checkpoint.store import run_of
 
 

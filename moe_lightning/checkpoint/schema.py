@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from moe_lightning.checkpoint.frames import StoredPiece
-from moe_lightning.checkpoint.records import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
+from moe_lightning.checkpoint.dcp_format import StoredPiece
+from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 LARGEST = 2**63 - 1

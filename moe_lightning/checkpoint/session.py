@@ -22,15 +22,15 @@ from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.checkpoint.agent_control import AgentHandle, AgentStatus, read_status
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
-from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.arena_location import ARENAS, arena_directory, arena_path
+from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
+from moe_lightning.checkpoint.dcp_format import dump_object
 from moe_lightning.checkpoint.fence import check_world, enter_world, next_world
-from moe_lightning.checkpoint.frames import dump_object
+from moe_lightning.checkpoint.pieces import Rows, describe, is_partial
 from moe_lightning.checkpoint.plan import Order
-from moe_lightning.checkpoint.protection import ProtectionReport, Protector
-from moe_lightning.checkpoint.records import Rows, describe, is_partial
 from moe_lightning.checkpoint.recovery_sources import arenas_name
-from moe_lightning.checkpoint.room import ARENAS, arena_directory, arena_path
+from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.snapshotter import SnapshotReport, Snapshotter
 from moe_lightning.checkpoint.store import claim, run_of
 from moe_lightning.checkpoint.training_state import TrainingState
@@ -232,11 +232,13 @@ class CheckpointSession:
 
     # ------------------------------------------------------------------ saving
 
-    def save(self, step: int, books: Books | None, objects: Mapping[str, Any], *, full: bool = False) -> None:
+    def save(
+        self, step: int, checkpoint_ledger: CheckpointLedger | None, objects: Mapping[str, Any], *, full: bool = False
+    ) -> None:
         """Begin a checkpoint of the state after `step`; tensors must stay until `wait_before_update` returns.
 
         Args:
-            books: of the run; None for a dense model.
+            checkpoint_ledger: of the run; None for a dense model.
             objects: this rank's objects by key, readable with weights_only.
             full: save every expert, as the first checkpoint of a session does in any case.
         """
@@ -245,10 +247,10 @@ class CheckpointSession:
         groups: dict[str, str] = {}
         objects = dict(objects)
         extra = {}
-        if books is not None:
+        if checkpoint_ledger is not None:
             whole = full or self._is_next_full
-            plan = books.plan(self.k_snapshot, self.k_persist, full=whole)
-            books.begin(step, plan)
+            plan = checkpoint_ledger.plan(self.k_snapshot, self.k_persist, full=whole)
+            checkpoint_ledger.begin(step, plan)
             self.was_partial = self.k_persist < self.num_experts and not whole
             fresh, persist, groups = (
                 plan.fresh(self._tensors),
@@ -256,8 +258,8 @@ class CheckpointSession:
                 plan.groups(self._tensors),
             )
             if self._world.rank == 0:
-                objects["ledger"] = books.dump()
-            extra = {"plt": books.ledger.plt}
+                objects["ledger"] = checkpoint_ledger.dump()
+            extra = {"plt": checkpoint_ledger.ledger.plt}
         self._snapshotter.start(
             step, self._tensors, fresh=fresh, persist=persist, objects=objects, groups=groups, extra=extra
         )

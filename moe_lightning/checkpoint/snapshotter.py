@@ -22,9 +22,9 @@ import torch
 
 from moe_lightning.checkpoint.arena import Arena, block_bytes, capacity_of
 from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
-from moe_lightning.checkpoint.frames import dump_object
-from moe_lightning.checkpoint.records import OBJECT, Piece, Rows, describe, is_partial
-from moe_lightning.checkpoint.table import Placed, Table, digest_of
+from moe_lightning.checkpoint.dcp_format import dump_object
+from moe_lightning.checkpoint.pieces import OBJECT, Piece, Rows, describe, is_partial
+from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
 from moe_lightning.errors import ConfigurationError
 
 _CHUNK_BYTES = 8 << 20
@@ -110,8 +110,8 @@ class Snapshotter:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._report: SnapshotReport | None = None
-        self._newest: Table | None = None
-        self.on_published: Callable[[Table], None] | None = None
+        self._newest: SnapshotIndex | None = None
+        self.on_published: Callable[[SnapshotIndex], None] | None = None
 
     def start(
         self,
@@ -159,7 +159,7 @@ class Snapshotter:
             piece, data = self._object_piece(key, plain, step)
             copies.append((piece, step, data))
         placed = self._allocate([(piece, due) for piece, due, _ in copies], carried)
-        table = Table(
+        table = SnapshotIndex(
             run=self._run,
             session=self._session,
             step=step,
@@ -258,7 +258,9 @@ class Snapshotter:
             placed.append(Placed(piece=piece, block=free[size].pop(0), due=due))
         return placed
 
-    def _copy(self, table: Table, placed: list[Placed], sources: list[torch.Tensor], stream: Any, began: float) -> None:
+    def _copy(
+        self, table: SnapshotIndex, placed: list[Placed], sources: list[torch.Tensor], stream: Any, began: float
+    ) -> None:
         """The background thread: copy, let training go on, checksum, publish."""
         try:
             for item, source in zip(placed, sources, strict=True):
@@ -298,7 +300,7 @@ class Snapshotter:
                 else:  # a quarter faster than copy_ here, and without the interpreter's lock as well
                     ctypes.memmove(target.data_ptr() + start, part.data_ptr(), part.numel())
 
-    def _publish(self, table: Table, placed: list[Placed]) -> None:
+    def _publish(self, table: SnapshotIndex, placed: list[Placed]) -> None:
         hashed = {p.piece.key: _with_digest(p, self.arena.payload(p)) for p in placed}
         table = replace(table, placed=tuple(hashed.get(p.piece.key, p) for p in table.placed))
         index = self.arena.state.writing
@@ -338,7 +340,7 @@ def _table_estimate(pieces: list[Piece], objects: int) -> int:
         Placed(piece=replace(p, version=10**12, group="x" * 32, xxh3="f" * 16), block=1 << 40, due=10**12)
         for p in pieces
     ]
-    table = Table(run="", session="", step=0, rank=0, world_size=0, placed=tuple(widest))
+    table = SnapshotIndex(run="", session="", step=0, rank=0, world_size=0, placed=tuple(widest))
     return -(-(len(table.dump()) + 512 * objects + (256 << 10)) // 4096) * 4096
 
 

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import xxhash
 
+from moe_lightning.checkpoint.dcp_format import StoredPiece, frame_of
 from moe_lightning.checkpoint.durable import write_durably
 from moe_lightning.checkpoint.fence import make_staging, staging_path
-from moe_lightning.checkpoint.frames import StoredPiece, frame_of
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part
-from moe_lightning.checkpoint.records import is_partial
-from moe_lightning.checkpoint.table import Placed, Table, digest_of
+from moe_lightning.checkpoint.pieces import is_partial
+from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
 from moe_lightning.errors import CheckpointError
 
 RECORD = "run.json"
@@ -242,7 +242,7 @@ def _is_there(path: Path, nbytes: int) -> bool:
 
 def write_part(
     root: Path,
-    table: Table,
+    table: SnapshotIndex,
     payload: Callable[[Placed], torch.Tensor],
     *,
     damaged: Collection[str] = (),

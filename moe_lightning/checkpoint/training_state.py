@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.selection import full_selection
 from moe_lightning.algorithms.sharding import Module, balanced_expert_writers, shard_checkpoint
-from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.full_state import ExpertRows, OptimizerLayout
+from moe_lightning.checkpoint.pieces import Rows
 from moe_lightning.checkpoint.plan import Order
-from moe_lightning.checkpoint.records import Rows
-from moe_lightning.checkpoint.source import CheckpointSource
+from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 _WEIGHT_SCOPES = ("weight", "master")
@@ -98,9 +98,11 @@ class TrainingState:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def books(self, planned_assignments: IntArray, *, scopes: frozenset[str], order: Order) -> Books:
-        """Books for this model; `planned_assignments` is int64 [L]."""
-        return Books(
+    def checkpoint_ledger(
+        self, planned_assignments: IntArray, *, scopes: frozenset[str], order: Order
+    ) -> CheckpointLedger:
+        """CheckpointLedger for this model; `planned_assignments` is int64 [L]."""
+        return CheckpointLedger(
             num_layers=self.num_layers,
             num_experts=self.num_experts,
             planned_assignments=planned_assignments,

@@ -30,7 +30,7 @@ from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.calibrated import load_hardware
-from moe_lightning.simulate.engine import simulate
+from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import POLICIES, policy
@@ -205,7 +205,7 @@ def _dotted(node: Any, prefix: str = "") -> list[str]:
 
 
 def _workload(config: Mapping[str, Any]) -> Workload:
-    from moe_lightning.cli.room import check_model
+    from moe_lightning.cli.capacity import check_model
     from moe_lightning.models.gpt_config import GPTConfig
     from moe_lightning.models.size import least_gpt_parameters
     from moe_lightning.modules.router import RouterConfig

@@ -22,7 +22,7 @@ from moe_lightning import __version__
 from moe_lightning.cli import mistakes
 from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes, fixed_keys, with_quotes
 from moe_lightning.cli.elastic import elastic_options
-from moe_lightning.cli.ranks import is_externally_launched, with_ranks
+from moe_lightning.cli.rank_count import is_externally_launched, with_ranks
 from moe_lightning.cli.resume import changes, check_changes, config_of, told
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.run_lock import locked

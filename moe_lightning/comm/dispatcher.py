@@ -19,7 +19,7 @@ from moe_lightning.algorithms.dispatch import plan_dispatch
 from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.algorithms.shadows import ShadowPlan
-from moe_lightning.comm.agreement import fingerprint, require_agreement
+from moe_lightning.comm.decision_check import fingerprint, require_agreement
 from moe_lightning.comm.exchange import all_gather_counts, exchange_rows
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError

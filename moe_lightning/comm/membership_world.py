@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from moe_lightning.comm.agreement import check_versions
 from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.cut import ConnectionCut
+from moe_lightning.comm.decision_check import check_versions
 from moe_lightning.comm.strangers import turn_strangers_away
 from moe_lightning.comm.world import World
 

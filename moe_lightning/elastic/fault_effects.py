@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.room import arena_path
+from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.errors import ConfigurationError
 
 _HELPER = Path(__file__).with_name("fault_helper.py")

@@ -18,7 +18,7 @@ from moe_lightning.algorithms.overhead import adapt
 from moe_lightning.algorithms.protection import choose_protection
 from moe_lightning.config import build_config
 from moe_lightning.simulate.checkpoint_cost import save_cost
-from moe_lightning.simulate.engine import simulate
+from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.scenario import Report, Scenario
 from moe_lightning.simulate.step_model import StepModel

@@ -19,7 +19,7 @@ _SCALE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Routing:
+class RoutingScenario:
     """Popularity of experts over time; constant between the samples of a trace, and after its last one.
 
     Attributes:
@@ -58,7 +58,7 @@ class Routing:
 
 def make_routing(
     kind: RoutingKind, *, num_experts: int, num_layers: int, exponent: float = 1.0, path: str | None = None
-) -> Routing:
+) -> RoutingScenario:
     """Uniform or Zipf popularity, the same in every layer and step, or that of a recorded trace.
 
     Raises:
@@ -76,10 +76,10 @@ def make_routing(
         return trace_routing(Path(path), num_experts=num_experts, num_layers=num_layers)
     weights = (1.0 + np.arange(num_experts)) ** (-exponent if kind == "zipf" else 0.0)
     shares = np.maximum(1, np.round(_SCALE * weights / weights.sum())).astype(np.int64)
-    return Routing(shares_SLE=shares[None, None], steps=np.zeros(1, dtype=np.int64))
+    return RoutingScenario(shares_SLE=shares[None, None], steps=np.zeros(1, dtype=np.int64))
 
 
-def trace_routing(path: Path, *, num_experts: int, num_layers: int) -> Routing:
+def trace_routing(path: Path, *, num_experts: int, num_layers: int) -> RoutingScenario:
     """The first layers of a recorded run, each with its most used experts at the time (Lazarus 6.1).
 
     Raises:
@@ -91,7 +91,7 @@ def trace_routing(path: Path, *, num_experts: int, num_layers: int) -> Routing:
         raise ConfigurationError(
             f"{path} has {counts.shape[2]} experts, the model {num_experts}: use routing.kind=zipf, or fewer experts"
         )
-    return Routing(shares_SLE=hottest(counts[:, :num_layers], num_experts), steps=steps - steps[0])
+    return RoutingScenario(shares_SLE=hottest(counts[:, :num_layers], num_experts), steps=steps - steps[0])
 
 
 def hottest(counts_SLE: IntArray, num_experts: int) -> IntArray:

@@ -9,7 +9,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import NS, Event, check_events
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import Policy
-from moe_lightning.simulate.routing import Routing
+from moe_lightning.simulate.routing import RoutingScenario
 from moe_lightning.simulate.workload import Workload
 
 
@@ -31,7 +31,7 @@ class Scenario:
     workload: Workload
     hardware: Hardware
     policy: Policy
-    routing: Routing
+    routing: RoutingScenario
     events: Sequence[Event]
     num_nodes: int
     duration_s: float

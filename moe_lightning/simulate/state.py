@@ -9,16 +9,16 @@ from functools import partial
 
 import numpy as np
 
-from moe_lightning.algorithms.dynamic_k import DynamicK
+from moe_lightning.algorithms.dynamic_k_rule import DynamicK
 from moe_lightning.algorithms.inventory import StorageInventory
 from moe_lightning.algorithms.ledger import Ledger, Source, worst_case_plt
 from moe_lightning.algorithms.migration import BoolArray
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.algorithms.recovery import Origin, RecoveryPlan
+from moe_lightning.algorithms.recovery_planner import Origin, RecoveryPlan
 from moe_lightning.algorithms.selection import Selection, full_selection, persist_selection, sequential_selection
 from moe_lightning.simulate.accounts import Mark
+from moe_lightning.simulate.held_snapshots import SESSION, HeldSnapshot
 from moe_lightning.simulate.policy import Policy
-from moe_lightning.simulate.sources import SESSION, Snapshot
 from moe_lightning.simulate.workload import Workload
 
 
@@ -26,7 +26,7 @@ from moe_lightning.simulate.workload import Workload
 class _Pending:
     """A checkpoint that is being written."""
 
-    snapshot: Snapshot
+    snapshot: HeldSnapshot
     persist_LE: BoolArray
     done_ns: int
     nbytes: float
@@ -62,8 +62,8 @@ class SavedState:
         self.partial = self.k_persist < experts
         self.written_bytes = 0.0
         self.saves = 0
-        self.newest: Snapshot | None = None
-        self.written: Snapshot | None = None
+        self.newest: HeldSnapshot | None = None
+        self.written: HeldSnapshot | None = None
         self.storage = Mark()
         self._memory_versions: IntArray = np.zeros(self.shape, dtype=np.int64)
         self._storage_versions: IntArray = np.zeros(self.shape, dtype=np.int64)
@@ -106,7 +106,7 @@ class SavedState:
             self._ledger.begin_checkpoint(mark.step, snapshot=snapshot, persist=persist)
             self._ordinal += 1
         self._memory_versions = np.where(snapshot, mark.step, self._memory_versions)
-        taken = Snapshot(mark=mark, nodes=nodes, versions_LE=self._memory_versions, writer_LE=writer_LE)
+        taken = HeldSnapshot(mark=mark, nodes=nodes, versions_LE=self._memory_versions, writer_LE=writer_LE)
         self.newest = taken
         self._pending.append(_Pending(snapshot=taken, persist_LE=persist, done_ns=done_ns, nbytes=nbytes))
 
@@ -124,7 +124,7 @@ class SavedState:
     def note_snapshot(self, mark: Mark, nodes: tuple[int, ...], writer_LE: IntArray) -> None:
         """A snapshot of everything for protection, which storage will not get."""
         everything = np.full(self.shape, mark.step)
-        self.newest = Snapshot(mark=mark, nodes=nodes, versions_LE=everything, writer_LE=writer_LE)
+        self.newest = HeldSnapshot(mark=mark, nodes=nodes, versions_LE=everything, writer_LE=writer_LE)
 
     def lose(self, nodes: Collection[int]) -> None:
         """These nodes have failed, and their memory with them."""

@@ -20,7 +20,7 @@ from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import Policy
-from moe_lightning.simulate.routing import Routing
+from moe_lightning.simulate.routing import RoutingScenario
 from moe_lightning.simulate.workload import Workload
 
 REPRESENTATIVE_RANKS = 512
@@ -73,7 +73,7 @@ class StepModel:
     """
 
     def __init__(
-        self, workload: Workload, hardware: Hardware, policy: Policy, routing: Routing, num_nodes: int
+        self, workload: Workload, hardware: Hardware, policy: Policy, routing: RoutingScenario, num_nodes: int
     ) -> None:
         if num_nodes < 1:
             raise ConfigurationError(f"nodes={num_nodes} is no cluster: use at least 1")

@@ -21,7 +21,7 @@ _MAX_ALIGNED_NODES = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class World:
+class SimulatedWorld:
     """Nodes that train together, in the order of their ranks, and where their experts are.
 
     Attributes:
@@ -56,7 +56,7 @@ class Worlds:
 
     # ---------------------------------------------------------------- what is held
 
-    def hold(self, world: World) -> None:
+    def hold(self, world: SimulatedWorld) -> None:
         """The world trains: its ranks hold what its placements say, nobody else holds anything."""
         self.forget()
         self._held[:, :, self._ranks(world.nodes)] = held_states(world.placements)
@@ -97,7 +97,7 @@ class Worlds:
         others = iter(sorted(set(nodes) - set(kept.values())))
         return tuple(kept[index] if index in kept else next(others) for index in range(count))
 
-    def plan(self, nodes: tuple[int, ...], sample: int) -> World:
+    def plan(self, nodes: tuple[int, ...], sample: int) -> SimulatedWorld:
         """A placement for these nodes that fits what they hold, where the world is small enough to look for one."""
         planned: Sequence[Placement] = self._model.placements(len(nodes), sample)
         held = self._held[:, :, self._ranks(nodes)]
@@ -105,9 +105,9 @@ class Worlds:
             cluster = Cluster.of(planned[0].num_ranks, self._model.slots, self._hardware.ranks_per_node)
             planned = align_placements(held, planned, cluster, self._policy.placement.mapping)
         writers = np.stack([placement.owners() for placement in planned]) // self._hardware.ranks_per_node
-        return World(nodes=nodes, placements=planned, writers_LE=writers, sample=sample)
+        return SimulatedWorld(nodes=nodes, placements=planned, writers_LE=writers, sample=sample)
 
-    def migration(self, world: World) -> tuple[float, int]:
+    def migration(self, world: SimulatedWorld) -> tuple[float, int]:
         """Seconds and states of what the world's ranks need and do not hold; a rank without any state needs the dense
         state too."""
         held = self._held[:, :, self._ranks(world.nodes)]
@@ -125,7 +125,7 @@ class Worlds:
             seconds += self._workload.dense_params * self._workload.state_bytes / bytes_per_s
         return seconds, round(self._scale * int(missing.sum()))
 
-    def forming_s(self, world: World, source: str) -> tuple[float, int]:
+    def forming_s(self, world: SimulatedWorld, source: str) -> tuple[float, int]:
         """Seconds until the world trains with state from a source, and the states that move for it."""
         policy, hardware = self._policy, self._hardware
         if source == "start":

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.algorithms.inventory import RankInventory
-from moe_lightning.algorithms.recovery import RecoveryPlan
+from moe_lightning.algorithms.recovery_planner import RecoveryPlan
 from moe_lightning.algorithms.repair import Repair, repair_placements
 from moe_lightning.checkpoint.live_state import adopt_optimizers, broadcast_dense, optimizer_schema
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
-from moe_lightning.checkpoint.recovery import fetch
+from moe_lightning.checkpoint.memory_recovery import fetch
 from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.world import World
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner

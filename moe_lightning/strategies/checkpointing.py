@@ -36,8 +36,8 @@ from moe_lightning.checkpoint.lease import Lease
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.mending import find_usable, mended
+from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.sealing import check_file
-from moe_lightning.checkpoint.source import CheckpointSource
 from moe_lightning.checkpoint.training_state import ExpertLayer, TrainingState
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World

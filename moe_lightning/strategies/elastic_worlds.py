@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.inventory import RankInventory
-from moe_lightning.algorithms.recovery import RecoveryPlan, without_snapshots
+from moe_lightning.algorithms.recovery_planner import RecoveryPlan, without_snapshots
 from moe_lightning.algorithms.repair import Repair
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
-from moe_lightning.checkpoint.recovery import DamagedSnapshots
+from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_

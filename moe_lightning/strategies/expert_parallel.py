@@ -24,8 +24,8 @@ from typing_extensions import override
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay
-from moe_lightning.comm.agreement import check_versions
 from moe_lightning.comm.collect import broadcast_object
+from moe_lightning.comm.decision_check import check_versions
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.object_collectives import carry_objects_without_pickle

@@ -19,12 +19,12 @@ from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migr
 from moe_lightning.algorithms.placement import Placement, dispatch_groups, parse_placements, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.full_state import ExpertRows
-from moe_lightning.comm.agreement import check_agreement, fingerprint
+from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
-from moe_lightning.comm.migration import MovingRows, migrate_rows, next_slots
+from moe_lightning.comm.expert_migration import MovingRows, migrate_rows, next_slots
 from moe_lightning.comm.replica_check import HeldLayer, differing_replicas
 from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
-from moe_lightning.comm.shadows import LayerVisits, StepVisits
+from moe_lightning.comm.shadow_exchange import LayerVisits, StepVisits
 from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.modules.experts import VACANT

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_lightning.algorithms.inventory import RankInventory, StorageInventory
-from moe_lightning.algorithms.recovery import RecoveryPlan, plan_recovery
+from moe_lightning.algorithms.recovery_planner import RecoveryPlan, plan_recovery
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.recovery_sources import RecoverySources, storage_inventory
 from moe_lightning.comm.collect import all_gather_json

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, protection_cost
-from moe_lightning.algorithms.recovery import Origin, RankInventory, plan_recovery
-from moe_lightning.checkpoint.inventory import local_inventory
-from moe_lightning.checkpoint.recovery import fetch
+from moe_lightning.algorithms.recovery_planner import Origin, RankInventory, plan_recovery
+from moe_lightning.checkpoint.memory_recovery import fetch
+from moe_lightning.checkpoint.node_inventory import local_inventory
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_lightning.algorithms.protection import aec_layout, arc_layout, no_protection
-from moe_lightning.algorithms.recovery import (
+from moe_lightning.algorithms.recovery_planner import (
     Origin,
     RankInventory,
     RecoveryPlan,
@@ -17,11 +17,11 @@ from moe_lightning.algorithms.recovery import (
     without_snapshots,
 )
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.inventory import COPIES, PARITIES, copy_path, local_inventory, parity_path
+from moe_lightning.checkpoint.arena_location import ARENAS, arena_path
+from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots, fetch
+from moe_lightning.checkpoint.node_inventory import COPIES, PARITIES, copy_path, local_inventory, parity_path
 from moe_lightning.checkpoint.protected_files import ProtectedFile
-from moe_lightning.checkpoint.protection import Protector
-from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
-from moe_lightning.checkpoint.room import ARENAS, arena_path
+from moe_lightning.checkpoint.snapshot_protection import Protector
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.recovery import RankInventory, plan_recovery
+from moe_lightning.algorithms.recovery_planner import RankInventory, plan_recovery
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.comm.collect import all_gather_json

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moe_lightning.algorithms.migration import held_states, plan_migration
 from moe_lightning.algorithms.placement import Placement
-from moe_lightning.comm.migration import MovingRows, migrate_rows, next_slots
+from moe_lightning.comm.expert_migration import MovingRows, migrate_rows, next_slots
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import random_placement, train
 from tests.distributed.harness import connect, run_ranks

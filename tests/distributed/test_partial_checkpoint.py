@@ -195,8 +195,8 @@ class Books(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         saver_ = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint))  # type: ignore[attr-defined]
         if trainer.global_rank == 0:
-            assert saver_.books is not None
-            report = [saver_.plt, saver_.books.ledger.lost.tolist()]
+            assert saver_.checkpoint_ledger is not None
+            report = [saver_.plt, saver_.checkpoint_ledger.ledger.lost.tolist()]
             (saver_._root / "books.json").write_text(json.dumps(report))
 
 

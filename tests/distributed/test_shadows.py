@@ -17,7 +17,7 @@ from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan, shadow_quota
 from moe_lightning.comm.dispatcher import Dispatcher
 from moe_lightning.comm.padded import PaddedDispatcher
-from moe_lightning.comm.shadows import LayerVisits, StepVisits
+from moe_lightning.comm.shadow_exchange import LayerVisits, StepVisits
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
 from tests.distributed.harness import connect, run_ranks

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from moe_lightning.checkpoint.agent import Agent
+from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.records import Rows, is_partial
-from moe_lightning.checkpoint.room import arena_path
+from moe_lightning.checkpoint.pieces import Rows, is_partial
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 
 LAYERS, EXPERTS = 2, 4

@@ -8,7 +8,7 @@ from typing import Any
 from moe_lightning.simulate.failures import Event, Failures
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.routing import Routing, make_routing
+from moe_lightning.simulate.routing import RoutingScenario, make_routing
 from moe_lightning.simulate.scenario import Scenario
 from moe_lightning.simulate.workload import Workload
 
@@ -45,7 +45,7 @@ def scenario(
     nodes: int = NODES,
     workload: Workload | None = None,
     hardware: Hardware | None = None,
-    routing: Routing | None = None,
+    routing: RoutingScenario | None = None,
     **changes: Any,
 ) -> Scenario:
     workload = workload or small_workload()

@@ -10,9 +10,9 @@ import pytest
 
 from moe_lightning.checkpoint import agent as agents
 from moe_lightning.checkpoint.agent import Agent
-from moe_lightning.checkpoint.agreement import Agreement, propose
+from moe_lightning.checkpoint.agreed_step import Agreement, propose
+from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.room import arena_path
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, assert_holds, state_of
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import Arena, arena_bytes, capacity_of
-from moe_lightning.checkpoint.buffers import NO_STEP, Status, TripleBuffer, newest_common
+from moe_lightning.checkpoint.arena_location import arena_directory
 from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
-from moe_lightning.checkpoint.inventory import local_inventory
-from moe_lightning.checkpoint.room import arena_directory
+from moe_lightning.checkpoint.node_inventory import local_inventory
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.checkpoint.triple_buffer import NO_STEP, Status, TripleBuffer, newest_common
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from tests.unit.checkpoint_state import Node, expert_keys, node, whole_state

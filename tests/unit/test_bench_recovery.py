@@ -19,7 +19,7 @@ from moe_lightning.bench.recovery_runs import PHASES, Watch, _phases
 from moe_lightning.bench.recovery_trace import Replay, format_table, score
 from moe_lightning.bench.recovery_worker import Task
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.pictures import phase_lines
+from moe_lightning.svg_pictures import phase_lines
 
 TRACE = (
     Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data")) / "spot_trace_p3.csv"

@@ -14,8 +14,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, OptimizerConfig
-from moe_lightning.callbacks.checkpoint import LatestCheckpoint
 from moe_lightning.callbacks.console import Console
+from moe_lightning.callbacks.full_checkpoint import LatestCheckpoint
 from moe_lightning.callbacks.summary import Summary, ngram_losses, render
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.cli.worker import Run, measure

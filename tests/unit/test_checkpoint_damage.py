@@ -24,10 +24,10 @@ import xxhash
 from moe_lightning.checkpoint import durable, store
 from moe_lightning.checkpoint.agent import Agent, main
 from moe_lightning.checkpoint.agent_control import agent_alive, read_status, request_stop, start_agent
+from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.checkpoint.inspect import summarise
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
-from moe_lightning.checkpoint.room import arena_path
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, Node, assert_holds, node, state_of

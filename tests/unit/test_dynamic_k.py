@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.dynamic_k import DynamicK
+from moe_lightning.algorithms.dynamic_k_rule import DynamicK
 from moe_lightning.algorithms.ledger import Ledger, Source, expected_plt, worst_case_plt
 from moe_lightning.algorithms.selection import full_selection, parse_scopes, sequential_selection
 from moe_lightning.callbacks.dynamic_k import DynamicK as DynamicKCallback
-from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.errors import ConfigurationError
 from tests.unit.test_ledger import load_trace
@@ -97,8 +97,8 @@ def test_state_survives_a_restart_and_a_smaller_model() -> None:
     assert small.k == dynamic.k - 1
 
 
-def new_books(experts: int, order: Order, ranks: int = 1) -> Books:
-    return Books(
+def new_ledger(experts: int, order: Order, ranks: int = 1) -> CheckpointLedger:
+    return CheckpointLedger(
         num_layers=2,
         num_experts=experts,
         planned_assignments=2000 * 64,
@@ -113,11 +113,11 @@ def new_books(experts: int, order: Order, ranks: int = 1) -> Books:
 def test_the_bound_is_what_the_schedule_reaches_for_every_k(experts: int) -> None:
     for k_snapshot in range(1, experts + 1):
         for k_persist in range(1, k_snapshot + 1):
-            books, version, oldest = new_books(experts, "sequential"), np.zeros((2, experts), np.int64), 0
-            books.begin(0, books.plan(k_snapshot, k_persist, full=True))
+            kept, version, oldest = new_ledger(experts, "sequential"), np.zeros((2, experts), np.int64), 0
+            kept.begin(0, kept.plan(k_snapshot, k_persist, full=True))
             for step in range(1, 2 * experts * experts + 1):
-                plan = books.plan(k_snapshot, k_persist)
-                books.begin(step, plan)
+                plan = kept.plan(k_snapshot, k_persist)
+                kept.begin(step, plan)
                 version[plan.persist.mask()] = step
                 oldest = max(oldest, step - int(version.min()))
             bound = worst_case_plt(num_experts=experts, k=k_persist, k_snapshot=k_snapshot, interval=1, total_steps=1)
@@ -137,33 +137,33 @@ def test_the_bound_where_k_persist_does_not_divide_k_snapshot() -> None:
 def test_the_budget_holds_under_load_aware_selection(order: Order, routing: str, ranks: int) -> None:
     """A restore after any checkpoint, and of any, keeps the losses below the threshold."""
     rng, experts, threshold = np.random.default_rng(0), 8, 0.02
-    books = new_books(experts, order, ranks)
+    kept = new_ledger(experts, order, ranks)
     dynamic = DynamicK(k0=1, num_experts=experts, predicted_plt=lambda _: 0.0, threshold=threshold)
-    books.begin(0, books.plan(1, 1, full=True))
+    kept.begin(0, kept.plan(1, 1, full=True))
     version, faults, rose = np.zeros((2, experts), np.int64), 0, False
     for step in range(1, 800):
         shares = rng.dirichlet(np.full(experts, 0.3))
         if routing != "random":
             shares[0] = 0.0 if step % 40 else 0.9
         counts = np.stack([rng.multinomial(64, shares / shares.sum()) for _ in range(2)])
-        books.ledger.record(counts)
-        dynamic.before_checkpoint(lambda k, books=books: books.cost(books.plan(k, k)))
-        plan = books.plan(dynamic.k, dynamic.k)
-        books.begin(step, plan)
+        kept.ledger.record(counts)
+        dynamic.before_checkpoint(lambda k, kept=kept: kept.cost(kept.plan(k, k)))
+        plan = kept.plan(dynamic.k, dynamic.k)
+        kept.begin(step, plan)
         version[plan.persist.mask()] = step
         if rng.random() < 0.02:
-            saved, plt = books.dump(), books.ledger.plt
-            books = new_books(experts, order, ranks)
-            books.restore(saved, step, version)
-            dynamic.after_fault(books.ledger.plt - plt)
+            saved, plt = kept.dump(), kept.ledger.plt
+            kept = new_ledger(experts, order, ranks)
+            kept.restore(saved, step, version)
+            dynamic.after_fault(kept.ledger.plt - plt)
             faults += 1
-            books.begin(step, books.plan(1, 1, full=True))
+            kept.begin(step, kept.plan(1, 1, full=True))
             version[:] = step
-        assert books.ledger.plt <= threshold
+        assert kept.ledger.plt <= threshold
         rose |= dynamic.k > 1
     assert faults > 5
     assert rose
-    assert books.ledger.plt > 0
+    assert kept.ledger.plt > 0
 
 
 def test_the_callback_keeps_what_was_spent_however_often_a_session_opens() -> None:

@@ -17,9 +17,9 @@ from moe_lightning import GPTModule
 from moe_lightning.algorithms.faults import PLACES, Absence
 from moe_lightning.callbacks.fault_injection import FaultInjection, _Clock
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.room import arena_path
+from moe_lightning.checkpoint.arena_location import arena_path
+from moe_lightning.checkpoint.snapshot_index import digest_of
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.checkpoint.table import digest_of
 from moe_lightning.elastic import fault_effects
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks

@@ -14,10 +14,10 @@ import pytest
 import xxhash
 
 from moe_lightning.checkpoint.arena import _HEADER, _PAGE, Arena
-from moe_lightning.checkpoint.inventory import local_inventory, protected_tables
+from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.checkpoint.mending import find_usable
-from moe_lightning.checkpoint.room import arena_path
-from moe_lightning.checkpoint.table import Table
+from moe_lightning.checkpoint.node_inventory import local_inventory, protected_tables
+from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.elastic.registry import Registry
 from moe_lightning.elastic.wire import Message, WireError
 from moe_lightning.errors import CheckpointError
@@ -70,7 +70,7 @@ FREE = (
 
 def refusal(data: bytes, memory_bytes: int) -> str | None:
     try:
-        Table.parse(data, "arena 0", memory_bytes=memory_bytes)
+        SnapshotIndex.parse(data, "arena 0", memory_bytes=memory_bytes)
     except CheckpointError as error:
         return str(error)
     return None
@@ -86,7 +86,7 @@ def test_a_forged_table_is_one_sentence(made: Node) -> None:
         assert sentence.startswith("arena 0 was written by something else: ")
         assert "\n" not in sentence
         assert len(sentence) < 300
-    assert Table.parse(json.dumps(table | {"new": 1}).encode(), "arena 0").step == 1
+    assert SnapshotIndex.parse(json.dumps(table | {"new": 1}).encode(), "arena 0").step == 1
 
 
 def test_an_arena_with_a_forged_table_is_passed_over(made: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,7 +116,7 @@ def test_a_forged_parity_is_one_sentence(made: Node) -> None:
         if tables == []:
             continue
         with pytest.raises(CheckpointError, match="the parity of rank 0 was written by something else"):
-            protected_tables(Table(**{**vars(table), "extra": {"tables": tables}}))
+            protected_tables(SnapshotIndex(**{**vars(table), "extra": {"tables": tables}}))
 
 
 WORLD = {"number": 5, "ids": ["a.0.x", "a.1.y"], "patience": [1.0, 2.0, 3.0, 4.0]}

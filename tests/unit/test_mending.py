@@ -17,7 +17,7 @@ from moe_lightning.checkpoint.loader import Checkpoint, Found
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.mending import find_usable, mended
-from moe_lightning.checkpoint.records import is_partial, parse_expert_key
+from moe_lightning.checkpoint.pieces import is_partial, parse_expert_key
 from moe_lightning.checkpoint.recovery_sources import storage_inventory
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import EXPERTS, assert_holds, node, whole_state

@@ -15,7 +15,7 @@ from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.shadows import predict_plan, top_shadows
 from moe_lightning.bench import pictures
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.pictures import heat_map, time_line
+from moe_lightning.svg_pictures import heat_map, time_line
 
 SVG = "{http://www.w3.org/2000/svg}"
 SHADES = 20  # of the scale below a heat map

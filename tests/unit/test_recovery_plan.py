@@ -17,7 +17,7 @@ from moe_lightning.algorithms.inventory import HeldExpert
 from moe_lightning.algorithms.migration import plan_migration
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
-from moe_lightning.algorithms.recovery import (
+from moe_lightning.algorithms.recovery_planner import (
     Origin,
     RankInventory,
     RecoveryPlan,

@@ -7,12 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lightning.algorithms.recovery import Origin, RankInventory, RecoveryPlan, StorageInventory, plan_recovery
-from moe_lightning.checkpoint.inventory import local_inventory
+from moe_lightning.algorithms.recovery_planner import (
+    Origin,
+    RankInventory,
+    RecoveryPlan,
+    StorageInventory,
+    plan_recovery,
+)
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
-from moe_lightning.checkpoint.records import is_partial
-from moe_lightning.checkpoint.recovery import DamagedSnapshots, fetch
+from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots, fetch
+from moe_lightning.checkpoint.node_inventory import local_inventory
+from moe_lightning.checkpoint.pieces import is_partial
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import EXPERTS, LAYERS, node, whole_state

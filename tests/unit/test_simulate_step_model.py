@@ -15,7 +15,7 @@ from moe_lightning.simulate import step_model
 from moe_lightning.simulate.checkpoint_cost import bottleneck_bytes, save_cost
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import POLICIES, policy
-from moe_lightning.simulate.routing import Routing, hottest, make_routing
+from moe_lightning.simulate.routing import RoutingScenario, hottest, make_routing
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import Workload, gpt_workload
 from tests.unit.simulated import NODES, small_hardware, small_workload
@@ -103,7 +103,7 @@ def test_bytes_of_a_checkpoint() -> None:
 def test_routing_follows_its_trace() -> None:
     counts = np.arange(2 * 1 * 4).reshape(2, 1, 4)
     assert hottest(counts, 2).tolist() == [[[2, 3]], [[6, 7]]]
-    routing = Routing(shares_SLE=counts + 1, steps=np.array([0, 100]))
+    routing = RoutingScenario(shares_SLE=counts + 1, steps=np.array([0, 100]))
     assert [routing.sample(step) for step in (0, 99, 100, 5000)] == [0, 0, 1, 1]
     assert (routing.next_change(0), routing.next_change(100)) == (100, None)
     tokens = routing.tokens(1, 0, 1000, 3)

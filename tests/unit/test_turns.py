@@ -14,11 +14,11 @@ import torch
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.checkpoint import agent as agents
 from moe_lightning.checkpoint.agent import Agent
-from moe_lightning.checkpoint.books import Books
+from moe_lightning.checkpoint.arena_location import arena_path
+from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.persist_job import next_job
 from moe_lightning.checkpoint.plan import Order
-from moe_lightning.checkpoint.room import arena_path
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 
 LAYERS = 2
@@ -43,7 +43,7 @@ def oldest_versions(
     state = keys(LAYERS, experts)
     writer = Snapshotter(arena_path(arenas, 0), run="r", session="1", rank=0, world_size=1, state=state, objects=0)
     agent = Agent(arenas, root, retry_s=0.0)
-    books = Books(
+    kept = CheckpointLedger(
         num_layers=LAYERS,
         num_experts=experts,
         planned_assignments=10**9,
@@ -55,9 +55,9 @@ def oldest_versions(
     counts = np.random.default_rng(0)
     found: dict[int, int] = {}
     for step in range(1, steps + 1):
-        books.ledger.record(counts.integers(0, 100, (LAYERS, experts)))
-        plan = books.plan(*k, full=step == 1)
-        books.begin(step, plan)
+        kept.ledger.record(counts.integers(0, 100, (LAYERS, experts)))
+        plan = kept.plan(*k, full=step == 1)
+        kept.begin(step, plan)
         writer.start(
             step, state, fresh=plan.fresh(state), persist=plan.persisted(state), extra={"num_experts": experts}
         )

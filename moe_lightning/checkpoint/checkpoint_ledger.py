@@ -18,8 +18,8 @@ _HISTORY = 64
 that losses are never told too low."""
 
 
-class Books:
-    """The books of one run; every rank keeps the same ones, from the same counts.
+class CheckpointLedger:
+    """What one run has counted and committed; every rank keeps the same, from the same counts.
 
     They hold whose turn it is, which every rank knows when a snapshot is taken. What becomes of a snapshot only the
     agents know: whatever they commit holds everything that was due by then (`Placed.due`), so turns need no answer.
@@ -184,10 +184,10 @@ class Books:
 
 
 def unseen_tokens(saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:
-    """int64 [L, E]: the tokens that experts of some versions have not seen, as the books of a checkpoint remember.
+    """int64 [L, E]: the tokens that experts of some versions have not seen, as the ledger of a checkpoint remembers.
 
     Args:
-        saved: from `Books.dump`.
+        saved: from `CheckpointLedger.dump`.
         step: of the checkpoint.
         versions: int64 [L, E].
     """

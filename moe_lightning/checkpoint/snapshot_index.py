@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import xxhash
 
-from moe_lightning.checkpoint.records import Piece
+from moe_lightning.checkpoint.pieces import Piece
 from moe_lightning.checkpoint.schema import LARGEST, check_block, check_pieces, check_record, read_object
 from moe_lightning.errors import CheckpointError
 
@@ -30,7 +30,7 @@ class Placed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class SnapshotIndex:
     """The table of contents of one snapshot.
 
     Attributes:
@@ -53,7 +53,7 @@ class Table:
         return json.dumps({**vars(self), "placed": rows}).encode()
 
     @classmethod
-    def parse(cls, data: bytes, origin: str, *, memory_bytes: int = LARGEST) -> Table:
+    def parse(cls, data: bytes, origin: str, *, memory_bytes: int = LARGEST) -> SnapshotIndex:
         """Read a table.
 
         Args:
@@ -76,7 +76,7 @@ class Table:
         return cls(**{**known, "placed": tuple(placed)})
 
 
-_NAMES = frozenset(entry.name for entry in fields(Table))
+_NAMES = frozenset(entry.name for entry in fields(SnapshotIndex))
 _NEEDED = ("run", "session", "step", "rank", "world_size", "placed")
 
 

@@ -13,17 +13,17 @@ from math import ceil
 
 import numpy as np
 
-from moe_lightning.algorithms.recovery import plan_recovery
+from moe_lightning.algorithms.recovery_planner import plan_recovery
 from moe_lightning.simulate.accounts import Accounts
 from moe_lightning.simulate.checkpoint_cost import SaveCost, cheapest_interval, save_cost
 from moe_lightning.simulate.failures import NS, Event
+from moe_lightning.simulate.held_snapshots import inventories
 from moe_lightning.simulate.history import History
 from moe_lightning.simulate.report import closing_report
 from moe_lightning.simulate.scenario import Recovery, Report, Scenario
-from moe_lightning.simulate.sources import inventories
 from moe_lightning.simulate.state import SavedState
 from moe_lightning.simulate.step_model import StepCost, StepModel
-from moe_lightning.simulate.worlds import World, Worlds
+from moe_lightning.simulate.worlds import SimulatedWorld, Worlds
 
 _SOURCES = {"live": "live replicas", "memory": "protected memory", "storage": "storage"}
 
@@ -50,7 +50,7 @@ class _Run:
         self.end_ns = round(scenario.duration_s * NS)
         self.now_ns = 0
         self.live: set[int] = set()
-        self.world: World | None = None
+        self.world: SimulatedWorld | None = None
         self.accounts = Accounts()
         self.history = History()
         nodes = self.model.usable_nodes(scenario.num_nodes)
@@ -75,7 +75,7 @@ class _Run:
             interval_steps=self.interval_steps,
             planned_steps=planned_steps,
         )
-        self._next: World | None = None  # what is being formed until _ready_ns
+        self._next: SimulatedWorld | None = None  # what is being formed until _ready_ns
         self._ready_ns = 0
         self._join_due_ns: int | None = None
         self._progress_ns = 0  # of the running step
@@ -258,7 +258,7 @@ class _Run:
         first = not self.accounts.step and not self.history.recoveries
         self._form(sorted(self.live), "start" if first else "storage", 0)
 
-    def _recover(self, world: World, failed: set[int]) -> None:
+    def _recover(self, world: SimulatedWorld, failed: set[int]) -> None:
         """Some of the world's nodes are gone: find the freshest whole state, and who trains on."""
         self.saved.settle(self.now_ns)
         self.accounts.abort_step()
@@ -339,7 +339,7 @@ class _Run:
         self.world = None
         self._join_due_ns = None
 
-    def _install(self, world: World) -> None:
+    def _install(self, world: SimulatedWorld) -> None:
         self.world, self._next = world, None
         self.worlds.hold(world)
         step = self.accounts.step

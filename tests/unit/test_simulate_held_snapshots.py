@@ -7,12 +7,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from moe_lightning.algorithms.recovery import plan_recovery
+from moe_lightning.algorithms.recovery_planner import plan_recovery
 from moe_lightning.simulate.accounts import Mark
-from moe_lightning.simulate.engine import simulate
+from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event
+from moe_lightning.simulate.held_snapshots import HeldSnapshot, inventories
 from moe_lightning.simulate.policy import Policy, policy
-from moe_lightning.simulate.sources import Snapshot, inventories
 from moe_lightning.simulate.state import SavedState
 from tests.unit.simulated import NODES, scenario, small_workload
 
@@ -86,7 +86,7 @@ def test_partial_snapshots_are_found_stale() -> None:
 
 
 def test_lost_nodes_keep_nothing() -> None:
-    taken = Snapshot(
+    taken = HeldSnapshot(
         mark=Mark(step=3), nodes=(4, 5, 6), versions_LE=np.full((1, 3), 3), writer_LE=np.array([[0, 1, 2]]), lost={5}
     )
     parts = taken.on_nodes(policy("reft", protection_group=3), protected=True)

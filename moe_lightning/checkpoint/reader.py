@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.checkpoint.frames import load_object
-from moe_lightning.checkpoint.records import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
+from moe_lightning.checkpoint.dcp_format import load_object
+from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
 from moe_lightning.errors import CheckpointError
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from moe_lightning.cli.room import check_processes
+from moe_lightning.cli.capacity import check_processes
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import shown
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from moe_lightning.algorithms.overhead import OverheadModel
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.accounts import Accounts
-from moe_lightning.simulate.engine import simulate
+from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event, Failures
 from moe_lightning.simulate.policy import POLICIES
-from moe_lightning.simulate.routing import Routing
+from moe_lightning.simulate.routing import RoutingScenario
 from tests.unit.simulated import HOUR_S, NODES, scenario, small_hardware, small_workload
 
 RATES = st.floats(0.1, 20.0)
@@ -225,7 +225,7 @@ def test_partial_checkpoints_lose_tokens_and_dynamic_k_limits_them() -> None:
 def test_drifting_routing_is_rebalanced() -> None:
     shares = np.ones((3, 1, 8), dtype=np.int64)
     shares[1, 0, 0] = shares[2, 0, 5] = 40
-    routing = Routing(shares_SLE=shares, steps=np.array([0, 1000, 3000]))
+    routing = RoutingScenario(shares_SLE=shares, steps=np.array([0, 1000, 3000]))
     moving = simulate(scenario("ours", routing=routing, rebalance_every=100))
     staying = simulate(scenario("ours", routing=routing, rebalance_every=0))
     assert moving.rebalance_s > 0

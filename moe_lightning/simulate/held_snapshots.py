@@ -21,7 +21,7 @@ SESSION = "simulated"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Snapshot:
+class HeldSnapshot:
     """A state in the host memory of the nodes of a world.
 
     Attributes:
@@ -86,8 +86,8 @@ def inventories(
     step: int,
     policy: Policy,
     *,
-    newest: Snapshot | None,
-    written: Snapshot | None,
+    newest: HeldSnapshot | None,
+    written: HeldSnapshot | None,
 ) -> list[RankInventory]:
     """One inventory of every live node.
 

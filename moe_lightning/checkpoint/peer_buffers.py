@@ -12,7 +12,7 @@ from moe_lightning.comm.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parcel:
+class PeerBuffer:
     """Bytes that one rank has for another."""
 
     source: int
@@ -28,7 +28,7 @@ class PendingParcels:
         payload: index of a parcel -> its uint8 bytes; asked for parcels from this rank only.
     """
 
-    def __init__(self, parcels: Sequence[Parcel], payload: Callable[[int], torch.Tensor], world: World) -> None:
+    def __init__(self, parcels: Sequence[PeerBuffer], payload: Callable[[int], torch.Tensor], world: World) -> None:
         self._delivered: dict[int, torch.Tensor] = {}
         send, recv = [0] * world.size, [0] * world.size
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
@@ -61,7 +61,7 @@ class PendingParcels:
 
 
 def exchange_parcels(
-    parcels: Sequence[Parcel], payload: Callable[[int], torch.Tensor], world: World
+    parcels: Sequence[PeerBuffer], payload: Callable[[int], torch.Tensor], world: World
 ) -> dict[int, torch.Tensor]:
     """Send and deliver at once; collective."""
     return PendingParcels(parcels, payload, world).wait()

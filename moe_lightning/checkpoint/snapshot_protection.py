@@ -20,12 +20,12 @@ import torch
 
 from moe_lightning.algorithms.protection import ProtectionLayout, sub_shard, sub_shard_bytes
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.inventory import copy_path, parity_path
-from moe_lightning.checkpoint.library import Snapshot, packed_bytes_of, relocated
-from moe_lightning.checkpoint.parcels import Parcel, PendingParcels
+from moe_lightning.checkpoint.node_inventory import copy_path, parity_path
+from moe_lightning.checkpoint.peer_buffers import PeerBuffer, PendingParcels
+from moe_lightning.checkpoint.pieces import Piece
 from moe_lightning.checkpoint.protected_files import ProtectedFile, discard_older_sessions
-from moe_lightning.checkpoint.records import Piece
-from moe_lightning.checkpoint.table import Placed, Table, digest_of
+from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
+from moe_lightning.checkpoint.snapshot_set import Snapshot, packed_bytes_of, relocated
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -62,7 +62,7 @@ class ProtectionReport:
 class _Flight:
     """A version on its way."""
 
-    table: Table
+    table: SnapshotIndex
     tables: PendingParcels
     payloads: PendingParcels
     ways: Sequence[tuple[int, int]]
@@ -103,7 +103,7 @@ class Protector:
         """Of the newest protected version of this rank; None before the first."""
         return self._report
 
-    def prepare(self, table: Table) -> None:
+    def prepare(self, table: SnapshotIndex) -> None:
         """Pack this rank's snapshot, so that `start` need not; local, from the thread that publishes snapshots
         (`Snapshotter.on_published`). The first snapshot is packed by `start`, which learns what room it takes."""
         nbytes = _packed_bytes(table)
@@ -188,7 +188,7 @@ class Protector:
     def _send(
         self, ways: Sequence[tuple[int, int]], nbytes: Callable[[int, int], int], payload: Callable[[int], torch.Tensor]
     ) -> PendingParcels:
-        parcels = [Parcel(source=writer, target=holder, nbytes=nbytes(writer, holder)) for writer, holder in ways]
+        parcels = [PeerBuffer(source=writer, target=holder, nbytes=nbytes(writer, holder)) for writer, holder in ways]
         return PendingParcels(parcels, lambda at: payload(ways[at][1]), self._world)
 
     def _sub_bytes(self, sizes: Sequence[int], rank: int) -> int:
@@ -244,14 +244,14 @@ class Protector:
             file.close()
         self._files, self._parity, self._prepared = {}, None, None
 
-    def _pack(self, table: Table, nbytes: int) -> None:
+    def _pack(self, table: SnapshotIndex, nbytes: int) -> None:
         """Into the own file; the version is torn until `_keep_own` publishes it, or packs another one over it."""
         self._prepared = None
         self._room = self._files[self._world.rank].begin()
         Snapshot(table=table, memory=self._arena.memory).packed(self._room[:nbytes])
         self._prepared = table.step
 
-    def _keep_own(self, table: Table, nbytes: int, padded: int) -> torch.Tensor:
+    def _keep_own(self, table: SnapshotIndex, nbytes: int, padded: int) -> torch.Tensor:
         """This rank's packed snapshot, in its own file, padded with zeros."""
         if self._prepared != table.step:
             self._pack(table, nbytes)
@@ -261,7 +261,7 @@ class Protector:
         file.publish(relocated(table, file.base))
         return self._room
 
-    def _retire_older_sessions(self, table: Table | None) -> None:
+    def _retire_older_sessions(self, table: SnapshotIndex | None) -> None:
         """This session has a version of its own to go back to."""
         if table is not None and not self._has_retired:
             self._has_retired = True
@@ -277,7 +277,7 @@ class Protector:
             for writer in payloads.keys() - set(self._group):
                 file = self._files[writer]
                 file.begin()[: payloads[writer].numel()] = payloads[writer]
-                file.publish(relocated(Table.parse(texts[writer], f"the snapshot of rank {writer}"), file.base))
+                file.publish(relocated(SnapshotIndex.parse(texts[writer], f"the snapshot of rank {writer}"), file.base))
             if self._parity is not None:
                 shares = [payloads[member] for member in self._group if member != self._world.rank]
                 self._publish_parity(self._parity, flight, texts, shares)
@@ -315,7 +315,7 @@ class Protector:
         file.publish(replace(flight.table, placed=placed, extra={"members": list(self._group), "tables": tables}))
 
 
-def _packed_bytes(table: Table) -> int:
+def _packed_bytes(table: SnapshotIndex) -> int:
     return packed_bytes_of([placed.piece for placed in table.placed])
 
 

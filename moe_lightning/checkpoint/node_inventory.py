@@ -15,10 +15,10 @@ from typing import Any
 
 from moe_lightning.algorithms.inventory import HeldExpert, SnapshotInventory
 from moe_lightning.checkpoint.arena import Arena
-from moe_lightning.checkpoint.records import Piece, is_partial, parse_expert_key
-from moe_lightning.checkpoint.room import ARENAS
+from moe_lightning.checkpoint.arena_location import ARENAS
+from moe_lightning.checkpoint.pieces import Piece, is_partial, parse_expert_key
 from moe_lightning.checkpoint.schema import is_whole
-from moe_lightning.checkpoint.table import Table
+from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def units_of(pieces: Iterable[Piece]) -> dict[tuple[int, int] | None, list[int]]
     return dict(units)
 
 
-def protected_tables(table: Table) -> list[Table]:
+def protected_tables(table: SnapshotIndex) -> list[SnapshotIndex]:
     """The tables of the group's members, from the table of a parity.
 
     Raises:
@@ -85,10 +85,10 @@ def protected_tables(table: Table) -> list[Table]:
     origin, texts = f"the parity of rank {table.rank}", table.extra.get("tables")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise CheckpointError(f"{origin} was written by something else: it lacks the tables of its group")
-    return [Table.parse(text.encode(errors="replace"), origin) for text in texts]
+    return [SnapshotIndex.parse(text.encode(errors="replace"), origin) for text in texts]
 
 
-def _inventory_of(table: Table, kind: str, **parity: Any) -> SnapshotInventory:
+def _inventory_of(table: SnapshotIndex, kind: str, **parity: Any) -> SnapshotInventory:
     experts = []
     pieces = [placed.piece for placed in table.placed]
     for unit, indices in sorted((u, i) for u, i in units_of(pieces).items() if u is not None):
@@ -105,7 +105,7 @@ def _inventory_of(table: Table, kind: str, **parity: Any) -> SnapshotInventory:
     )
 
 
-def _parities_of(table: Table) -> list[SnapshotInventory]:
+def _parities_of(table: SnapshotIndex) -> list[SnapshotInventory]:
     """One entry for each other member: this parity helps to compute its snapshot."""
     members = table.extra.get("members")
     if not isinstance(members, list) or not all(is_whole(member) for member in members):

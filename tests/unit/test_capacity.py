@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.cli import room
+from moe_lightning.cli import capacity
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import count_parameters
 from moe_lightning.models.gpt_config import GPTConfig
@@ -57,24 +57,24 @@ def test_the_estimate_is_below_the_model_and_near_it(
 def test_sizes_that_no_machine_holds_are_known_at_once(size: str) -> None:
     config = GPTConfig(**{"num_heads": 1, size: 10**14})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=rf"^model\.{size}=100000000000000 makes a model of .* parameters"):
-        room.check_model(
+        capacity.check_model(
             {f"model.{size}": getattr(config, size), "model.num_heads": 1},
             least_gpt_parameters(config),
-            room.machine_memory(),
+            capacity.machine_memory(),
         )
 
 
 def test_as_many_processes_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "machine_memory", lambda: 4 * room.GIB)
-    room.check_processes(16)
-    room.check_processes(4, num_workers=3)
+    monkeypatch.setattr(capacity, "machine_memory", lambda: 4 * capacity.GIB)
+    capacity.check_processes(16)
+    capacity.check_processes(4, num_workers=3)
     with pytest.raises(ConfigurationError, match=r"ranks=17 is more than the 16 processes"):
-        room.check_processes(17)
+        capacity.check_processes(17)
     with pytest.raises(ConfigurationError, match=r"data\.num_workers=4 for each of 4 ranks .* use at most 3"):
-        room.check_processes(4, num_workers=4)
+        capacity.check_processes(4, num_workers=4)
 
 
 def test_a_sample_as_large_as_the_memory() -> None:
-    room.check_sample("data.global_batch_size", 128, 128, 1024)
+    capacity.check_sample("data.global_batch_size", 128, 128, 1024)
     with pytest.raises(ConfigurationError, match=r"data\.global_batch_size=129 needs .* use less than 128"):
-        room.check_sample("data.global_batch_size", 129, 129, 1024)
+        capacity.check_sample("data.global_batch_size", 129, 129, 1024)

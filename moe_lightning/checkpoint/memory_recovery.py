@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from moe_lightning.algorithms.recovery import Expert, Origin, RecoveryPlan
+from moe_lightning.algorithms.recovery_planner import Expert, Origin, RecoveryPlan
 from moe_lightning.checkpoint.decoding import decode_snapshots
-from moe_lightning.checkpoint.library import Library, packed, packed_bytes_of
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory_checkpoint import FetchedPiece, MemoryCheckpoint
-from moe_lightning.checkpoint.parcels import Parcel, exchange_parcels
-from moe_lightning.checkpoint.records import Piece
+from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
+from moe_lightning.checkpoint.pieces import Piece
+from moe_lightning.checkpoint.snapshot_set import SnapshotSet, packed, packed_bytes_of
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
@@ -70,7 +70,7 @@ def fetch(
     Raises:
         DamagedSnapshots: bytes do not match their checksums; raised on every rank.
     """
-    library = Library(arenas, plan.session)
+    library = SnapshotSet(arenas, plan.session)
     problems = [(plan.nodes[rank], *place) for rank, place in decode_snapshots(plan.decodes, library, world)]
     _raise_if_damaged(problems)
     wanted = {i for i, read in enumerate(plan.reads) if read.expert is None or read.expert in needed_experts}
@@ -88,7 +88,7 @@ def fetch(
     listing = {int(i): [Piece.from_json(row) for row in rows] for entry in told for i, rows in entry["pieces"].items()}
     deliveries = list(_deliveries(plan, [{(la, e) for la, e in entry["experts"]} for entry in told]))
     parcels = [
-        Parcel(source=plan.reads[index].reader, target=target, nbytes=packed_bytes_of(listing[index]))
+        PeerBuffer(source=plan.reads[index].reader, target=target, nbytes=packed_bytes_of(listing[index]))
         for index, target in deliveries
     ]
     arrived = exchange_parcels(parcels, lambda at: packed([data for _, data in units[deliveries[at][0]] or ()]), world)

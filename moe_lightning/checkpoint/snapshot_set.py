@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from moe_lightning.algorithms.recovery import Origin, Read
-from moe_lightning.checkpoint.inventory import open_arenas, units_of
-from moe_lightning.checkpoint.records import Piece
-from moe_lightning.checkpoint.table import Placed, Table, digest_of
+from moe_lightning.algorithms.recovery_planner import Origin, Read
+from moe_lightning.checkpoint.node_inventory import open_arenas, units_of
+from moe_lightning.checkpoint.pieces import Piece
+from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
 from moe_lightning.kernels import pack
 
 _ORIGINS = {"arena": Origin.ARENA, "copy": Origin.COPY}
@@ -23,7 +23,7 @@ _ORIGINS = {"arena": Origin.ARENA, "copy": Origin.COPY}
 class Snapshot:
     """A table of contents and the memory that its blocks are offsets of."""
 
-    table: Table
+    table: SnapshotIndex
     memory: torch.Tensor
 
     def payloads(self) -> list[torch.Tensor]:
@@ -47,7 +47,7 @@ class Snapshot:
         return self.memory[placed.block : placed.block + placed.piece.nbytes]
 
 
-class Library:
+class SnapshotSet:
     """Snapshots by origin, writer and step.
 
     Args:
@@ -103,7 +103,7 @@ def packed_bytes_of(pieces: Iterable[Piece]) -> int:
     return sum(_room(piece.nbytes) for piece in pieces)
 
 
-def relocated(table: Table, base: int) -> Table:
+def relocated(table: SnapshotIndex, base: int) -> SnapshotIndex:
     """The table of a snapshot that was packed to offset `base`."""
     placed = []
     for item in table.placed:
