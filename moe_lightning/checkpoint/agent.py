@@ -292,7 +292,7 @@ class Agent:
         if followed and all(arena in followed for arena in live):
             self._end_job(success=False, keep=False)  # training was rolled back: what this session left is void
         elif others_went_on(self.root, job) or any(
-            rank_of(path) in missing and passed_by(arena, job.step) for path, arena in arenas.items()
+            rank_of(path) in missing and passed_by(arena, job.session, job.step) for path, arena in arenas.items()
         ):
             self._end_job(success=False)
         elif now - job.began > self.commit_timeout_s:

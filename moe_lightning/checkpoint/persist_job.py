@@ -101,11 +101,13 @@ def waits_for_newer_session(arena: Arena, session: str) -> bool:
     return any(table.session > session for table in arena.waiting_tables())
 
 
-def passed_by(arena: Arena, step: int) -> bool:
-    """Whether a rank will never deliver a step: it has none and is dead, or has newer ones."""
-    state = arena.state
-    steps = [buffer.step for buffer in state.buffers]
-    return step not in steps and (max(steps) > step or not arena.writer_alive)
+def passed_by(arena: Arena, session: str, step: int) -> bool:
+    """Whether a rank will never deliver a session's step: it has none and is dead, or has newer ones.
+
+    A former session's snapshot of the step, which training came back to, says nothing.
+    """
+    steps = [table.step for table in arena.tables() if table.session == session]
+    return step not in steps and (max(steps, default=step) > step or not arena.writer_alive)
 
 
 def session_of(table: SnapshotIndex | None) -> str | None:

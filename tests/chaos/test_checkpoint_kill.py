@@ -152,8 +152,8 @@ def test_kill_9_at_random_instants(tmp_path: Path, seed: int, processes: Process
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1200))
-def test_kill_9_at_200_random_instants(tmp_path: Path, seed: int, processes: Processes) -> None:
+@pytest.mark.parametrize("seed", range(1000, 1988))
+def test_kill_9_at_1000_random_instants(tmp_path: Path, seed: int, processes: Processes) -> None:
     run_schedule(tmp_path, seed, processes)
 
 

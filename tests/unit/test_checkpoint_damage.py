@@ -28,6 +28,7 @@ from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.checkpoint.inspect import summarise
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
+from moe_lightning.checkpoint.persist_job import next_job
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, Node, assert_holds, node, state_of
@@ -462,3 +463,24 @@ def test_the_last_snapshot_of_a_new_session_does_not_wait_for_a_lost_rank_of_the
     found = find_newest(made.root).checkpoint
     assert found is not None
     assert found.manifest.session == "2"
+
+
+def test_a_step_that_a_former_session_had_persisted_is_not_waited_for(tmp_path: Path) -> None:
+    """Training came back to before step 2; a rank's second snapshot of it gives way to newer ones while an agent has
+    begun to write the other rank's."""
+    with node(tmp_path, session="1") as made:
+        made.snapshot(2)
+        made.persist()
+    with node(tmp_path, session="2") as made:
+        made.snapshot(2)
+        made.agent._find_arenas()
+        arenas = list(made.agent._arenas.values())
+        made.agent._job = next_job(made.root, "2", arenas)
+        arenas[0].transition(lambda state: state.start_persist(2))
+        for step in (3, 4, 5):
+            made.snapshot(step)
+        for _ in range(5):
+            made.agent.serve_once()
+            if made.agent._job is not None:
+                made.agent._job.checked = 0.0
+        assert made.agent.status.committed_step == 5
