@@ -17,6 +17,7 @@ from moe_lightning.arguments import output_folder
 from moe_lightning.bench.pictures import read_loads
 from moe_lightning.charts import bar_chart, line_chart
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.recovery_report import PHASES
 from moe_lightning.svg_pictures import heat_map, phase_lines
 
 Metrics = Mapping[str, Mapping[int, float]]  # {name: {step: value}}, steps ascending
@@ -28,7 +29,6 @@ _IMBALANCES = {
 }
 _TIMES = {"training waits": "stall_ms", "copy to memory": "snapshot_ms", "write to storage": "persist_ms"}
 _SIZES = {"copied to memory": "snapshot_bytes", "written to storage": "persist_bytes"}
-_PHASES = ("leaving", "rendezvous", "groups", "plan", "movement", "settling")
 _MAX_RECOVERIES = 30
 _BY_STEPS_MADE = ("checkpoint/", "recovery/")
 
@@ -142,7 +142,7 @@ def _recoveries(metrics: Metrics) -> dict[str, dict[str, float]]:
     """Seconds of the phases of the last recoveries, each named by its step and the ranks that went on."""
     lanes = {}
     for step, total_ms in list(metrics.get("recovery/total_ms", {}).items())[-_MAX_RECOVERIES:]:
-        phases = {phase: metrics.get(f"recovery/{phase}_ms", {}).get(step, 0.0) / 1e3 for phase in _PHASES}
+        phases = {phase: metrics.get(f"recovery/{phase}_ms", {}).get(step, 0.0) / 1e3 for phase in PHASES}
         phases["other"] = max(0.0, total_ms / 1e3 - sum(phases.values()))
         ranks = metrics.get("recovery/ranks", {}).get(step)
         lanes[f"step {step}" + (f", {ranks:.0f} ranks" if ranks else "")] = phases

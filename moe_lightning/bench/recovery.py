@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from moe_lightning.arguments import Count, input_file, output_file, value
 from moe_lightning.bench.measure import machine
 from moe_lightning.bench.recovery_runs import (
-    PHASES,
+    KILL_PHASES,
     drop_snapshots,
     kills_in_process,
     kills_of_all,
@@ -141,7 +141,7 @@ def _kills(task: Task, options: argparse.Namespace) -> dict[str, list[dict[str, 
     run_elastic(mine, act)
     print(f"SIGKILL to the next finished step, in process: medians of {len(rows)}, ms")
     medians = _medians(rows)
-    print("  ".join(f"{name} {1e3 * medians[name]:.0f}" for name in (*PHASES, "total")))
+    print("  ".join(f"{name} {1e3 * medians[name]:.0f}" for name in (*KILL_PHASES, "total")))
     spread = sorted(row["total"] for row in rows)
     print(f"total from {spread[0]:.2f} to {spread[-1]:.2f} s; steps lost: {medians['steps_lost']:.0f}")
     print(_goal("in-process recovery", medians["total"], _GOAL_S, "s"))
@@ -265,7 +265,7 @@ def picture(rows: Mapping[str, Rows]) -> str:
     lanes = {}
     for name, measured in rows.items():
         medians = _medians(measured)
-        phases = PHASES if PHASES[0] in medians else ("start", "recovery")
+        phases = KILL_PHASES if KILL_PHASES[0] in medians else ("start", "recovery")
         lanes[name] = {phase: medians[phase] for phase in phases}
     end_s = 3 * sum(lanes["in process"].values()) if "in process" in lanes and len(lanes) > 1 else None
     return phase_lines(lanes, "SIGKILL to the next finished step, medians", end_s=end_s)

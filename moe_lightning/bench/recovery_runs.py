@@ -24,9 +24,11 @@ from moe_lightning.elastic.elastic_launcher import ElasticLauncher
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.elastic.settings import ElasticSettings
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.recovery_report import PHASES
 
 SETTINGS = ElasticSettings(heartbeat_timeout_s=0.5, join_window_s=0.2)
-PHASES = ("detection", "leaving", "rendezvous", "groups", "plan", "movement", "settling", "repeated step")
+KILL_PHASES = ("detection", *PHASES, "repeated step")
+"""From a kill to the next finished step."""
 SETTLED_STEPS = 5
 """Steps of a full world before the next kill."""
 
@@ -333,6 +335,6 @@ def _phases(watch: Watch, after: dict[int, list[dict[str, Any]]], killed_s: floa
         e for e in reversed(watch.entries) if e["kind"] == "recovery" and e["pid"] == pid and e["time_s"] <= ended_s
     )
     seconds, began_s = report["seconds"], max(report["began_at"], killed_s)
-    found = {"detection": began_s - killed_s, **{name: seconds.get(name, 0.0) for name in PHASES[1:-1]}}
+    found = {"detection": began_s - killed_s, **{name: seconds.get(name, 0.0) for name in PHASES}}
     found["repeated step"] = ended_s - killed_s - sum(found.values())
     return {**found, "total": ended_s - killed_s, "steps_lost": report["steps_lost"]}

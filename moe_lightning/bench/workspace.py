@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from moe_lightning.arguments import value
 from moe_lightning.callbacks.wandb_logger import has_wandb_login
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.recovery_report import PHASES
 from moe_lightning.values import Range
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ def _panel(title: str, unit: str, *metrics: str, pattern: str = "", stacked: boo
     style: Literal["line", "stacked-area"] = "stacked-area" if stacked else "line"
     return PanelSpec(title=title, unit=unit, metrics=metrics, pattern=pattern, style=style)
 
-
-PHASES = ("leaving", "rendezvous", "groups", "plan", "movement", "settling")
 
 SECTIONS: dict[str, tuple[PanelSpec, ...]] = {
     "Training": (

@@ -6,6 +6,12 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Phase = Literal["leaving", "rendezvous", "groups", "plan", "movement", "settling"]
+
+PHASES: tuple[str, ...] = get_args(Phase)
+"""Of a recovery, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +28,7 @@ class RecoveryReport:
         stale_experts: those that came back older than the step.
         min_replicas: nodes that hold each expert now.
         began_at: seconds since the epoch at which this rank saw the fault.
-        seconds: of each phase: "leaving", "rendezvous", "groups", "plan", "movement", "settling"; and their "total".
+        seconds: of each of PHASES that there was, and their "total".
     """
 
     reason: str
@@ -45,7 +51,7 @@ class Stopwatch:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: Phase) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.bench import recovery
-from moe_lightning.bench.recovery_runs import PHASES, Watch, _phases
+from moe_lightning.bench.recovery_runs import KILL_PHASES, Watch, _phases
 from moe_lightning.bench.recovery_trace import Replay, format_table, score
 from moe_lightning.bench.recovery_worker import Task
 from moe_lightning.errors import ConfigurationError
@@ -98,7 +98,7 @@ def test_the_spot_trace_fits_four_ranks() -> None:
 
 
 def test_phases_add_up_to_the_whole(tmp_path: Path) -> None:
-    seconds = dict.fromkeys(PHASES[1:-1], 0.125) | {"total": 0.75}
+    seconds = dict.fromkeys(KILL_PHASES[1:-1], 0.125) | {"total": 0.75}
     lines = [
         {"kind": "recovery", "time_s": 11.0, "began_at": 10.25, "seconds": seconds, "steps_lost": 1},
         {"kind": "step", "time_s": 11.5, "step": 3, "ranks": 2, "step_s": 1.0},
@@ -109,7 +109,7 @@ def test_phases_add_up_to_the_whole(tmp_path: Path) -> None:
     found = _phases(watch, after, 10.0)
     assert found["detection"] == 0.25
     assert found["repeated step"] == pytest.approx(0.5)
-    assert sum(found[name] for name in PHASES) == found["total"] == 1.5
+    assert sum(found[name] for name in KILL_PHASES) == found["total"] == 1.5
     assert len(watch.read()) == 2, "a line that is being written waits"
 
 
@@ -157,8 +157,8 @@ def test_a_rank_is_killed_and_measured(tmp_path: Path, capfd: pytest.CaptureFixt
     small = "--quick --parts kill --ranks 2 --batch 4 --d-model 16 --d-expert 16"
     assert recovery.run(parse(*small.split(), "--json", str(results), "--svg", str(drawn))) == 0
     [row] = json.loads(results.read_text())["kill"]["in process"]
-    assert row["total"] == pytest.approx(sum(row[name] for name in PHASES))
-    assert all(row[name] >= 0 for name in PHASES)
+    assert row["total"] == pytest.approx(sum(row[name] for name in KILL_PHASES))
+    assert all(row[name] >= 0 for name in KILL_PHASES)
     assert row["steps_lost"] == 0
     assert "in-process recovery" in capfd.readouterr().out
     assert "in process, rendezvous" in drawn.read_text()

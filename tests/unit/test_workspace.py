@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.bench import plot, workspace
+from moe_lightning.bench import workspace
 from moe_lightning.cli.bench import main
 
 PACKAGE = Path(workspace.__file__).parents[1]
@@ -31,10 +31,6 @@ def test_every_metric_is_logged_somewhere() -> None:
                 for suffix in ("_ms", "_bytes"):  # names that are put together
                     last = last if last in source else last.removesuffix(suffix)
                 assert re.search(rf"\b{last}\b|{last}[\"\']", source), name
-
-
-def test_phases_are_those_of_the_picture() -> None:
-    assert workspace.PHASES == plot._PHASES
 
 
 def test_patterns_find_layers_and_nothing_else() -> None:
