@@ -2,12 +2,10 @@
 (law L3).
 
 The flat gradient of an expert with m holders is cut into m pieces. One exchange brings all copies of piece j to
-holder j, which adds them in
-rank order; a second exchange hands the sum to the other holders. That is the bandwidth-optimal reduce-scatter and
-all-gather, done
-for all experts of all layers in two collectives and without a process group per expert. Where two ranks hold an expert,
-sending whole copies both ways moves as many bytes in one exchange, so where that holds for all, or little is sent at
-all, each holder adds the copies itself.
+holder j, which adds them in rank order; a second exchange hands the sum to the other holders. That is the
+bandwidth-optimal reduce-scatter and all-gather, done for all experts of all layers in two collectives and without a
+process group per expert. Where two ranks hold an expert, sending whole copies both ways moves as many bytes in one
+exchange, so where that holds for all, or little is sent at all, each holder adds the copies itself.
 """
 
 from __future__ import annotations
