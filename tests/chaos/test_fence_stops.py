@@ -19,7 +19,7 @@ from moe_lightning.checkpoint.fence import enter_world
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
 from moe_lightning.checkpoint.store import checkpoints
-from tests.forks import FORKS
+from tests.forks import forked
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds
 
 PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
@@ -77,12 +77,8 @@ def test_who_wakes_in_a_newer_world_commits_nothing(phase: str, tmp_path: Path) 
     older.persist()
     older.snapshot(2)
     log = tmp_path / "log"
-    process = FORKS.Process(
-        target=partial(stopping_agent, str(older.arenas), str(older.root), phase, str(log)), daemon=True
-    )
-    process.start()
-    assert process.pid is not None
-    try:
+    with forked(stopping_agent, str(older.arenas), str(older.root), phase, str(log)) as process:
+        assert process.pid is not None
         wait_until(partial(is_stopped, process.pid), f"the agent did not stop {phase}")
         enter_world(older.root, 2)
         resumed = find_newest(older.root).checkpoint
@@ -96,9 +92,6 @@ def test_who_wakes_in_a_newer_world_commits_nothing(phase: str, tmp_path: Path) 
         os.kill(process.pid, signal.SIGCONT)
         process.join(60.0)
         assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
     found = checkpoints(older.root)
     assert [(m.world, m.step) for _, m in found] == [(2, 3), (1, resumed.step)]
     assert_holds(find_newest(older.root).checkpoint, dict.fromkeys(range(EXPERTS), 3))  # type: ignore[arg-type]

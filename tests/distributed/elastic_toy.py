@@ -29,7 +29,7 @@ from moe_lightning.elastic.hanging import EXIT_HANGING
 from moe_lightning.elastic.membership import Members
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
-from tests.forks import FORKS
+from tests.forks import FORKS, fork, kill
 
 FAST = ElasticSettings(
     heartbeat_timeout_s=0.4,
@@ -190,10 +190,7 @@ class Toy:
                 settings=self.settings,
             )
             mine, theirs = FORKS.Pipe()
-            process = FORKS.Process(
-                target=work, args=(task.to_environment(), theirs, (behaviours or {}).get(index, "")), daemon=True
-            )
-            process.start()
+            process = fork(work, task.to_environment(), theirs, (behaviours or {}).get(index, ""))
             theirs.close()
             made.append(Worker(process, mine, task))
             self.workers.append(made[-1])
@@ -252,9 +249,8 @@ class Toy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        kill(worker.process for worker in self.workers)
         for worker in self.workers:
-            worker.process.kill()
-            worker.process.join()
             worker.process.close()
             worker.pipe.close()
         self.host.close()

@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 from moe_lightning.comm.world import World
-from tests.forks import FORKS
+from tests.forks import FORKS, fork, kill
+
+_LEAVE_S = 5.0
 
 
 class RankFailure(AssertionError):
@@ -41,23 +43,17 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = FORKS.Pipe()
-            process = FORKS.Process(
-                target=_rank_main, args=(rank, world_size, folder, sender, function, args), daemon=True
-            )
-            process.start()
+            processes.append(fork(_rank_main, rank, world_size, folder, sender, function, args))
             sender.close()
             pipes.append(receiver)
-            processes.append(process)
         try:
             return _collect(pipes, time.monotonic() + timeout_s)
         finally:
             for pipe in pipes:
                 pipe.close()  # the ranks may leave now
             for process in processes:
-                process.join(timeout=5.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                process.join(_LEAVE_S)
+            kill(processes)
 
 
 def connect() -> World:
