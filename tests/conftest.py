@@ -65,5 +65,7 @@ def _nothing_left(_this_workers_temporary_folder: Path, tmp_path_factory: pytest
         return
     leftovers = Leftovers(_this_workers_temporary_folder, tmp_path_factory.getbasetemp())
     yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()  # its service is meant to live as long as the process
     found = leftovers.wait_for_none()
     assert not found, "left behind:\n" + "\n".join(found)

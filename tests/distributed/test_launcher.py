@@ -17,6 +17,7 @@ from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from tests.programs import ROOT, Program, Watched
 
 LAUNCHED = "tests.distributed.launched"
+GRACE_S = 120.0
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and waits on process descriptors")
 
@@ -106,12 +107,12 @@ class Command:
 @pytest.fixture
 def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]:
     os.mkfifo(tmp_path / "ready")
-    call = f"LocalLauncher(num_ranks=2, log_dir=Path({str(tmp_path)!r}), module={LAUNCHED!r}).run"
+    options = f"num_ranks=2, log_dir=Path({str(tmp_path)!r}), module={LAUNCHED!r}, grace_s={GRACE_S}"
     code = (
         "from pathlib import Path\n"
         "from moe_lightning.elastic.failure import Interrupted\n"
         "from moe_lightning.elastic.launcher import LocalLauncher\n"
-        f"try:\n    {call}([{request.param!r}, {str(tmp_path)!r}])\n"
+        f"try:\n    LocalLauncher({options}).run([{request.param!r}, {str(tmp_path)!r}])\n"
         "except Interrupted as stop:\n    raise SystemExit(128 + stop.signal)\n"
     )
     with Program("-c", code, folder=ROOT) as program:
@@ -138,7 +139,7 @@ def test_a_second_signal_ends_stubborn_ranks_at_once(command: Command) -> None:
     command.program.process.send_signal(signal.SIGINT)
     assert not command.ranks.all_end(timeout_s=0.5)
     command.program.process.send_signal(signal.SIGINT)
-    assert command.program.end(8).returncode == 128 + signal.SIGINT  # below the grace of ten seconds
+    assert command.program.end(GRACE_S / 2).returncode == 128 + signal.SIGINT
     assert command.ranks.all_end(timeout_s=0)
 
 
