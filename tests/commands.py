@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_lightning.elastic import processes
-from tests.forks import forked
+from tests.forks import PATIENCE_S, forked
 from tests.programs import users_environment
-
-_PATIENCE_S = 200.0
 
 
 def moe_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +37,7 @@ def _ended(
 ) -> subprocess.CompletedProcess[str]:
     out, err = folder / ".stdout", folder / ".stderr"
     with forked(_main, main, arguments, str(folder), environment, (out, err)) as process:
-        process.join(_PATIENCE_S)
+        process.join(PATIENCE_S)
         assert process.exitcode is not None, f"{arguments} did not end: {out.read_text()}{err.read_text()}"
     return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
 

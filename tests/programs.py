@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.forks import PATIENCE_S
+
 ROOT = Path(__file__).parents[1]
 TESTS = {"PYTHONPATH": str(ROOT)}
 """Variables for a program that imports the tests."""
@@ -27,7 +29,6 @@ _OURS = (
     "PL_GLOBAL_SEED", "WANDB_API_KEY", "WANDB_MODE",
 )  # fmt: skip
 """Variables of the tests' own environment that a user's command would not see."""
-_PATIENCE_S = 240.0
 _POLL_S = 0.02
 
 
@@ -69,7 +70,7 @@ class Program:
     def err(self) -> str:
         return self._err.read_text()
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Wait for something that it does while it runs."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -77,7 +78,7 @@ class Program:
             assert time.monotonic() < deadline, f"nothing in {timeout_s:g} s: {self.out}{self.err}"
             time.sleep(_POLL_S)
 
-    def end(self, timeout_s: float = _PATIENCE_S) -> subprocess.CompletedProcess[str]:
+    def end(self, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
         """Its exit code and outputs, once it has ended by itself."""
         try:
             code = self.process.wait(timeout_s)
@@ -101,7 +102,7 @@ def run_program(
     *arguments: str | Path,
     folder: Path | None = None,
     variables: Mapping[str, str] | None = None,
-    timeout_s: float = _PATIENCE_S,
+    timeout_s: float = PATIENCE_S,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS` to its end: its exit code and outputs.
 

@@ -24,7 +24,7 @@ from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
 from tests.agents import fork_agent
 from tests.chaos.elastic_worker import Hold, Kill, checkpoints_of, gate_of, worker_main
 from tests.distributed.harness import run_ranks
-from tests.forks import fork, kill
+from tests.forks import PATIENCE_S, fork, kill
 
 __all__ = ["SETTINGS", "ElasticRun", "Hold", "Kill", "assert_same_losses", "elastic_run", "finish", "reference"]
 
@@ -137,7 +137,7 @@ class ElasticRun:
         restart: Collection[int] = (),
         lose: Collection[int] = (),
         together: bool = False,
-        timeout_s: float = 90.0,
+        timeout_s: float = PATIENCE_S,
     ) -> None:
         """Play the launcher until all that live have ended well.
 
@@ -287,7 +287,7 @@ def elastic_run(
                 run.lose_node(worker)
 
 
-def finish(run: ElasticRun, workers: Sequence[int], timeout_s: float = 90.0) -> None:
+def finish(run: ElasticRun, workers: Sequence[int], timeout_s: float = PATIENCE_S) -> None:
     """Wait until these workers have ended well."""
     deadline = time.monotonic() + timeout_s
     while len(codes := run.reap(workers)) < len(workers) and time.monotonic() < deadline:

@@ -23,7 +23,7 @@ from moe_lightning.checkpoint.agent_control import request_stop
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.store import checkpoints
 from tests.chaos.checkpoint_worker import main as worker_main
-from tests.forks import fork, kill
+from tests.forks import PATIENCE_S, fork, kill
 from tests.unit.checkpoint_state import assert_holds
 
 WORLD = 2
@@ -55,7 +55,7 @@ class Processes:
     def wait(self, name: str) -> int | None:
         """Exit code of a process that ends by itself."""
         process = self.named.pop(name)
-        process.join(60.0)
+        process.join(PATIENCE_S)
         kill([process])
         return process.exitcode
 

@@ -112,7 +112,7 @@ class Command(Program):
     def end_well(self) -> tuple[str, str]:
         """Let it end; what it printed."""
         (self.folder / "stop").touch()
-        done = self.end(60)
+        done = self.end()
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr
 
@@ -152,7 +152,7 @@ def test_a_signal_ends_everything(commands: Callable[..., Command]) -> None:
     command = commands("--ranks", "2")
     command.wait_for_world(2)
     command.process.send_signal(signal.SIGINT)
-    assert command.end(30).returncode == 128 + signal.SIGINT
+    assert command.end().returncode == 128 + signal.SIGINT
     assert all(is_gone(w["pid"]) for w in command.worlds())
 
 
@@ -230,7 +230,7 @@ def test_who_crashes_before_training_is_named_on_every_machine(nodes: int, tmp_p
             )
             for node in "ab"[:nodes]
         ]
-        done = [each.end(120) for each in running]
+        done = [each.end() for each in running]
     assert [each.returncode for each in done] == [1] * nodes
     for text in (each.stderr for each in done):
         assert "ValueError: these data are damaged" in text

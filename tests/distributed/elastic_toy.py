@@ -29,7 +29,7 @@ from moe_lightning.elastic.hanging import EXIT_HANGING
 from moe_lightning.elastic.membership import Members
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
-from tests.forks import FORKS, fork, kill
+from tests.forks import FORKS, PATIENCE_S, fork, kill
 
 FAST = ElasticSettings(
     heartbeat_timeout_s=0.4,
@@ -196,7 +196,7 @@ class Toy:
             self.workers.append(made[-1])
         return made
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Take the workers' events in until a condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():

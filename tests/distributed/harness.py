@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_lightning.comm.world import World
-from tests.forks import FORKS, fork, kill
+from tests.forks import FORKS, PATIENCE_S, fork, kill
 
 _LEAVE_S = 5.0
 
@@ -31,7 +31,7 @@ class RankFailure(AssertionError):
     """A rank raised, died or did not finish in time."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S) -> list[Any]:
     """function(rank, world_size, *args) on every rank of a gloo world; the results in rank order.
 
     The function must be importable (defined at the top level of a module); results are pickled.

@@ -411,5 +411,5 @@ print("trained", trainer.global_step)
 
 @pytest.mark.parametrize(("devices", "said"), [(1, "trained 2"), (2, "interactive environment")])
 def test_one_rank_trains_at_the_prompt(devices: int, said: str) -> None:
-    done = run_program("-c", PROMPT.format(devices=devices), variables=TESTS, timeout_s=120)
+    done = run_program("-c", PROMPT.format(devices=devices), variables=TESTS)
     assert said in done.stdout + done.stderr

@@ -237,7 +237,7 @@ class Running:
 def running(folder: Path) -> Iterator[Running]:
     endless = ["run_name=endless", "trainer.max_steps=1000000", "ranks=2"]
     with Program(*COMMAND, *TINY, *endless, folder=folder) as program:
-        program.wait_for(lambda: "\nstep " in program.out, 200)
+        program.wait_for(lambda: "\nstep " in program.out)
         with Watched(children_of(program.process.pid)) as ranks:
             yield Running(folder, program, ranks)
 
@@ -245,7 +245,7 @@ def running(folder: Path) -> Iterator[Running]:
 def test_ctrl_c_ends_everything(running: Running) -> None:
     assert len(running.ranks) == 2
     running.program.process.send_signal(signal.SIGINT)
-    done = running.program.end(60)
+    done = running.program.end()
     assert done.returncode == 130
     (saved,) = (running.folder / "outputs" / "endless" / "checkpoints").iterdir()
     step = int(saved.stem.split("-")[1])
@@ -260,7 +260,7 @@ def test_a_second_ctrl_c_ends_at_once(running: Running) -> None:
     command.send_signal(signal.SIGINT)
     assert not running.ranks.all_end(timeout_s=0.5)
     command.send_signal(signal.SIGINT)
-    done = running.program.end(30)
+    done = running.program.end()
     assert done.returncode == 130
     assert "no checkpoint had been written, so the same command starts anew" in done.stderr
     assert running.ranks.all_end(timeout_s=0)
@@ -277,4 +277,4 @@ def test_a_second_command_of_the_same_run_is_refused(running: Running) -> None:
 def test_no_rank_outlives_the_command(running: Running) -> None:
     assert len(running.ranks) == 2
     running.program.process.kill()
-    assert running.ranks.all_end(timeout_s=30)
+    assert running.ranks.all_end(timeout_s=60)

@@ -206,7 +206,7 @@ def test_the_writer_can_be_read_after_kill_9(tmp_path: Path) -> None:
         writer.finish()
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = run_program("-c", textwrap.dedent(program), timeout_s=120)
+    done = run_program("-c", textwrap.dedent(program))
     assert done.returncode == -signal.SIGKILL
     reader = Arena(path)
     assert not reader.writer_alive

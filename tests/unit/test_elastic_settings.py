@@ -195,7 +195,7 @@ def test_the_command_says_where_it_listens_and_ends_on_a_signal(tmp_path: Path) 
     with Program("-m", "moe_lightning.elastic.rendezvous_host", *where) as program:
         program.wait_for(lambda: program.out.endswith("\n"))
         program.process.send_signal(signal.SIGTERM)
-        done = program.end(20)
+        done = program.end()
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(rf"listening on 127\.0\.0\.1:\d+, secret in {tmp_path}/a/secret\n", done.stdout)
 

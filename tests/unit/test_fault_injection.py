@@ -107,7 +107,7 @@ SLEEPER = ("-I", "-S", "-c", "import time; time.sleep(60)")
 
 
 def test_a_stopped_process_is_continued() -> None:
-    assert float(run_program("-c", STOPPER, timeout_s=60).stdout) >= 0.3
+    assert float(run_program("-c", STOPPER).stdout) >= 0.3
 
 
 def test_a_process_that_dies_while_it_is_stopped_is_let_be() -> None:
@@ -117,7 +117,7 @@ def test_a_process_that_dies_while_it_is_stopped_is_let_be() -> None:
             helper.wait_for(lambda: helper.out == "ready\n")
             sleeper.process.kill()
             sleeper.process.wait()
-            assert helper.end(30).returncode == 0
+            assert helper.end().returncode == 0
 
 
 def test_space_is_taken_and_given_back(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_full_disk_is_no_failure_of_the_helper(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20)); sys.argv = sys.argv[1:];"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    ran = run_program("-I", "-c", limited, fault_effects._HELPER, "fill", tmp_path, "100", "0.01", timeout_s=60)
+    ran = run_program("-I", "-c", limited, fault_effects._HELPER, "fill", tmp_path, "100", "0.01")
     assert (ran.returncode, ran.stdout) == (0, f"{2 << 20} bytes\n")
 
 
@@ -162,7 +162,7 @@ def test_the_dead_are_passed_over_and_the_living_killed() -> None:
         gone.process.kill()
         gone.process.wait()
         fault_effects.kill([gone.process.pid, alive.process.pid])
-        assert alive.end(30).returncode == -signal.SIGKILL
+        assert alive.end().returncode == -signal.SIGKILL
 
 
 def test_a_node_is_lost_at_its_time_or_not_at_all() -> None:
