@@ -15,7 +15,7 @@ from moe_lightning.checkpoint.agent import main as agent_main
 from moe_lightning.checkpoint.agent_control import STOP
 from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.store import claim, run_of
-from tests.forks import FORKS
+from tests.forks import fork
 
 
 def fork_agent(
@@ -27,10 +27,8 @@ def fork_agent(
         gate: a file that must exist before it does anything; None: nothing holds it back.
     """
     gate_name = str(gate) if gate is not None else None
-    arguments = (str(arenas), str(root), gate_name, ["--poll-s", str(poll_s), "--keep-last", str(keep_last)])
-    process = FORKS.Process(target=_agent_main, args=arguments, daemon=True)
-    process.start()
-    return process
+    options = [f"--poll-s={poll_s}", f"--keep-last={keep_last}"]
+    return fork(_agent_main, str(arenas), str(root), gate_name, options, daemon=True)
 
 
 def agent_ahead(root: Path, *, poll_s: float = 0.01) -> BaseProcess:

@@ -18,20 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_lightning.elastic import processes
-from tests.forks import FORKS
-
-_OURS = (
-    "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "PL_GLOBAL_SEED", "WANDB_API_KEY", "WANDB_MODE",
-)  # fmt: skip
-"""Variables of the tests' own environment that a user's command would not see."""
-_PATIENCE_S = 200.0
-
-
-def users_environment() -> dict[str, str]:
-    """What a user's command finds in its environment."""
-    kept = {name: value for name, value in os.environ.items() if name not in _OURS}
-    return kept | {"OMP_NUM_THREADS": "1"}
+from tests.forks import PATIENCE_S, forked
+from tests.programs import users_environment
 
 
 def moe_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,14 +36,9 @@ def _ended(
     folder: Path, main: Callable[..., NoReturn], arguments: Sequence[str], environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
     out, err = folder / ".stdout", folder / ".stderr"
-    process = FORKS.Process(target=_main, args=(main, arguments, str(folder), environment, (out, err)))
-    process.start()
-    process.join(_PATIENCE_S)
-    if process.is_alive():
-        process.kill()  # and with it its ranks
-        process.join()
-        raise AssertionError(f"{arguments} did not end: {out.read_text()}{err.read_text()}")
-    assert process.exitcode is not None
+    with forked(_main, main, arguments, str(folder), environment, (out, err)) as process:
+        process.join(PATIENCE_S)
+        assert process.exitcode is not None, f"{arguments} did not end: {out.read_text()}{err.read_text()}"
     return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
 
 

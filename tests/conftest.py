@@ -1,16 +1,23 @@
-"""One thread for each test process, fast tests first, the same examples in every run, and no test leaves the next one
-a launcher's variables.
+"""One thread for each test process, fast tests first, the same examples in every run, and nothing that a test leaves to
+the next one: no launcher's variables, no process, no port, no snapshots. Workers of one run share no temporary folder.
 
 `pytest --hypothesis-profile=explore` looks for examples that the fixed ones do not show.
 """
 
 import os
+import sys
+import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.leftovers import Leftovers, claim_processes
+
+claim_processes()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)  # the ranks of a distributed test share the machine's few cores
 
@@ -36,3 +43,29 @@ def _not_launched() -> Iterator[None]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _this_workers_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """For all that asks for one: runs of one user meet, and sweep, in a folder there."""
+    tmp_path_factory.getbasetemp()  # stays where it is, to be looked into afterwards
+    get_temp_dir()  # multiprocessing removes it by itself, after this one
+    temporary = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+    with temporary as name, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", name)
+        patch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left(_this_workers_temporary_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The tests of a module end what they start."""
+    if sys.platform != "linux":
+        yield
+        return
+    leftovers = Leftovers(_this_workers_temporary_folder, tmp_path_factory.getbasetemp())
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()  # its service is meant to live as long as the process
+    found = leftovers.wait_for_none()
+    assert not found, "left behind:\n" + "\n".join(found)

@@ -5,7 +5,11 @@ It has imported what they need, which costs every fresh interpreter seconds, but
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -23,3 +27,33 @@ FORKS.set_forkserver_preload(
         "tests.chaos.elastic_worker",
     ]
 )
+PATIENCE_S = 240.0
+"""How long tests wait for what takes a second: a machine may be busy with others, and pytest ends a test at 300."""
+
+
+def fork(target: Callable[..., object], *args: Any, daemon: bool = False) -> BaseProcess:
+    """Start target(*args) in a process of its own. Whoever starts it must `kill` it, unless it is a daemon, which may
+    start none itself."""
+    process = FORKS.Process(target=target, args=args, daemon=daemon)
+    process.start()
+    return process
+
+
+def kill(processes: Iterable[BaseProcess]) -> None:
+    """End those that live, and wait until all have ended."""
+    processes = list(processes)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(PATIENCE_S)
+        assert process.exitcode is not None, f"process {process.pid} outlives SIGKILL"
+
+
+@contextlib.contextmanager
+def forked(target: Callable[..., object], *args: Any) -> Iterator[BaseProcess]:
+    """target(*args) in a process that ends with the block."""
+    process = fork(target, *args)
+    try:
+        yield process
+    finally:
+        kill([process])

@@ -24,7 +24,7 @@ from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
 from tests.agents import fork_agent
 from tests.chaos.elastic_worker import Hold, Kill, checkpoints_of, gate_of, worker_main
 from tests.distributed.harness import run_ranks
-from tests.forks import FORKS
+from tests.forks import PATIENCE_S, fork, kill
 
 __all__ = ["SETTINGS", "ElasticRun", "Hold", "Kill", "assert_same_losses", "elastic_run", "finish", "reference"]
 
@@ -87,9 +87,7 @@ class ElasticRun:
         )
         self._tokens[worker] = task.token
         arguments = (worker, self.expected, task.to_environment(), str(self.folder), self.steps, self.options)
-        process = FORKS.Process(target=worker_main, args=arguments, daemon=True)
-        process.start()
-        self.processes[worker] = process
+        self.processes[worker] = fork(worker_main, *arguments)
 
     def node(self, worker: int) -> str:
         """The name of a worker's node."""
@@ -115,8 +113,7 @@ class ElasticRun:
         """What a node takes with it, beside its worker: the agent and the arenas."""
         agent = self._agents.pop(self.node(worker), None)
         if agent is not None:
-            agent.kill()
-            agent.join()
+            kill([agent])
         if checkpoints_of(self.folder).exists():  # otherwise nobody made arenas
             shutil.rmtree(self.arenas(worker), ignore_errors=True)
 
@@ -140,7 +137,7 @@ class ElasticRun:
         restart: Collection[int] = (),
         lose: Collection[int] = (),
         together: bool = False,
-        timeout_s: float = 90.0,
+        timeout_s: float = PATIENCE_S,
     ) -> None:
         """Play the launcher until all that live have ended well.
 
@@ -176,8 +173,7 @@ class ElasticRun:
         """The run is over: those that were started too late to join it have nobody to train with."""
         for worker in list(alive):
             if self._starts[worker] > 1 and not self.has_joined(worker):
-                self.processes[worker].kill()
-                self.processes[worker].join()
+                kill([self.processes[worker]])
                 alive.discard(worker)
         return deadline
 
@@ -286,15 +282,12 @@ def elastic_run(
                 run.start(worker)
             yield run
         finally:
-            for process in run.processes.values():
-                if process.is_alive():
-                    process.kill()
-                process.join()
+            kill(run.processes.values())
             for worker in run.processes:
                 run.lose_node(worker)
 
 
-def finish(run: ElasticRun, workers: Sequence[int], timeout_s: float = 90.0) -> None:
+def finish(run: ElasticRun, workers: Sequence[int], timeout_s: float = PATIENCE_S) -> None:
     """Wait until these workers have ended well."""
     deadline = time.monotonic() + timeout_s
     while len(codes := run.reap(workers)) < len(workers) and time.monotonic() < deadline:

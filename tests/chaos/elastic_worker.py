@@ -39,7 +39,7 @@ PLACES = (
 )  # fmt: skip
 """Where a worker can be killed, in the order of a step."""
 
-_PATIENCE_S = 40.0
+_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,12 @@ into imports.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -24,62 +23,48 @@ from moe_lightning.checkpoint.agent_control import request_stop
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.store import checkpoints
 from tests.chaos.checkpoint_worker import main as worker_main
+from tests.forks import PATIENCE_S, fork, kill
 from tests.unit.checkpoint_state import assert_holds
 
 WORLD = 2
 STEPS = 40
 
 
-def spawn(entry: Callable[[], int], arguments: list[str]) -> int:
-    """Fork a process that runs an entry point with a command line; returns its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 70
-    try:
-        os.setsid()
-        sys.argv = ["process", *arguments]
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        code = entry()
-    finally:
-        os._exit(code)
+def run_entry(entry: Callable[[], int], arguments: list[str]) -> None:
+    """What an entry point does with a command line, in a session of its own and without a word."""
+    os.setsid()
+    sys.argv = ["process", *arguments]
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    sys.exit(entry())
 
 
 class Processes:
-    """Children of a test, killed at its end whatever happens."""
+    """Processes of a test, killed at its end whatever happens."""
 
     def __init__(self) -> None:
-        self.pids: dict[str, int] = {}
+        self.named: dict[str, BaseProcess] = {}
 
     def start(self, name: str, entry: Callable[[], int], *arguments: object) -> None:
-        self.pids[name] = spawn(entry, [str(a) for a in arguments])
+        self.named[name] = fork(run_entry, entry, [str(a) for a in arguments])
 
     def kill(self, name: str) -> None:
-        pid = self.pids.pop(name, None)
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        if name in self.named:
+            kill([self.named.pop(name)])
 
-    def wait(self, name: str, timeout_s: float = 60.0) -> int:
+    def wait(self, name: str) -> int | None:
         """Exit code of a process that ends by itself."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            pid, status = os.waitpid(self.pids[name], os.WNOHANG)
-            if pid:
-                del self.pids[name]
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.002)
-        raise AssertionError(f"{name} did not end within {timeout_s:g} s")
+        process = self.named.pop(name)
+        process.join(PATIENCE_S)
+        kill([process])
+        return process.exitcode
 
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
     made = Processes()
     yield made
-    for name in list(made.pids):
-        made.kill(name)
+    kill(made.named.values())
 
 
 def start_agent(processes: Processes, base: Path) -> None:

@@ -19,7 +19,7 @@ from moe_lightning.checkpoint.fence import enter_world
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
 from moe_lightning.checkpoint.store import checkpoints
-from tests.forks import FORKS
+from tests.forks import PATIENCE_S, forked
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds
 
 PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
@@ -56,7 +56,7 @@ def stopping_agent(arenas: str, root: str, phase: str, log: str) -> None:
 
 
 def wait_until(condition: Callable[[], bool], complaint: str) -> None:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, complaint
         time.sleep(0.01)
@@ -77,12 +77,8 @@ def test_who_wakes_in_a_newer_world_commits_nothing(phase: str, tmp_path: Path) 
     older.persist()
     older.snapshot(2)
     log = tmp_path / "log"
-    process = FORKS.Process(
-        target=partial(stopping_agent, str(older.arenas), str(older.root), phase, str(log)), daemon=True
-    )
-    process.start()
-    assert process.pid is not None
-    try:
+    with forked(stopping_agent, str(older.arenas), str(older.root), phase, str(log)) as process:
+        assert process.pid is not None
         wait_until(partial(is_stopped, process.pid), f"the agent did not stop {phase}")
         enter_world(older.root, 2)
         resumed = find_newest(older.root).checkpoint
@@ -94,11 +90,8 @@ def test_who_wakes_in_a_newer_world_commits_nothing(phase: str, tmp_path: Path) 
         newer.close()
         older.close()
         os.kill(process.pid, signal.SIGCONT)
-        process.join(60.0)
+        process.join(PATIENCE_S)
         assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
     found = checkpoints(older.root)
     assert [(m.world, m.step) for _, m in found] == [(2, 3), (1, resumed.step)]
     assert_holds(find_newest(older.root).checkpoint, dict.fromkeys(range(EXPERTS), 3))  # type: ignore[arg-type]

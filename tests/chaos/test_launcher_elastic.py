@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,11 @@ from moe_lightning.elastic.processes import RanksFailed
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings
 from moe_lightning.errors import ConfigurationError
+from tests.programs import ROOT, Program, run_program
 
 LAUNCHED = "tests.distributed.launched"
 SCRIPT = Path(__file__).with_name("elastic_script.py")
-ROOT = Path(__file__).parents[2]
+RUN = ("-m", "moe_lightning.elastic.run")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and takes the launcher's terminal over")
 
@@ -90,55 +90,37 @@ def test_wrong_options(tmp_path: Path, options: dict[str, Any], sentence: str) -
         launcher(tmp_path, **options).run(["environment", str(tmp_path)])
 
 
-class Command:
+class Command(Program):
     """`python -m moe_lightning.elastic.run` on the script."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "moe_lightning.elastic.run", "--log-dir", str(folder / "logs"), *options]
-        for setting in ("heartbeat_timeout_s=0.4", "join_window_s=0.3"):
-            command += ["--set", setting]
-        self.process = subprocess.Popen(
-            [*command, str(SCRIPT), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
-        )
+        quick = ("--set", "heartbeat_timeout_s=0.4", "--set", "join_window_s=0.3")
+        logs = ("--log-dir", folder / "logs")
+        super().__init__(*RUN, *logs, *options, *quick, SCRIPT, folder, folder=folder)
 
     def worlds(self) -> list[dict[str, Any]]:
         path = self.folder / "worlds"
         lines = path.read_text().split("\n") if path.exists() else []
         return [json.loads(line) for line in lines[:-1]]
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, self.worlds()
-            time.sleep(0.02)
-
     def wait_for_world(self, size: int, *, after: int = 0) -> list[dict[str, Any]]:
         """The lines of a whole world of that size, beyond the first `after` lines."""
-        self.wait(lambda: sum(w["size"] == size for w in self.worlds()[after:]) >= size)
+        self.wait_for(lambda: sum(w["size"] == size for w in self.worlds()[after:]) >= size)
         return sorted((w for w in self.worlds()[after:] if w["size"] == size), key=lambda w: int(w["rank"]))
 
-    def end(self) -> tuple[str, str]:
-        """Let it end well; what it printed."""
+    def end_well(self) -> tuple[str, str]:
+        """Let it end; what it printed."""
         (self.folder / "stop").touch()
-        out, err = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, err
-        return out, err
+        done = self.end()
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
 
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    made: list[Command] = []
-
-    def command(*options: str) -> Command:
-        made.append(Command(tmp_path, *options))
-        return made[-1]
-
-    yield command
-    for each in made:
-        each.process.kill()
-        each.process.communicate()
+    with contextlib.ExitStack() as stack:
+        yield lambda *options: stack.enter_context(Command(tmp_path, *options))
 
 
 def is_gone(pid: int) -> bool:
@@ -160,7 +142,7 @@ def test_rank_0_is_killed_and_comes_back(commands: Callable[..., Command]) -> No
     again = command.wait_for_world(3, after=5)
     assert again[2]["slot"] == victim["slot"], "the fresh process is the youngest"
     assert again[2]["starts"] == 2
-    out, err = command.end()
+    out, err = command.end_well()
     assert "a world of 2" in out, "the new rank 0 writes to the terminal"
     assert f"rank {victim['slot']} was killed by SIGKILL; started again in 1 s (1 of 20)" in err
     assert all(is_gone(w["pid"]) for w in command.worlds())
@@ -170,8 +152,7 @@ def test_a_signal_ends_everything(commands: Callable[..., Command]) -> None:
     command = commands("--ranks", "2")
     command.wait_for_world(2)
     command.process.send_signal(signal.SIGINT)
-    command.process.communicate(timeout=30)
-    assert command.process.returncode == 128 + signal.SIGINT
+    assert command.end().returncode == 128 + signal.SIGINT
     assert all(is_gone(w["pid"]) for w in command.worlds())
 
 
@@ -182,7 +163,7 @@ def test_a_preempted_worker_leaves_and_is_not_replaced(commands: Callable[..., C
     (alone,) = command.wait_for_world(1, after=2)
     assert alone["pid"] == first[0]["pid"]
     assert alone["reason"] is None, "nothing broke"
-    _, err = command.end()
+    _, err = command.end_well()
     assert "started again" not in err
 
 
@@ -198,7 +179,7 @@ def test_a_node_is_lost_with_its_launcher(commands: Callable[..., Command], tmp_
         (alone,) = nodes[0].wait_for_world(1, after=2)
         assert alone["nodes"] == ["a"]
         assert alone["pid"] == first[1 - lost]["pid"]
-        nodes[0].end()
+        nodes[0].end_well()
 
 
 @pytest.mark.slow
@@ -212,14 +193,13 @@ def test_a_frozen_worker_is_killed_by_its_launcher(commands: Callable[..., Comma
     assert is_gone(first[1]["pid"]), "its heartbeats went on: the others waited for it"
     again = command.wait_for_world(2, after=3)
     assert again[1]["starts"] == 2
-    command.end()
+    command.end_well()
 
 
 @pytest.mark.slow
 def test_a_script_that_says_nothing_of_devices_trains_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
     script = Path(__file__).with_name("plain_script.py")
-    command = [sys.executable, "-m", "moe_lightning.elastic.run", "--ranks", "2", str(script), str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    done = run_program(*RUN, "--ranks", "2", script, tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"ranks-{rank}").read_text() for rank in range(2)] == ["2 2", "2 2"]
     assert "started again" not in done.stderr
@@ -234,26 +214,25 @@ def test_who_crashes_before_training_is_named_on_every_machine(nodes: int, tmp_p
     """Two ranks, of one launcher or two, of which rank 1 fails in a hook of the user's before the training loop."""
     script = Path(__file__).with_name("plain_script.py")
     (tmp_path / "crash").touch()
-    with RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
+    with (
+        RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host,
+        contextlib.ExitStack() as stack,
+    ):
         where = ["--nodes", "2", "--lighthouse", str(host.address), "--secret-file", str(tmp_path / "secret")]
         running = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "moe_lightning.elastic.run", "--ranks", str(2 // nodes)),
-                    *("--log-dir", str(tmp_path / f"logs-{node}")),
+            stack.enter_context(
+                Program(
+                    *(*RUN, "--ranks", str(2 // nodes), "--log-dir", tmp_path / f"logs-{node}"),
                     *([*where, "--node", node] if nodes == 2 else []),
-                    *(str(script), str(tmp_path)),
-                ],
-                cwd=tmp_path,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+                    *(script, tmp_path),
+                    folder=tmp_path,
+                )
             )
             for node in "ab"[:nodes]
         ]
-        said = [each.communicate(timeout=120)[1] for each in running]
-    assert [each.returncode for each in running] == [1] * nodes
-    for text in said:
+        done = [each.end() for each in running]
+    assert [each.returncode for each in done] == [1] * nodes
+    for text in (each.stderr for each in done):
         assert "ValueError: these data are damaged" in text
         assert "closed by peer" not in text
         assert "reset by peer" not in text

@@ -12,6 +12,7 @@ import pytest
 from moe_lightning.checkpoint.loader import find_newest
 from tests.chaos.elastic_runs import SETTINGS, ElasticRun, Kill, assert_same_losses, elastic_run, reference
 from tests.chaos.elastic_worker import checkpoints_of
+from tests.forks import PATIENCE_S
 
 STEPS = 12
 KILLS = [Kill(worker=1, step=5, place="backward"), Kill(worker=2, step=5, place="backward")]
@@ -19,7 +20,7 @@ OPTIONS: dict[str, Any] = {"recovery": {"min_replicas": 3}, "kills": KILLS}
 
 
 def wait_for_recovery(run: ElasticRun, worker: int, *, ranks: int) -> None:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE_S
     while all(line["report"]["ranks_after"] != ranks for line in run.recoveries(worker)):
         assert time.monotonic() < deadline, run.words()
         run.reap(run.processes)

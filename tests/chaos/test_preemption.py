@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, elastic_run
+from tests.forks import PATIENCE_S
 
 STEPS = 24
 _SLOW_S = 0.5
@@ -45,7 +46,7 @@ def slow_to_leave(folder: Path) -> list[Any]:
     return [SlowToLeave()]
 
 
-def _wait_for_steps(diary: Path, steps: int, timeout_s: float = 60.0) -> None:
+def _wait_for_steps(diary: Path, steps: int, timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not diary.exists() or len(diary.read_text().splitlines()) < steps:
         assert time.monotonic() < deadline, f"{diary.name} did not reach {steps} steps"
@@ -64,7 +65,7 @@ def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path) -> None:
         _wait_for_steps(tmp_path / "diary-0.jsonl", 3)
         os.kill(run.processes[1].pid or 0, signal.SIGTERM)
         for worker in range(3):
-            run.processes[worker].join(timeout=60)
+            run.processes[worker].join(PATIENCE_S)
         assert run.processes[0].exitcode == run.processes[2].exitcode == 0
         assert "SIGTERM asks this process to leave" in (tmp_path / "error-1.txt").read_text()
         report = run.result(0)["reports"][0]

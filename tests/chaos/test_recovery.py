@@ -17,6 +17,7 @@ from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.chaos.elastic_worker import checkpoints_of
+from tests.forks import PATIENCE_S
 
 STEPS = 24
 
@@ -159,7 +160,7 @@ def test_a_stopped_rank_is_expelled_and_comes_back(tmp_path: Path) -> None:
     """Law L6: the others go on within the silence timeout; the stopped one comes back as a new member."""
     kills = [Kill(worker=1, step=5, place="forward", signal=signal.SIGSTOP)]
     with elastic_run(tmp_path, workers=3, steps=16, kills=kills, holds=[Hold(step=9, ranks=3)]) as run:
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + PATIENCE_S
         while not (found := run.recoveries(0)) and time.monotonic() < deadline:
             time.sleep(0.02)
         stopped_at = float(next(tmp_path.glob("kill-1-*")).read_text())

@@ -11,6 +11,7 @@ import pytest
 
 from moe_lightning.algorithms.recovery_probability import recovery_probabilities
 from tests.chaos.elastic_runs import Kill, elastic_run
+from tests.forks import PATIENCE_S
 
 NODES = 4
 PAIRS = ((0, 1), (2, 3), (0, 2), (0, 1), (2, 3), (0, 2))
@@ -23,7 +24,7 @@ def survives(folder: Path, lost: tuple[int, ...]) -> bool:
     table = [[int(node in pair) for node in range(NODES)] for pair in PAIRS]
     kills = [Kill(worker=worker, step=2, place="forward") for worker in lost]
     with elastic_run(folder, workers=NODES, steps=4, kills=kills, strategy={"placement": table}) as run:
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + PATIENCE_S
         while len(codes := run.reap(range(NODES))) < NODES:
             assert time.monotonic() < deadline, (lost, codes)
             time.sleep(0.02)

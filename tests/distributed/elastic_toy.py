@@ -29,7 +29,7 @@ from moe_lightning.elastic.hanging import EXIT_HANGING
 from moe_lightning.elastic.membership import Members
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask
-from tests.forks import FORKS
+from tests.forks import FORKS, PATIENCE_S, fork, kill
 
 FAST = ElasticSettings(
     heartbeat_timeout_s=0.4,
@@ -190,16 +190,13 @@ class Toy:
                 settings=self.settings,
             )
             mine, theirs = FORKS.Pipe()
-            process = FORKS.Process(
-                target=work, args=(task.to_environment(), theirs, (behaviours or {}).get(index, "")), daemon=True
-            )
-            process.start()
+            process = fork(work, task.to_environment(), theirs, (behaviours or {}).get(index, ""))
             theirs.close()
             made.append(Worker(process, mine, task))
             self.workers.append(made[-1])
         return made
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Take the workers' events in until a condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -252,9 +249,8 @@ class Toy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        kill(worker.process for worker in self.workers)
         for worker in self.workers:
-            worker.process.kill()
-            worker.process.join()
             worker.process.close()
             worker.pipe.close()
         self.host.close()

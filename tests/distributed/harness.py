@@ -22,14 +22,16 @@ import torch
 import torch.distributed as dist
 
 from moe_lightning.comm.world import World
-from tests.forks import FORKS
+from tests.forks import FORKS, PATIENCE_S, fork, kill
+
+_LEAVE_S = 5.0
 
 
 class RankFailure(AssertionError):
     """A rank raised, died or did not finish in time."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S) -> list[Any]:
     """function(rank, world_size, *args) on every rank of a gloo world; the results in rank order.
 
     The function must be importable (defined at the top level of a module); results are pickled.
@@ -41,23 +43,17 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = FORKS.Pipe()
-            process = FORKS.Process(
-                target=_rank_main, args=(rank, world_size, folder, sender, function, args), daemon=True
-            )
-            process.start()
+            processes.append(fork(_rank_main, rank, world_size, folder, sender, function, args))
             sender.close()
             pipes.append(receiver)
-            processes.append(process)
         try:
             return _collect(pipes, time.monotonic() + timeout_s)
         finally:
             for pipe in pipes:
                 pipe.close()  # the ranks may leave now
             for process in processes:
-                process.join(timeout=5.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                process.join(_LEAVE_S)
+            kill(processes)
 
 
 def connect() -> World:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from moe_lightning.elastic.failure import RankFailure
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
+from tests.programs import ROOT, Program, Watched
 
 LAUNCHED = "tests.distributed.launched"
-ROOT = Path(__file__).parents[2]
+GRACE_S = 120.0
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and waits on process descriptors")
 
@@ -96,71 +96,55 @@ def test_logs_are_private(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "logs").iterdir())
 
 
+@dataclass
 class Command:
-    """A launcher in a process of its own, and descriptors of its two ranks that tell when they end."""
+    """A launcher in a process of its own, and its two ranks."""
 
-    def __init__(self, behaviour: str, folder: Path) -> None:
-        os.mkfifo(folder / "ready")
-        call = f"LocalLauncher(num_ranks=2, log_dir=Path({str(folder)!r}), module={LAUNCHED!r}).run"
-        code = (
-            "from pathlib import Path\n"
-            "from moe_lightning.elastic.failure import Interrupted\n"
-            "from moe_lightning.elastic.launcher import LocalLauncher\n"
-            f"try:\n    {call}([{behaviour!r}, {str(folder)!r}])\n"
-            "except Interrupted as stop:\n    raise SystemExit(128 + stop.signal)\n"
-        )
-        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
-        pids: list[int] = []
-        with (folder / "ready").open() as pipe:
-            while len(pids) < 2:
-                pids += [int(line) for line in pipe]
-        self.ranks = [os.pidfd_open(pid) for pid in pids]
-
-    def ranks_end(self, timeout_s: float) -> bool:
-        """Whether both ranks end in time."""
-        waiting = set(self.ranks)
-        while waiting:
-            ended, _, _ = select.select(waiting, [], [], timeout_s)
-            if not ended:
-                return False
-            waiting -= set(ended)
-        return True
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for descriptor in self.ranks:
-            os.close(descriptor)
+    program: Program
+    ranks: Watched
 
 
 @pytest.fixture
 def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]:
-    running = Command(request.param, tmp_path)
-    yield running
-    running.close()
+    os.mkfifo(tmp_path / "ready")
+    options = f"num_ranks=2, log_dir=Path({str(tmp_path)!r}), module={LAUNCHED!r}, grace_s={GRACE_S}"
+    code = (
+        "from pathlib import Path\n"
+        "from moe_lightning.elastic.failure import Interrupted\n"
+        "from moe_lightning.elastic.launcher import LocalLauncher\n"
+        f"try:\n    LocalLauncher({options}).run([{request.param!r}, {str(tmp_path)!r}])\n"
+        "except Interrupted as stop:\n    raise SystemExit(128 + stop.signal)\n"
+    )
+    with Program("-c", code, folder=ROOT) as program:
+        pids: list[int] = []
+        with (tmp_path / "ready").open() as pipe:
+            while len(pids) < 2:
+                pids += [int(line) for line in pipe]
+        with Watched(pids) as ranks:
+            yield Command(program, ranks)
 
 
 @linux
 @pytest.mark.parametrize("command", ["waiting"], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything(command: Command, number: signal.Signals) -> None:
-    command.process.send_signal(number)
-    assert command.process.wait(timeout=30) == 128 + number
-    assert command.ranks_end(timeout_s=0)
+    command.program.process.send_signal(number)
+    assert command.program.end().returncode == 128 + number
+    assert command.ranks.all_end(timeout_s=0)
 
 
 @linux
 @pytest.mark.parametrize("command", ["stubborn"], indirect=True)
 def test_a_second_signal_ends_stubborn_ranks_at_once(command: Command) -> None:
-    command.process.send_signal(signal.SIGINT)
-    assert not command.ranks_end(timeout_s=0.5)
-    command.process.send_signal(signal.SIGINT)
-    assert command.process.wait(timeout=8) == 128 + signal.SIGINT  # below the grace of ten seconds
-    assert command.ranks_end(timeout_s=0)
+    command.program.process.send_signal(signal.SIGINT)
+    assert not command.ranks.all_end(timeout_s=0.5)
+    command.program.process.send_signal(signal.SIGINT)
+    assert command.program.end(GRACE_S / 2).returncode == 128 + signal.SIGINT
+    assert command.ranks.all_end(timeout_s=0)
 
 
 @linux
 @pytest.mark.parametrize("command", ["stubborn"], indirect=True)
 def test_no_rank_outlives_a_killed_launcher(command: Command) -> None:
-    command.process.kill()
-    assert command.ranks_end(timeout_s=30)
+    command.program.process.kill()
+    assert command.ranks.all_end(timeout_s=60)

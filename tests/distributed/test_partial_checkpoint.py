@@ -32,6 +32,7 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.agents import agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import train
+from tests.forks import PATIENCE_S
 
 EXPERTS, LAYERS = 6, 2
 WITH_CHECKPOINTS = {"enable_checkpointing": True}
@@ -101,7 +102,7 @@ def let_the_agent_finish(root: Path) -> None:
 
 
 def wait_until(condition: Callable[[], bool], complaint: str) -> None:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, complaint
         time.sleep(0.02)

@@ -23,12 +23,13 @@ from moe_lightning.errors import CheckpointError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_partial_checkpoint import WITH_CHECKPOINTS, run, saver
 from tests.distributed.training import train
+from tests.forks import PATIENCE_S
 
 RANKS, EARLIER, LATER = 2, 1, 3
 
 
 def wait_until(condition: Callable[[], bool], complaint: str) -> None:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, complaint
         time.sleep(0.002)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from torchmetrics import MeanMetric
 from moe_lightning import ConfigurationError, auxiliary_loss
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet
+from tests.programs import TESTS, run_program
 
 Options = dict[str, Any]
 
@@ -412,7 +411,5 @@ print("trained", trainer.global_step)
 
 @pytest.mark.parametrize(("devices", "said"), [(1, "trained 2"), (2, "interactive environment")])
 def test_one_rank_trains_at_the_prompt(devices: int, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROMPT.format(devices=devices)], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_program("-c", PROMPT.format(devices=devices), variables=TESTS)
     assert said in done.stdout + done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -18,6 +16,7 @@ from moe_lightning.comm.private_folder import PrivateFolder, checked_folder, fin
 from moe_lightning.comm.world import STORE_VARIABLE, World, join_local_world
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import connect, run_ranks
+from tests.programs import run_program
 
 TIMEOUT = timedelta(seconds=60)
 NOBODY = 65534
@@ -88,7 +87,7 @@ def test_a_folder_is_its_users_alone_and_goes_with_its_maker() -> None:
 def test_the_announcement_of_a_killed_run_is_not_followed() -> None:
     code = "import os, sys; from moe_lightning.comm.private_folder import PrivateFolder as F; f = F(); "
     code += "f.announce('a run'); os.utime(f.path, (0, 0)); os.kill(os.getpid(), 9)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert run_program("-c", code).returncode == -9
     assert len(list(users_folder().iterdir())) == 2
     with pytest.raises(ConfigurationError, match="rank 0 did not appear"):
         find_folder("a run", 0.0)

@@ -7,14 +7,14 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.commands import moe_train, users_environment
+from tests.commands import moe_train
+from tests.programs import run_program
 
 STEPS = 8
 SMALL = [
@@ -54,14 +54,6 @@ def arguments_of(folder: Path, *arguments: str) -> list[str]:
     return ["recipes=chaos", f"run_name={run_name(folder)}", *SMALL, *arguments]
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moe_lightning.cli.train", *arguments_of(folder, *arguments)]
-    out, err = folder / "out.txt", folder / "err.txt"  # files, as a persist agent outlives the command for a while
-    with out.open("w") as stdout, err.open("w") as stderr:
-        ran = subprocess.run(command, cwd=folder, env=users_environment(), stdout=stdout, stderr=stderr, timeout=280)
-    return subprocess.CompletedProcess(ran.args, ran.returncode, out.read_text(), err.read_text())
-
-
 @pytest.mark.parametrize(
     ("ranks", "kills"),
     [
@@ -74,7 +66,8 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: dict[str, int]) -> None:
     named = (re.fullmatch(r"kill\.rank(\d+)\.step(\d+)\.(\w+)", name) for name in kills)
     text = "; ".join(f"rank={found[1]},step={found[2]},place={found[3]}" for found in named if found)
-    ran = run(folder, f"chaos.kill={text}", f"ranks={ranks}")
+    arguments = arguments_of(folder, f"chaos.kill={text}", f"ranks={ranks}")
+    ran = run_program("-m", "moe_lightning.cli.train", *arguments, folder=folder, timeout_s=280)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("was killed by SIGKILL; started again") == len(kills)
     run_dir = folder / "outputs" / run_name(folder)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands import run_script, users_environment
+from tests.commands import run_script
+from tests.programs import TESTS, run_program
 
 SCRIPT = """
 import atexit
@@ -44,7 +43,6 @@ if __name__ == "__main__":
     )
     trainer.fit(Module(), DataLoader(RandomTokens(48), batch_size=12, shuffle=True))
 """
-ROOT = Path(__file__).parents[2]
 LAUNCHERS = {
     "popen": ([], 2, {}),
     "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 2, {}),
@@ -70,13 +68,11 @@ def run(folder: Path, launcher: str) -> list[list[str]]:
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    variables = {**variables, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    variables = {**variables, **TESTS, "GLOO_SOCKET_IFNAME": "lo"}
     if launcher == "slurm":  # starts nothing, so the rank may be forked
         done = run_script(script, str(devices), variables=variables)
     else:
-        command = [sys.executable, *prefix, str(script), str(devices)]
-        environment = {**users_environment(), **variables}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        done = run_program(*prefix, script, str(devices), folder=folder, variables=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     if launcher != "slurm":  # a forked one has the test's own exit
         assert done.stdout.count("left its groups") == devices

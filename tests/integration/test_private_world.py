@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands import users_environment
 from tests.integration.test_readme import block_after
+from tests.programs import TESTS, run_program
 
-ROOT = Path(__file__).parents[2]
 STRANGER = """
 import json, os, signal, sys
 from datetime import timedelta
@@ -92,7 +90,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("launcher", ["popen", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_the_ten_lines_leave_no_way_in(tmp_path: Path, launcher: str) -> None:
+def test_the_ten_lines_leave_no_way_in(tmp_path: Path, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     example = block_after("example: own module")
     head, main = example.split("if __name__ ==")
     (tmp_path / "script.py").write_text(f"{head}{OBSERVER}\nif __name__ =={main}")
@@ -101,15 +99,8 @@ def test_the_ten_lines_leave_no_way_in(tmp_path: Path, launcher: str) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     prefix = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if launcher == "torchrun" else []
-    variables = {name: value for name, value in users_environment().items() if name != "GLOO_SOCKET_IFNAME"}
-    done = subprocess.run(
-        [sys.executable, *prefix, "script.py"],
-        cwd=tmp_path,
-        env={**variables, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    done = run_program(*prefix, "script.py", folder=tmp_path, variables={**TESTS, "TMPDIR": str(temporary)})
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads((tmp_path / "told.json").read_text())
     assert all(told["listening"]), "gloo listens somewhere"

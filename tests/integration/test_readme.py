@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, run_program
+
 README = (ROOT / "README.md").read_text()
 
 
@@ -21,15 +19,12 @@ def block_after(marker: str) -> str:
 def test_own_module_trains_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(block_after("example: own module"))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-    )
+    done = run_program(script, folder=tmp_path, variables={"GLOO_SOCKET_IFNAME": "lo"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "max_epochs=4" in done.stderr + done.stdout
 
 
 def test_ci_reads_the_test_command_from_the_readme() -> None:
     command = block_after("test command").strip()
-    assert command == 'pip install -e ".[test]" && pytest'
+    assert command == 'pip install -e ".[test]" && pytest -n 2'
     assert "<!-- test command -->" in (ROOT / ".ci" / "run").read_text()

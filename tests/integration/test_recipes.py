@@ -1,6 +1,7 @@
-"""Every recipe trains two steps at a reduced size, on one rank in the process of the test.
+"""Every recipe trains two steps at a reduced size, on one rank in the process of the test; by default four do.
 
-Recipes for Hugging Face models are run by tests/distributed/test_huggingface_cli.py, on small checkpoints.
+tests/unit/test_conf.py composes all of them. Recipes for Hugging Face models are run by
+tests/distributed/test_huggingface_cli.py, on small checkpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tests.agents import ForkedAgent
 
 ELSEWHERE = {"olmoe_finetune", "upcycle_gpt2", "upcycle_llama"}
 IMAGES = {"swinv2_moe", "moc_swinv2_moe"}
-SLOW = {"lazarus_gpt_m", "lazarus_gpt_l", "slurm"}  # alike recipes are run by default
+QUICK = {"lazarus_gpt_s", "moc_swinv2_moe", "pro_prophet_moe_gpt_s", "llama_moe_scaling"}
+"""Replicas of experts, partial checkpoints of images, shadows, ZeRO-1 with adaptive partial checkpoints."""
 RECIPES = sorted({path.stem for path in (CONFIG_DIR / "recipes").glob("*.yaml")} - ELSEWHERE)
 
 SMALL = [
@@ -90,7 +92,7 @@ def _composed(recipe: str) -> DictConfig:
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RECIPES]
+    "recipe", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in RECIPES]
 )
 def test_trains_two_steps(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
     if recipe in IMAGES and not all(map(importlib.util.find_spec, ("transformers", "PIL"))):

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import os
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
-from tests.forks import FORKS
+from tests.distributed.harness import run_ranks
 from tests.sweep.__main__ import SUITES, Suite, swept
 from tests.sweep.cases import PROBLEMS, Answer, Case, answer, judged
 from tests.sweep.elastic import hosting
@@ -21,37 +19,28 @@ SAMPLED: dict[Suite, int] = {building_text: 60, hosting: 8}
 """By suite, how many cases one is taken of."""
 
 
-def _sweep(folder: str, suite: Suite, every: int, pipe: Connection) -> None:
-    os.chdir(folder)
+def _sweep(rank: int, world_size: int, suite: Suite, every: int) -> tuple[int, list[str]]:
     found = [(case.label, verdict) for case, verdict in swept(suite, every=every)]
     wrong = [f"{verdict.kind}: {label}: {verdict.text}" for label, verdict in found if verdict.kind in PROBLEMS]
-    pipe.send((len(found), wrong))
+    return len(found), wrong
 
 
-def _wrong(folder: Path, suite: Suite, every: int = 1) -> list[str]:
-    pipe, end = FORKS.Pipe()
-    process = FORKS.Process(target=_sweep, args=(str(folder), suite, every, end))
-    process.start()
-    end.close()
-    try:
-        number, wrong = pipe.recv()
-    finally:
-        process.kill()
-        process.join()
+def _wrong(suite: Suite, every: int = 1, timeout_s: float = 240.0) -> list[str]:
+    [(number, wrong)] = run_ranks(1, _sweep, suite, every, timeout_s=timeout_s)
     assert number
-    return list(wrong)
+    return wrong
 
 
 @pytest.mark.parametrize("suite", SAMPLED, ids=lambda suite: suite.__name__)
-def test_a_sample(suite: Suite, tmp_path: Path) -> None:
-    assert _wrong(tmp_path, suite, SAMPLED[suite]) == []
+def test_a_sample(suite: Suite) -> None:
+    assert _wrong(suite, SAMPLED[suite]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("suite", SUITES)
-def test_all(suite: str, tmp_path: Path) -> None:
-    assert _wrong(tmp_path, SUITES[suite]) == []
+def test_all(suite: str) -> None:
+    assert _wrong(SUITES[suite], timeout_s=3500.0) == []
 
 
 def _case(run: object, *, sensible: bool = False) -> Case:

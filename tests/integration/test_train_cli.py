@@ -9,20 +9,21 @@ from __future__ import annotations
 import csv
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.commands import moe_train, users_environment
+from tests.commands import moe_train
+from tests.programs import Program, Watched, children_of, run_program
 
-COMMAND = [sys.executable, "-m", "moe_lightning.cli.train"]
+COMMAND = ["-m", "moe_lightning.cli.train"]
 TINY = [
     "model=llama_moe_tiny",
     "run_name=tiny",
@@ -38,12 +39,6 @@ TINY = [
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and waits on process descriptors")
 
 
-def _run(folder: Path, *arguments: str, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, *TINY, *arguments], cwd=folder, env=users_environment(), capture_output=True, text=True, timeout=200
-    )
-
-
 def _fork(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return moe_train(folder, *TINY, *arguments)
 
@@ -53,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
     """A folder with a run of four steps on two ranks, and what it said."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(3000)))
-    return folder, _run(folder, "trainer.max_steps=4", "ranks=2", "logger=default")
+    return folder, run_program(*COMMAND, *TINY, "trainer.max_steps=4", "ranks=2", "logger=default", folder=folder)
 
 
 @pytest.fixture
@@ -221,90 +216,65 @@ def test_a_name_that_leads_elsewhere_moves_nothing(folder: Path, name: str) -> N
 
 
 def test_torchrun_starts_the_ranks_itself(folder: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "moe_lightning.cli.train"]
-    result = _run(folder, "run_name=torchrun", "trainer.max_steps=2", command=torchrun)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *COMMAND]
+    result = run_program(*torchrun, *TINY, "run_name=torchrun", "trainer.max_steps=2", folder=folder)
     assert result.returncode == 0, result.stderr
     assert "ranks  2 ranks on cpu" in result.stdout
     assert result.stdout.count("run    outputs/torchrun") == 1
     assert (folder / "outputs" / "torchrun" / "checkpoints" / "step-0000002.ckpt").is_file()
 
 
+@dataclass
 class Running:
-    """A run without an end, past its first steps, and a descriptor of each of its ranks."""
+    """A run without an end, past its first steps, and its ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        endless = ["run_name=endless", "trainer.max_steps=1000000", "ranks=2"]
-        self.process = subprocess.Popen(
-            [*COMMAND, *TINY, *endless],
-            cwd=folder,
-            env=users_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("step "):
-                break
-        self.ranks = [os.pidfd_open(pid) for pid in _children(self.process.pid)]
-
-    def ranks_end(self, timeout_s: float) -> bool:
-        waiting = set(self.ranks)
-        while waiting:
-            ended, _, _ = select.select(waiting, [], [], timeout_s)
-            if not ended:
-                return False
-            waiting -= set(ended)
-        return True
-
-
-def _children(parent: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    folder: Path
+    program: Program
+    ranks: Watched
 
 
 @pytest.fixture
 def running(folder: Path) -> Iterator[Running]:
-    run = Running(folder)
-    yield run
-    run.process.kill()
-    run.process.communicate()
-    for descriptor in run.ranks:
-        os.close(descriptor)
+    endless = ["run_name=endless", "trainer.max_steps=1000000", "ranks=2"]
+    with Program(*COMMAND, *TINY, *endless, folder=folder) as program:
+        program.wait_for(lambda: "\nstep " in program.out)
+        with Watched(children_of(program.process.pid)) as ranks:
+            yield Running(folder, program, ranks)
 
 
 def test_ctrl_c_ends_everything(running: Running) -> None:
     assert len(running.ranks) == 2
-    running.process.send_signal(signal.SIGINT)
-    _, err = running.process.communicate(timeout=60)
-    assert running.process.returncode == 130
+    running.program.process.send_signal(signal.SIGINT)
+    done = running.program.end()
+    assert done.returncode == 130
     (saved,) = (running.folder / "outputs" / "endless" / "checkpoints").iterdir()
     step = int(saved.stem.split("-")[1])
     told = f"outputs/endless/checkpoints/{saved.name} is saved, and the same command goes on after step {step}"
-    assert err.splitlines() == [f"moe-train: ended by SIGINT; {told}"]
-    assert running.ranks_end(timeout_s=0)
+    assert done.stderr.splitlines() == [f"moe-train: ended by SIGINT; {told}"]
+    assert running.ranks.all_end(timeout_s=0)
 
 
 def test_a_second_ctrl_c_ends_at_once(running: Running) -> None:
-    os.kill(_children(running.process.pid)[0], signal.SIGSTOP)  # a rank that will not come to the next step
-    running.process.send_signal(signal.SIGINT)
-    assert not running.ranks_end(timeout_s=0.5)
-    running.process.send_signal(signal.SIGINT)
-    _, err = running.process.communicate(timeout=30)
-    assert running.process.returncode == 130
-    assert "no checkpoint had been written, so the same command starts anew" in err
-    assert running.ranks_end(timeout_s=0)
+    command = running.program.process
+    os.kill(children_of(command.pid)[0], signal.SIGSTOP)  # a rank that will not come to the next step
+    command.send_signal(signal.SIGINT)
+    assert not running.ranks.all_end(timeout_s=0.5)
+    command.send_signal(signal.SIGINT)
+    done = running.program.end()
+    assert done.returncode == 130
+    assert "no checkpoint had been written, so the same command starts anew" in done.stderr
+    assert running.ranks.all_end(timeout_s=0)
 
 
 def test_a_second_command_of_the_same_run_is_refused(running: Running) -> None:
     for resume in ("true", "false"):
         result = _fork(running.folder, "run_name=endless", "ranks=1", f"resume={resume}")
         assert result.returncode == 2
-        assert f"outputs/endless is in use by process {running.process.pid}" in result.stderr
-    assert running.process.poll() is None
+        assert f"outputs/endless is in use by process {running.program.process.pid}" in result.stderr
+    assert running.program.process.poll() is None
 
 
 def test_no_rank_outlives_the_command(running: Running) -> None:
     assert len(running.ranks) == 2
-    running.process.kill()
-    assert running.ranks_end(timeout_s=30)
+    running.program.process.kill()
+    assert running.ranks.all_end(timeout_s=60)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.checkpoint.triple_buffer import NO_STEP, Status, TripleBuffer, newest_common
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from tests.programs import run_program
 from tests.unit.checkpoint_state import Node, expert_keys, node, whole_state
 
 
@@ -207,7 +206,7 @@ def test_the_writer_can_be_read_after_kill_9(tmp_path: Path) -> None:
         writer.finish()
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False, timeout=120)
+    done = run_program("-c", textwrap.dedent(program))
     assert done.returncode == -signal.SIGKILL
     reader = Arena(path)
     assert not reader.writer_alive

@@ -37,7 +37,9 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 @pytest.mark.parametrize("num_experts", [2, 8, 32])
 def test_skews_load_two_ranks_as_they_say(num_experts: int) -> None:
-    for name, shares in balance.skews(num_experts, [2, 4, 8]).items():
+    skews = balance.skews(num_experts, [2, 4, 8])
+    assert list(skews) == ["uniform", "2:1", "4:1", "8:1"]
+    for name, shares in skews.items():
         rows = shares @ uniform_placement(num_experts, 2).replicas
         ratio = 1 if name == "uniform" else int(name.partition(":")[0])
         assert rows[0] / rows[1] == pytest.approx(ratio)

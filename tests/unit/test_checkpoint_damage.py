@@ -9,8 +9,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import reduce
@@ -31,6 +29,7 @@ from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
 from moe_lightning.checkpoint.persist_job import next_job
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.errors import CheckpointError
+from tests.programs import run_program
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, Node, assert_holds, node, state_of
 
 
@@ -335,7 +334,7 @@ def test_a_file_size_limit_stops_a_real_agent_but_not_the_checkpoint(tmp_path: P
         )
         request_stop(made.arenas)
         arguments = ["--arenas", str(made.arenas), "--checkpoints", str(made.root), "--retry-s", "0.01"]
-        done = subprocess.run([sys.executable, "-c", limited, *arguments], check=False, timeout=120)
+        done = run_program("-c", limited, *arguments)
         assert done.returncode == 1
         assert "File too large" in str(read_status(made.arenas).error)
         found = find_newest(made.root)

@@ -10,7 +10,7 @@ import pytest
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.run_lock import locked
 from moe_lightning.errors import ConfigurationError
-from tests.forks import FORKS
+from tests.forks import FORKS, fork, kill
 
 
 @pytest.fixture
@@ -34,14 +34,13 @@ class Other:
 
     def __init__(self, path: Path, party: str | None = None) -> None:
         self.pipe, end = FORKS.Pipe()
-        self.process = FORKS.Process(target=_hold, args=(path, party, end))
-        self.process.start()
+        self.process = fork(_hold, path, party, end)
         end.close()
         self.said = self.pipe.recv()
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.join()
+        kill([self.process])
+        self.pipe.close()
 
 
 def test_a_second_command_is_told_who_holds_it(directory: RunDirectory) -> None:

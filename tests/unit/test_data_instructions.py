@@ -44,6 +44,7 @@ def samples(made: InstructionData) -> list[tuple[bytes, bytes]]:
     triples = [three for loader in loaders for three in (loader.dataset[i] for i in range(len(loader.dataset)))]  # type: ignore[arg-type]
     pairs = [(x, y) for x, y, _ in triples]
     shown = [torch.where(y == IGNORED_TARGET, ord("."), y) for _, y in pairs]
+    assert len(pairs) >= 2, "one to train on and one to validate with"
     return [(bytes(x.tolist()), bytes(y.tolist())) for (x, _), y in zip(pairs, shown, strict=True)]
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.server
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,7 +24,9 @@ from moe_lightning.elastic.run import main as run_main
 from moe_lightning.elastic.secret import create_secret, read_secret
 from moe_lightning.elastic.settings import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
 from moe_lightning.errors import ConfigurationError
-from tests.forks import FORKS
+from tests.distributed.harness import run_ranks
+from tests.leftovers import listening
+from tests.programs import Program
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,7 @@ def test_on_one_machine_nothing_listens_on_a_port() -> None:
 
 def test_what_a_killed_launcher_left_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_folder, "_UNLOCKED_S", -1.0)
-    with FORKS.Pool(1) as pool:
-        folder = pool.apply(leave_a_host)
+    [folder] = run_ranks(1, leave_a_host)
     assert folder.exists()
     with RendezvousHost() as host:
         assert not folder.exists()
@@ -165,7 +164,7 @@ def test_what_a_killed_launcher_left_is_swept(monkeypatch: pytest.MonkeyPatch) -
             assert host.secret_file.exists(), "one that is served stays"
 
 
-def leave_a_host() -> Path:
+def leave_a_host(*_: int) -> Path:
     """As a launcher that is killed does."""
     host = RendezvousHost()
     HOSTS.append(host)
@@ -183,21 +182,6 @@ def test_between_machines_it_listens_where_it_is_told_only(tmp_path: Path) -> No
     assert listening() == before
 
 
-def listening() -> set[tuple[str, int]]:
-    """(address in hexadecimal, port) of all listening sockets of this process."""
-    inodes = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(f"/proc/self/fd/{name}").removeprefix("socket:[").rstrip("]"))
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    return {
-        (address, int(port, 16))
-        for fields in lines
-        if fields[3] == "0A" and fields[9] in inodes
-        for address, port in [fields[1].split(":")]
-    }
-
-
 def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
     with (
         RendezvousHost(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host,
@@ -207,14 +191,13 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_the_command_says_where_it_listens_and_ends_on_a_signal(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "moe_lightning.elastic.rendezvous_host", "--bind", "127.0.0.1:0"]
-    command += ["--secret-file", str(tmp_path / "a" / "secret")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
-    assert re.fullmatch(rf"listening on 127\.0\.0\.1:\d+, secret in {tmp_path}/a/secret\n", line)
+    where = ("--bind", "127.0.0.1:0", "--secret-file", tmp_path / "a" / "secret")
+    with Program("-m", "moe_lightning.elastic.rendezvous_host", *where) as program:
+        program.wait_for(lambda: program.out.endswith("\n"))
+        program.process.send_signal(signal.SIGTERM)
+        done = program.end()
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(rf"listening on 127\.0\.0\.1:\d+, secret in {tmp_path}/a/secret\n", done.stdout)
 
 
 @pytest.mark.parametrize(

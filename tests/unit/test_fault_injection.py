@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from moe_lightning.elastic import fault_effects
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, make_trainer
+from tests.programs import Program, run_program
 from tests.unit.checkpoint_state import whole_state
 
 STEPS = 4
@@ -104,24 +103,21 @@ print(time.monotonic() - began)
 """
 
 
+SLEEPER = ("-I", "-S", "-c", "import time; time.sleep(60)")
+
+
 def test_a_stopped_process_is_continued() -> None:
-    ran = subprocess.run([sys.executable, "-c", STOPPER], capture_output=True, text=True, timeout=60, check=True)
-    assert float(ran.stdout) >= 0.3
+    assert float(run_program("-c", STOPPER).stdout) >= 0.3
 
 
 def test_a_process_that_dies_while_it_is_stopped_is_let_be() -> None:
-    sleeper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
-    helper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(fault_effects._HELPER), "continue", str(sleeper.pid), "0.1"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert helper.stdout is not None
-    with helper.stdout:
-        assert helper.stdout.readline() == "ready\n"
-    sleeper.kill()
-    sleeper.wait()
-    assert helper.wait(timeout=30) == 0
+    with Program(*SLEEPER) as sleeper:
+        arguments = ("continue", str(sleeper.process.pid), "0.1")
+        with Program("-I", "-S", fault_effects._HELPER, *arguments) as helper:
+            helper.wait_for(lambda: helper.out == "ready\n")
+            sleeper.process.kill()
+            sleeper.process.wait()
+            assert helper.end().returncode == 0
 
 
 def test_space_is_taken_and_given_back(tmp_path: Path) -> None:
@@ -138,9 +134,8 @@ def test_a_full_disk_is_no_failure_of_the_helper(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20)); sys.argv = sys.argv[1:];"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    command = [sys.executable, "-I", "-c", limited, str(fault_effects._HELPER), "fill", str(tmp_path), "100", "0.01"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout == f"{2 << 20} bytes\n"
+    ran = run_program("-I", "-c", limited, fault_effects._HELPER, "fill", tmp_path, "100", "0.01")
+    assert (ran.returncode, ran.stdout) == (0, f"{2 << 20} bytes\n")
 
 
 def test_every_piece_of_a_rank_is_damaged(tmp_path: Path) -> None:
@@ -163,11 +158,11 @@ def test_every_piece_of_a_rank_is_damaged(tmp_path: Path) -> None:
 
 
 def test_the_dead_are_passed_over_and_the_living_killed() -> None:
-    gone, alive = (subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]) for _ in "12")
-    gone.kill()
-    gone.wait()
-    fault_effects.kill([gone.pid, alive.pid])
-    assert alive.wait(timeout=30) == -signal.SIGKILL
+    with Program(*SLEEPER) as gone, Program(*SLEEPER) as alive:
+        gone.process.kill()
+        gone.process.wait()
+        fault_effects.kill([gone.process.pid, alive.process.pid])
+        assert alive.end().returncode == -signal.SIGKILL
 
 
 def test_a_node_is_lost_at_its_time_or_not_at_all() -> None:

@@ -82,6 +82,7 @@ def test_what_storage_is_too_busy_for_is_read_before_its_time_is_up(tmp_path: Pa
             made.snapshot(step, fresh=[0], persist=[0])
             made.persist()
         reads = made.agent._scrubber._read_at
+        assert len(reads) == len(carried(made.root)) > 0
         assert all(made.agent._scrubber._commits - read <= 2 for read in reads.values())
 
 

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-d
 
 from moe_lightning.comm.cut import ConnectionCut
 from moe_lightning.comm.strangers import turn_strangers_away
+from tests.leftovers import listening
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")
 
@@ -53,21 +53,13 @@ def sums(groups: list[ProcessGroupGloo]) -> list[float]:
     return [float(tensor[0]) for tensor in tensors]
 
 
-def listening(before: set[int]) -> set[int]:
-    """Ports on which this process has been listening since."""
-    mine = {str(entry.stat().st_ino) for entry in Path("/proc/self/fd").iterdir() if entry.is_socket()}
-    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
-    words = [line.split() for line in lines]
-    return {int(w[1].split(":")[1], 16) for w in words if w[3] == "0A" and w[9] in mine} - before
-
-
 def test_a_port_of_gloo_is_closed_to_strangers_once_its_group_is_built(foreign: socket.socket) -> None:
-    before = listening(set())
+    before = listening()
     with ConnectionCut() as cut:
         groups = pair_of_groups()
-    (early,) = (socket.create_connection(("127.0.0.1", port), timeout=5) for port in sorted(listening(before))[:1])
+    early = socket.create_connection(("127.0.0.1", min(port for _, port in listening() - before)), timeout=5)
     assert turn_strangers_away(cut.connections) == 2
-    ports = listening(before)
+    ports = {port for _, port in listening() - before}
     assert len(ports) == 2
     for port in ports:
         with pytest.raises(TimeoutError):

@@ -130,9 +130,11 @@ def test_temperatures_do_not_decay() -> None:
     """A temperature for each head, [heads, 1, 1], is a vector; stacks of matrices are none."""
     module = built()
     decayed = {id(parameter) for parameter in parameter_groups(module, 0.1)[0]["params"]}
-    names = {name: id(parameter) in decayed for name, parameter in module.named_parameters()}
-    assert not any(decays for name, decays in names.items() if name.endswith("logit_scale"))
-    assert all(decays for name, decays in names.items() if name.endswith(("w_up", "w_down", "query.weight")))
+    decays = {
+        ending: {id(parameter) in decayed for name, parameter in module.named_parameters() if name.endswith(ending)}
+        for ending in ("logit_scale", "w_up", "w_down", "query.weight")
+    }
+    assert decays == {"logit_scale": {False}, "w_up": {True}, "w_down": {True}, "query.weight": {True}}
 
 
 # ---------------------------------------------------------------------- checkpoints of dense models

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, run_program
 
 
 @pytest.mark.slow
@@ -18,18 +16,8 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     # Without isolation nothing is downloaded, so the build backend must be here already.
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("hatchling, the build backend, is not installed")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    done = run_program("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("moe_lightning-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())

@@ -19,7 +19,10 @@ TOKENS = [0, 1, 2, 7, 33, *([] if INTERPRETED else [130])]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}
 """Largest error relative to the largest magnitude of the expected tensor."""
 
-kernel_settings = settings(max_examples=12 if INTERPRETED else 40, deadline=None)
+EXAMPLES = "MOE_LIGHTNING_KERNEL_EXAMPLES"
+"""The variable that says how many routings, sizes and values each property is tried on."""
+
+kernel_settings = settings(max_examples=int(os.environ.get(EXAMPLES, "40")), deadline=None)
 
 
 @st.composite

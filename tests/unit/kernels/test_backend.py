@@ -1,8 +1,6 @@
 """The choice of bodies: by device, overridable, logged once, refused in one sentence."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import selection as choice
+from tests.programs import run_program
 
 CPU = torch.device("cpu")
 
@@ -63,4 +62,5 @@ def test_triton_is_not_imported_where_it_is_not_chosen():
         "ops.permute(torch.zeros(1, 2), torch.tensor([0]), torch.tensor([[0]]));"
         "assert not any(m.startswith('moe_lightning.kernels.triton_') for m in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = run_program("-c", code)
+    assert done.returncode == 0, done.stderr
