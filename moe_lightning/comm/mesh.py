@@ -1,0 +1,101 @@
+"""Where a rank stands in its run: another coordinate for each purpose, over one mesh of ranks.
+
+What a rank computes on (its slice of the batch), whom it exchanges tokens with, what it writes into a checkpoint and
+whom it fails with are four questions. With data parallelism alone the rank in the world answers all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_lightning.algorithms.mesh_shape import AXES, STAGE, MeshShape
+from moe_lightning.comm.exchange_clock import ExchangeClock
+from moe_lightning.comm.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """All ranks of a run, and this rank's place among them.
+
+    Attributes:
+        shape: ranks along each axis.
+        whole: all ranks: they agree, prepare and commit together, and `whole.rank` is who writes.
+        world: the ranks of this rank's stage, among which experts are dispatched; `world.rank` counts in dispatch.
+        node_of: failure domain of each rank of the whole, [whole.size]; numbered from 0.
+    """
+
+    shape: MeshShape
+    whole: World
+    world: World
+    node_of: tuple[int, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.node_of) == self.shape.num_ranks == self.whole.size
+
+    @classmethod
+    def flat(cls, world: World, node_of: tuple[int, ...]) -> Mesh:
+        """Data parallelism alone: no groups beside the world's."""
+        return cls(shape=MeshShape(dp=world.size), whole=world, world=world, node_of=node_of)
+
+    @classmethod
+    def build(cls, whole: World, shape: MeshShape, node_of: tuple[int, ...], timeout: timedelta) -> Mesh:
+        """Build the groups of the stages; collective over the whole, which is torch's default group."""
+        if shape.pp == 1:
+            return cls(shape=shape, whole=whole, world=whole, node_of=node_of)
+        return cls(shape=shape, whole=whole, world=_stage(whole, shape, timeout), node_of=node_of)
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return self.shape.index(self.whole.rank, "pp")
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the global batch is this rank's; ranks along the other axes share it."""
+        return self.shape.index(self.whole.rank, "dp")
+
+    @property
+    def data_size(self) -> int:
+        """Slices of the global batch."""
+        return self.shape.dp
+
+    @property
+    def node_peers(self) -> tuple[int, ...]:
+        """The ranks of the whole that fail together with this one, ascending."""
+        mine = self.node_of[self.whole.rank]
+        return tuple(rank for rank, node in enumerate(self.node_of) if node == mine)
+
+    @cached_property
+    def devices(self) -> DeviceMesh:
+        """torch's view of the mesh, for its parallel parts; collective over the whole the first time."""
+        layout = torch.arange(self.whole.size).view(self.shape.sizes)
+        return DeviceMesh(self.whole.device.type, layout, mesh_dim_names=AXES)
+
+    def close(self) -> None:
+        """Give back the groups made for this mesh and its worlds; the default group belongs to who made it."""
+        if self.world is not self.whole:
+            self.world.close()
+            if self.world.dense is not None and dist.is_initialized():
+                dist.destroy_process_group(self.world.dense)
+        self.whole.close()
+
+
+def _stage(whole: World, shape: MeshShape, timeout: timedelta) -> World:
+    """The world of this rank's stage; every rank of the whole builds the groups of all stages in one order."""
+    found: World | None = None
+    for ranks in shape.groups(STAGE):
+        groups = {}
+        if len(ranks) > 1:
+            for purpose in ("dense", "compute", "background"):
+                groups[purpose] = dist.new_group(list(ranks), timeout=timeout, group_desc=purpose)
+        if whole.rank in ranks:
+            place = {"rank": ranks.index(whole.rank), "size": len(ranks), "exchanges": ExchangeClock()}
+            found = replace(whole, **{"dense": None, "compute": None, "background": None, **place, **groups})
+    assert found is not None
+    return found
