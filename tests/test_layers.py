@@ -28,8 +28,9 @@ MAY_IMPORT = {
     "errors": set[str](),
     "config": set[str](),
     "values": set[str](),
+    "registry": set[str](),
 }
-SHARED = {"errors", "config", "values"}
+SHARED = {"errors", "config", "values", "registry"}
 MAY_COMMUNICATE = {"comm", "elastic", "strategies"}
 WITHOUT_LIGHTNING = {"algorithms", "kernels", "comm", "modules", "checkpoint", *SHARED}
 UNSAFE_CALLS = {
