@@ -27,7 +27,7 @@ from moe_lightning.checkpoint.optimizer_replay import AdamWReplay
 from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.decision_check import check_versions
 from moe_lightning.comm.dense_sum import sum_over_ranks
-from moe_lightning.comm.dispatcher import QuotaPolicy
+from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, QuotaPolicy
 from moe_lightning.comm.object_collectives import carry_objects_without_pickle
 from moe_lightning.comm.world import World, join_local_world
 from moe_lightning.data.step_sampler import StepSlice
@@ -68,6 +68,8 @@ class ExpertParallelStrategy(SteppingStrategy):
             hold no expert are vacant and cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens among its replicas so that ranks are loaded evenly, "equal" splits
             them evenly.
+        dispatch: how tokens travel to experts: "exchange" (an uneven all-to-all), "padded" (as DeepSpeed-MoE without
+            drops), or a name that somebody has registered in `comm.dispatcher.DISPATCH_BACKENDS`.
         zero1: keep the optimizer state of each dense parameter on one rank only.
         seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything,
             else 0.
@@ -97,6 +99,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         placement: str | os.PathLike[str] | Sequence[Any] | None = None,
         slots: PositiveInt | None = None,
         quota: QuotaPolicy = "balanced",
+        dispatch: str = "exchange",
         zero1: bool = False,
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
@@ -112,12 +115,14 @@ class ExpertParallelStrategy(SteppingStrategy):
             raise ConfigurationError(
                 f"copies={copies} belongs to the uniform placement: give either copies or placement, not both"
             )
+        DISPATCH_BACKENDS.find(dispatch)
         super().__init__(timeout=timedelta(seconds=timeout_s), **kwargs)
         self._ep_size = ep_size
         self._copies = copies
         self._placement = placement
         self._slots = slots
         self._quota: QuotaPolicy = quota
+        self._dispatch = dispatch
         self._zero1 = zero1
         self._seed = seed
         self._check_replicas_every = check_replicas_every
@@ -325,7 +330,13 @@ class ExpertParallelStrategy(SteppingStrategy):
             module, self.world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
         )
         return PlacedExperts(
-            module, placements, self.world, ep_size=self._ep_size, quota=self._quota, slots=self._slots
+            module,
+            placements,
+            self.world,
+            ep_size=self._ep_size,
+            quota=self._quota,
+            dispatch=self._dispatch,
+            slots=self._slots,
         )
 
     def replace_experts(self, placements: Sequence[Placement]) -> MigrationReport:
