@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from typing_extensions import get_protocol_members
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import shown
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -83,7 +84,7 @@ class Registry(Generic[T]):
         if name in self._members:
             return self._members[name]
         if name not in self._plugins:
-            self._plugins[name] = self._plugin(name, f"{key or self.kind}={name!r}")
+            self._plugins[name] = self._plugin(name, f"{key or self.kind}={shown(name)}")
         return self._plugins[name]
 
     def make(self, name: str, *args: Any, **kwargs: Any) -> Any:
