@@ -34,13 +34,14 @@ MAY_IMPORT = {
     "errors": set[str](),
     "config": set[str](),
     "values": set[str](),
+    "registry": set[str](),
 }
 MAY_IMPORT["strategies"] = {"algorithms", "kernels", "comm", "modules", "checkpoint", "data", "elastic"}
 MAY_IMPORT["callbacks"] = {*MAY_IMPORT, "strategies"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "callbacks", "__version__"}
 MAY_IMPORT["bench"] = {*MAY_IMPORT, "cli"}
 MAY_IMPORT |= {"conf": set(), "__init__": set(MAY_IMPORT)}
-SHARED = {"errors", "config", "values"}
+SHARED = {"errors", "config", "values", "registry"}
 MAY_COMMUNICATE = {"comm", "elastic", "strategies"}
 WITHOUT_LIGHTNING = {"algorithms", "kernels", "comm", "modules", "checkpoint", *SHARED}
 UNSAFE_CALLS = {

@@ -10,23 +10,22 @@ Shapes: L layers, E experts, N ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from moe_lightning.algorithms.allocation import AllocationPolicy, affordable_replicas, allocate_replicas
+from moe_lightning.algorithms.allocation import AllocationPolicy, affordable_replicas
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.dispatch import padded_rows
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
 from moe_lightning.algorithms.migration import BoolArray, MappingMethod, align_placements
-from moe_lightning.algorithms.packing import packed_placement
 from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.performance_model import ONE_COPY, BlockCosts, predict_block, total_copies, total_volumes
 from moe_lightning.algorithms.placement import Placement, uniform_placement
+from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES, NodeRule, placed_by
 from moe_lightning.algorithms.quota import balanced_quota, balanced_split, equal_quota
-from moe_lightning.algorithms.replica_placement import PLACEMENT_RULES, deal_to_ranks
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import (
     ShadowPlan,
@@ -38,8 +37,6 @@ from moe_lightning.algorithms.shadows import (
 )
 from moe_lightning.errors import ConfigurationError
 
-PLACEMENT_NAMES = ("packed", *PLACEMENT_RULES, "plain")
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementPolicy:
@@ -47,8 +44,8 @@ class PlacementPolicy:
 
     Attributes:
         rule: "packed" (balance first), "mro+" (survival first), "mro", "spread", "compact", or "plain" (every expert
-            once, no load).
-        allocation: replica counts for all rules but "packed" and "plain", which need none.
+            once, no load), or a name that somebody has registered in `PLACEMENT_RULES`.
+        allocation: replica counts for the rules of this package but "packed" and "plain", which need none.
         min_replicas: distinct nodes for each expert, where slots allow.
         mapping: how planned nodes become present ones.
 
@@ -62,8 +59,18 @@ class PlacementPolicy:
     mapping: MappingMethod = "optimal"
 
     def __post_init__(self) -> None:
-        if self.rule not in PLACEMENT_NAMES:
-            raise ConfigurationError(f"placement rule {self.rule!r} is unknown: use one of {list(PLACEMENT_NAMES)}")
+        PLACEMENT_RULES.find(self.rule, "placement")
+
+    def place(self, load: IntArray, cluster: Cluster) -> Placement:
+        """A layer's experts by their loads, int64 [E].
+
+        Raises:
+            ConfigurationError: slots that cannot hold the experts, or a rule's placement that does not fit the cluster.
+        """
+        rule = PLACEMENT_RULES[self.rule]
+        if isinstance(rule, NodeRule):
+            rule = replace(rule, allocation=self.allocation)
+        return placed_by(rule, load, cluster, self.min_replicas)
 
 
 def plan_placement(
@@ -82,7 +89,7 @@ def plan_placement(
     """
     if loads.ndim != 2:
         raise ConfigurationError(f"loads have shape {loads.shape}: give token counts [layers, experts]")
-    planned = [_place(load, cluster, policy) for load in loads]
+    planned = [policy.place(load, cluster) for load in loads]
     return planned if held is None else align_placements(held, planned, cluster, policy.mapping)
 
 
@@ -173,7 +180,7 @@ def _better_placement(
     missing, busiest = cluster.missing_nodes(present.pairs, promised), _busiest(load, present)
     if not missing and busiest * cluster.num_ranks <= (1 + tolerance) * int(load.sum()):
         return None
-    placements = [_place(load, candidate.cluster, candidate.policy) for candidate in candidates]
+    placements = [candidate.policy.place(load, candidate.cluster) for candidate in candidates]
     missing_then = [cluster.missing_nodes(placement.pairs, promised) for placement in placements]
     safest = min(missing_then)
     if safest > missing:
@@ -192,23 +199,6 @@ def _better_placement(
 
 def _busiest(load: IntArray, placement: Placement) -> int:
     return int(placement.pairs.on_ranks(balanced_split(load, placement.pairs)).max())
-
-
-def _place(load: IntArray, cluster: Cluster, policy: PlacementPolicy) -> Placement:
-    if policy.rule == "plain":
-        if cluster.num_slots < len(load):
-            raise ConfigurationError(f"{cluster.num_slots} slots cannot hold {len(load)} experts: add ranks or slots")
-        return uniform_placement(len(load), cluster.num_ranks)
-    if policy.rule == "packed":
-        return packed_placement(load, cluster, policy.min_replicas)
-    replicas = allocate_replicas(
-        load,
-        slots=cluster.num_slots,
-        num_nodes=cluster.num_nodes,
-        min_replicas=policy.min_replicas,
-        policy=policy.allocation,
-    )
-    return deal_to_ranks(PLACEMENT_RULES[policy.rule](replicas, cluster.node_slots()), cluster, load)
 
 
 SHADOW_POLICIES: dict[str, Callable[[IntArray, Placement, BlockCosts], ShadowPlan]] = {

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
-KINDS = ("arena", "copy", "parity")
+
+class SnapshotKind(StrEnum):
+    """What a snapshot in memory is to its writer."""
+
+    ARENA = "arena"  # its own, on its node
+    COPY = "copy"  # kept by another rank (ARC)
+    PARITY = "parity"  # of its sharding group, from which it can be computed (AEC)
 
 
 class HeldExpert(NamedTuple):
@@ -27,7 +34,7 @@ class SnapshotInventory:
     """A whole snapshot of one writer, or one of the parities from which it can be computed.
 
     Attributes:
-        kind: "arena": the writer's own, on its node; "copy": kept by another (ARC); "parity" (AEC).
+        kind: whose it is, or a parity.
         writer: rank in the world of `session` whose state it is.
         session: start of the run; later ones are larger as strings.
         step: the step after which it was taken.
@@ -37,7 +44,7 @@ class SnapshotInventory:
         members: writers of the sharding group of a parity, in its order.
     """
 
-    kind: str
+    kind: SnapshotKind
     writer: int
     session: str
     step: int
@@ -47,14 +54,14 @@ class SnapshotInventory:
     members: tuple[int, ...] = ()
 
     @property
-    def place(self) -> tuple[str, int, int]:
+    def place(self) -> tuple[SnapshotKind, int, int]:
         """(kind, writer, step): names a snapshot of a session on a node."""
         return self.kind, self.writer, self.step
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        experts = tuple(HeldExpert(*row) for row in data["experts"])
-        return cls(**{**data, "experts": experts, "members": tuple(data["members"])})
+        kind, experts = SnapshotKind(data["kind"]), tuple(HeldExpert(*row) for row in data["experts"])
+        return cls(**{**data, "kind": kind, "experts": experts, "members": tuple(data["members"])})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,12 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from typing import Protocol
 
 from moe_lightning.algorithms.parts import cut
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.registry import Registry
 
-METHODS = ("none", "arc", "aec")
 BUFFERS = 3
 """Versions that a protecting file has room for: one whole everywhere, one perhaps not, one being written."""
 
@@ -30,7 +31,7 @@ class ProtectionLayout:
     """Who keeps what for whom.
 
     Attributes:
-        method: "none", "arc" or "aec".
+        method: name of the protection that laid it out.
         node_of: failure domain of each rank, [N].
         holders: the ranks that keep a copy of each rank's snapshot, [N][p]; with AEC only where a rank has no group.
         groups: sharding groups of AEC, ranks on distinct nodes.
@@ -40,6 +41,11 @@ class ProtectionLayout:
     node_of: tuple[int, ...]
     holders: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def protects(self) -> bool:
+        """Whether anything is kept twice."""
+        return bool(self.groups) or any(self.holders)
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """The sharding group of a rank; empty where it has none."""
@@ -144,6 +150,65 @@ def aec_layout(node_of: Sequence[int], *, group_nodes: int = 8) -> ProtectionLay
 def no_protection(node_of: Sequence[int]) -> ProtectionLayout:
     """Nothing is kept twice."""
     return ProtectionLayout(method="none", node_of=tuple(node_of), holders=((),) * len(node_of))
+
+
+class Protection(Protocol):
+    """Lays out who keeps whose snapshots: copies, or parities of groups. Every rank calls it for itself, so it must
+    return the same on all of them."""
+
+    def __call__(self, node_of: Sequence[int], failures: int, /) -> ProtectionLayout:
+        """For ranks on at least two nodes.
+
+        Args:
+            node_of: node of each rank.
+            failures: nodes that may fail at once; at least 1 and fewer than there are.
+        """
+
+
+def copies(node_of: Sequence[int], failures: int, /) -> ProtectionLayout:
+    """As many copies as nodes may fail (ARC)."""
+    return arc_layout(node_of, shifts=failures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parities:
+    """A `Protection` by groups of about so many nodes, which survives one failed node in each (AEC)."""
+
+    group_nodes: int = 8
+
+    def __call__(self, node_of: Sequence[int], failures: int, /) -> ProtectionLayout:
+        return aec_layout(node_of, group_nodes=self.group_nodes)
+
+
+PROTECTIONS: Registry[Protection] = Registry(
+    "protection",
+    Protection,
+    {"none": lambda node_of, failures, /: no_protection(node_of), "arc": copies, "aec": Parities()},
+)
+
+
+def protected_by(protection: Protection, node_of: Sequence[int], failures: int) -> ProtectionLayout:
+    """The layout of a world's ranks; with one node there is nowhere to keep anything.
+
+    Raises:
+        ConfigurationError: the protection returns something else, or keeps a snapshot on its own node or outside the
+            world.
+    """
+    num_nodes = len(set(node_of))
+    if num_nodes < 2:
+        return no_protection(node_of)
+    layout = protection(node_of, min(failures, num_nodes - 1))
+    if not isinstance(layout, ProtectionLayout) or layout.node_of != tuple(node_of):
+        raise ConfigurationError(f"a protection must return a ProtectionLayout of its {len(node_of)} ranks")
+    kept = [(writer, holder) for writer, holders in enumerate(layout.holders) for holder in holders]
+    kept += [pair for group in layout.groups for pair in combinations(group, 2)]
+    for writer, holder in kept:
+        if not {writer, holder} <= set(range(len(node_of))) or node_of[writer] == node_of[holder]:
+            raise ConfigurationError(
+                f"the protection {layout.method!r} keeps the snapshot of rank {writer} on rank {holder}, which fails "
+                "with it: choose ranks of other nodes"
+            )
+    return layout
 
 
 def choose_protection(

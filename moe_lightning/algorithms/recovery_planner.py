@@ -27,7 +27,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.inventory import RankInventory, SnapshotInventory, StorageInventory, without_snapshots
+from moe_lightning.algorithms.inventory import (
+    RankInventory,
+    SnapshotInventory,
+    SnapshotKind,
+    StorageInventory,
+    without_snapshots,
+)
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.recovery_plan import Decode, Expert, Origin, Read, RecoveryPlan
 
@@ -113,11 +119,10 @@ class _Search:
         for inventory in inventories:
             for snapshot in inventory.snapshots:
                 key = (snapshot.session, snapshot.step, snapshot.writer)
-                if snapshot.kind == "parity":
+                if snapshot.kind is SnapshotKind.PARITY:
                     self._parity[key].setdefault(snapshot.holder, (inventory.node, snapshot))
                 else:
-                    origin = Origin.ARENA if snapshot.kind == "arena" else Origin.COPY
-                    self._whole[key].append((origin, inventory.node, snapshot))
+                    self._whole[key].append((Origin[snapshot.kind.name], inventory.node, snapshot))
         for found in self._whole.values():
             found.sort(key=lambda item: item[:2])
         top = max((i.live_version for i in inventories), default=-1)

@@ -139,7 +139,7 @@ def compact(replicas: IntArray, node_slots: IntArray) -> IntArray:
     return table
 
 
-PLACEMENT_RULES: dict[str, Callable[[IntArray, IntArray], IntArray]] = {
+NODE_RULES: dict[str, Callable[[IntArray, IntArray], IntArray]] = {
     "mro": mro,
     "mro+": mro_plus,
     "spread": spread,

@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
@@ -25,7 +24,6 @@ from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.bench.ranks import enter
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.padded import PaddedDispatcher
 from moe_lightning.elastic.lifeline import leave_process_groups
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
@@ -41,17 +39,6 @@ Summary = Callable[[Sequence[float]], float]
 
 WARMUP_STEPS = 12
 """A balancer places experts at step 8 and has measured dense layers before."""
-
-
-class PaddedStrategy(ExpertParallelStrategy):
-    """Expert parallelism with padded exchanges."""
-
-    @override
-    def _place_experts(self, module: nn.Module) -> PlacedExperts:
-        experts = super()._place_experts(module)
-        for layer in experts.layers:
-            layer.dispatcher = PaddedDispatcher.like(layer.dispatcher)
-        return experts
 
 
 class Watch(pl.Callback):
@@ -186,7 +173,7 @@ def _strategy(ways: Strategy | None, slots: int) -> ExpertParallelStrategy:
     if ways is None:
         return ExpertParallelStrategy(slots=slots)
     if ways.padded:
-        return PaddedStrategy()
+        return ExpertParallelStrategy(dispatch="padded")
     return ExpertParallelStrategy(slots=slots, quota="balanced" if ways.balanced else "equal")
 
 

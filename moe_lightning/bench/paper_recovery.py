@@ -14,7 +14,7 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.migration import align_placements, held_states, plan_migration
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.recovery_probability import block_recovery, recovery_probabilities
-from moe_lightning.algorithms.replica_placement import PLACEMENT_RULES
+from moe_lightning.algorithms.replica_placement import NODE_RULES
 from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.bench.paper_table import PaperTable, Row, Sources
 from moe_lightning.charts import line_chart
@@ -112,7 +112,7 @@ def tables(load_LE: IntArray, rule: str, nodes: int = NODES) -> list[IntArray]:
     """Replicas int64 [E, nodes] of every layer by eq. 1 and a placement rule."""
     slots = np.full(nodes, SLOTS, dtype=np.int64)
     return [
-        PLACEMENT_RULES[rule](
+        NODE_RULES[rule](
             allocate_replicas(load, slots=nodes * SLOTS, num_nodes=nodes, min_replicas=2, policy="eq1"), slots
         )
         for load in load_LE

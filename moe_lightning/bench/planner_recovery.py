@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from moe_lightning.algorithms.inventory import HeldExpert, RankInventory, SnapshotInventory
+from moe_lightning.algorithms.inventory import HeldExpert, RankInventory, SnapshotInventory, SnapshotKind
 from moe_lightning.algorithms.migration import BoolArray
 from moe_lightning.algorithms.recovery_planner import plan_recovery
 from moe_lightning.algorithms.recovery_probability import sampled_recovery
@@ -69,7 +69,7 @@ def _inventories(held: BoolArray, nodes: list[str], live_version: int) -> list[R
             experts=tuple(experts[rank]),
             snapshots=tuple(
                 SnapshotInventory(
-                    kind="arena",
+                    kind=SnapshotKind.ARENA,
                     writer=rank,
                     session="1",
                     step=step,

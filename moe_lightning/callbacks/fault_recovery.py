@@ -7,7 +7,7 @@ memory, else from storage; then the failed step runs again with the same samples
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -15,13 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from moe_lightning.algorithms.protection import (
-    ProtectionLayout,
-    aec_layout,
-    arc_layout,
-    choose_protection,
-    no_protection,
-)
+from moe_lightning.algorithms.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.recovery_table import log_table
 from moe_lightning.errors import ConfigurationError
@@ -30,8 +24,6 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.leaving import WorldChanged
 from moe_lightning.strategies.recovery_report import RecoveryReport
 from moe_lightning.values import validated
-
-_Protection = Literal["auto", "arc", "aec", "none"]
 
 
 @validated
@@ -50,11 +42,11 @@ class FaultRecovery(Callback):
         min_replicas: nodes that hold each expert where slots allow; any smaller number of them may be lost at once
             without a snapshot. Unless the strategy names copies or a placement, it starts with so many.
         protection: how snapshots of a PartialExpertsCheckpoint outlive their node: "arc" (copies), "aec" (parities),
-            "none", or "auto": none where every expert is on more than `failures` nodes, else the cheapest that
-            survives so many lost nodes.
+            "none", another name in `algorithms.protection.PROTECTIONS`, or "auto": none where every expert is on more
+            than `failures` nodes, else the cheapest that survives so many lost nodes.
         failures: nodes that may be lost at once without falling back to storage.
-        optimizer_replay: under the strategy's zero1, let every rank repeat the AdamW updates of the next rank's shard
-            on the host (REFT's AOR), so that a lost shard costs no step.
+        optimizer_replay: under the strategy's dense="zero1", let every rank repeat the AdamW updates of the next rank's
+            shard on the host (REFT's AOR), so that a lost shard costs no step.
         verify_replay_every: steps between two comparisons of the repeated shards with their owners.
         max_recoveries: recoveries after which the run gives up.
 
@@ -70,14 +62,14 @@ class FaultRecovery(Callback):
         self,
         *,
         min_replicas: int = 2,
-        protection: _Protection = "auto",
+        protection: str = "auto",
         failures: int = 1,
         optimizer_replay: bool = False,
         verify_replay_every: int = 100,
         max_recoveries: int = 100,
     ) -> None:
-        if protection not in get_args(_Protection):
-            raise ConfigurationError(f"protection={protection!r} is not known: use one of {get_args(_Protection)}")
+        if protection != "auto":
+            PROTECTIONS.find(protection)
         numbers = {
             "min_replicas": min_replicas,
             "failures": failures,
@@ -137,12 +129,8 @@ class FaultRecovery(Callback):
     def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
         """Who protects whose snapshots in the present world."""
         node_of = strategy.node_of
-        if self._protection == "none" or len(set(node_of)) == 1:
-            return no_protection(node_of)
-        if self._protection == "arc":
-            return arc_layout(node_of, shifts=min(self._failures, len(set(node_of)) - 1))
-        if self._protection == "aec":
-            return aec_layout(node_of)
+        if self._protection != "auto":
+            return protected_by(PROTECTIONS[self._protection], node_of, self._failures)
         holders = [p.holders(e) for p in strategy.experts.placements for e in range(p.num_experts)]
         replicated = all(len({node_of[rank] for rank in ranks}) > self._failures for ranks in holders)
         failures = min(self._failures, len(set(node_of)) - 1)

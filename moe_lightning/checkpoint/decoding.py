@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from moe_lightning.algorithms.inventory import SnapshotKind
 from moe_lightning.algorithms.protection import sub_shard
 from moe_lightning.algorithms.recovery_planner import Decode, Origin
 from moe_lightning.checkpoint.node_inventory import protected_tables
@@ -88,7 +89,7 @@ class _Parts:
                     continue
                 parity = library.parity(holder, decode.step)
                 if parity is None:
-                    self.problems.append(("parity", decode.writer, decode.step))
+                    self.problems.append((SnapshotKind.PARITY, decode.writer, decode.step))
                     continue
                 ((_, self.parities[index, holder]),) = parity.unit(None)
                 self.sizes[index] = self.parities[index, holder].numel()
@@ -99,7 +100,8 @@ class _Parts:
                     continue
                 shard = library.whole(member, decode.step)
                 if shard is None:
-                    self.problems += [("arena", member, decode.step), ("copy", member, decode.step)]
+                    wholes = (SnapshotKind.ARENA, SnapshotKind.COPY)
+                    self.problems += [(kind, member, decode.step) for kind in wholes]
                 else:
                     self._shards[index, member] = shard.packed()
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from moe_lightning.algorithms.recovery_planner import Expert, Origin, RecoveryPlan
+from moe_lightning.algorithms.inventory import SnapshotKind
+from moe_lightning.algorithms.recovery_planner import Expert, RecoveryPlan
 from moe_lightning.checkpoint.decoding import decode_snapshots
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory_checkpoint import FetchedPiece, MemoryCheckpoint
@@ -27,8 +28,6 @@ from moe_lightning.checkpoint.snapshot_set import SnapshotSet, packed, packed_by
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
-
-_KINDS = {Origin.ARENA: "arena", Origin.COPY: "copy", Origin.PARITY: "parity"}
 
 
 class DamagedSnapshots(CheckpointError):
@@ -84,7 +83,7 @@ def fetch(
     }
     told = all_gather_json(own, world)
     bad = [plan.reads[index] for entry in told for index in entry["damaged"]]
-    _raise_if_damaged([(read.node, _KINDS[read.origin], read.writer, read.step) for read in bad])
+    _raise_if_damaged([(read.node, SnapshotKind[read.origin.name], read.writer, read.step) for read in bad])
     listing = {int(i): [Piece.from_json(row) for row in rows] for entry in told for i, rows in entry["pieces"].items()}
     deliveries = list(_deliveries(plan, [{(la, e) for la, e in entry["experts"]} for entry in told]))
     parcels = [

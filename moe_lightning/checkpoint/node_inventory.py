@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_lightning.algorithms.inventory import HeldExpert, SnapshotInventory
+from moe_lightning.algorithms.inventory import HeldExpert, SnapshotInventory, SnapshotKind
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.arena_location import ARENAS
 from moe_lightning.checkpoint.pieces import Piece, is_partial, parse_expert_key
@@ -44,17 +44,17 @@ def local_inventory(arenas: Path, run: str) -> list[SnapshotInventory]:
         for table in arena.tables():
             if table.run == run:
                 try:
-                    found += _parities_of(table) if kind == "parity" else [_inventory_of(table, kind)]
+                    found += _parities_of(table) if kind is SnapshotKind.PARITY else [_inventory_of(table, kind)]
                 except CheckpointError as error:
                     logger.warning("%s: it is passed over", error)
         arena.close()
     return sorted(found, key=lambda s: (s.session, s.step, -s.writer), reverse=True)
 
 
-def open_arenas(arenas: Path) -> Iterator[tuple[str, Arena]]:
+def open_arenas(arenas: Path) -> Iterator[tuple[SnapshotKind, Arena]]:
     """(kind, arena) of every file with snapshots on this node; damaged ones are passed over with a
     warning."""
-    for pattern, kind in ((ARENAS, "arena"), (COPIES, "copy"), (PARITIES, "parity")):
+    for pattern, kind in ((ARENAS, SnapshotKind.ARENA), (COPIES, SnapshotKind.COPY), (PARITIES, SnapshotKind.PARITY)):
         for path in sorted(arenas.glob(pattern)):
             try:
                 arena = Arena(path)
@@ -64,8 +64,8 @@ def open_arenas(arenas: Path) -> Iterator[tuple[str, Arena]]:
                 logger.warning("%s (its snapshots are passed over)", error)
                 continue
             holder, _, writer = path.name.removeprefix("held").split(".")[0].partition("-")
-            own = kind == "copy" and holder == writer
-            yield ("arena" if own else kind), arena
+            own = kind is SnapshotKind.COPY and holder == writer
+            yield (SnapshotKind.ARENA if own else kind), arena
 
 
 def units_of(pieces: Iterable[Piece]) -> dict[tuple[int, int] | None, list[int]]:
@@ -88,7 +88,7 @@ def protected_tables(table: SnapshotIndex) -> list[SnapshotIndex]:
     return [SnapshotIndex.parse(text.encode(errors="replace"), origin) for text in texts]
 
 
-def _inventory_of(table: SnapshotIndex, kind: str, **parity: Any) -> SnapshotInventory:
+def _inventory_of(table: SnapshotIndex, kind: SnapshotKind, **parity: Any) -> SnapshotInventory:
     experts = []
     pieces = [placed.piece for placed in table.placed]
     for unit, indices in sorted((u, i) for u, i in units_of(pieces).items() if u is not None):
@@ -111,7 +111,7 @@ def _parities_of(table: SnapshotIndex) -> list[SnapshotInventory]:
     if not isinstance(members, list) or not all(is_whole(member) for member in members):
         raise CheckpointError(f"the parity of rank {table.rank} was written by something else: it lacks its group")
     return [
-        _inventory_of(protected, "parity", holder=table.rank, members=tuple(members))
+        _inventory_of(protected, SnapshotKind.PARITY, holder=table.rank, members=tuple(members))
         for protected in protected_tables(table)
         if protected.rank != table.rank
     ]

@@ -121,7 +121,7 @@ class Protector:
         """
         began = time.perf_counter()
         table = next((table for table in self._arena.tables() if table.step == step), None)
-        if self._layout.method == "none":
+        if not self._layout.protects:
             if self._has_begun:  # every rank has published the snapshot before
                 self._retire_older_sessions(table)
             self._has_begun = True

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
+from moe_lightning.algorithms.inventory import SnapshotKind
 from moe_lightning.algorithms.recovery_planner import Origin, Read
 from moe_lightning.checkpoint.node_inventory import open_arenas, units_of
 from moe_lightning.checkpoint.pieces import Piece
 from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
 from moe_lightning.kernels import pack
-
-_ORIGINS = {"arena": Origin.ARENA, "copy": Origin.COPY}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,10 +62,10 @@ class SnapshotSet:
                 if table.session != session:
                     continue
                 snapshot = Snapshot(table=table, memory=arena.memory)
-                if kind == "parity":
+                if kind is SnapshotKind.PARITY:
                     self._parities[table.rank, table.step] = snapshot
                 else:
-                    self.add(_ORIGINS[kind], snapshot)
+                    self.add(Origin[kind.name], snapshot)
             arena.close()  # the mapping stays as long as somebody uses it
 
     def add(self, origin: Origin, snapshot: Snapshot) -> None:
@@ -79,7 +78,7 @@ class SnapshotSet:
 
     def whole(self, writer: int, step: int) -> Snapshot | None:
         """An intact snapshot of a writer, wherever it comes from; None where there is none."""
-        candidates = [s for origin in _ORIGINS.values() for s in self._snapshots[origin, writer, step]]
+        candidates = [s for origin in (Origin.ARENA, Origin.COPY) for s in self._snapshots[origin, writer, step]]
         pieces = ((s, [p.piece for p in s.table.placed]) for s in candidates)
         return next((s for s, p in pieces if _intact(zip(p, s.payloads(), strict=True))), None)
 

@@ -36,6 +36,8 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
         "min_replicas": policy.min_replicas,
         "ranks_per_node": config["hardware"]["ranks_per_node"] or 1,
     }
+    if policy.placement is not None:
+        balancer["placement"] = policy.placement
     recovery: dict[str, Any] = {
         "_target_": "moe_lightning.callbacks.fault_recovery.FaultRecovery",
         "min_replicas": policy.min_replicas,

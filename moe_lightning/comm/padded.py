@@ -11,45 +11,33 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend
 from moe_lightning.comm.exchange import exchange_rows
 
 
-class PaddedDispatcher(Dispatcher):
-    """A Dispatcher whose exchanges are padded; the results are the same."""
-
-    _buffer_rows = 0
-
-    @classmethod
-    def like(cls, other: Dispatcher) -> PaddedDispatcher:
-        """The same placement and slots, padded."""
-        return cls(other.placement, other.world, other.groups, slot_experts=other.slot_experts)
+class PaddedBackend(ExchangeBackend):
+    """An `ExchangeBackend` whose exchanges are padded; the results are the same."""
 
     @override
-    def _send_and_receive(self, tokens_EN: IntArray, quota_EN: IntArray) -> tuple[IntArray, IntArray]:
-        self._buffer_rows = int(tokens_EN.max())
-        return super()._send_and_receive(tokens_EN, quota_EN)
-
-    @override
-    def _exchange(
+    def exchange(
         self,
         rows_MD: Tensor,
         send: Sequence[int],
         recv: Sequence[int],
+        plan: DispatchPlan,
         *,
         is_return: bool = False,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         """Rows go out at the heads of full buffers, one for each rank, and are picked out of those that arrive."""
-        there = [self._buffer_rows * len(self.placement.experts_on(rank)) for rank in range(self.world.size)]
+        there = (plan.tokens_EN.max() * plan.num_experts_N).tolist()
         here = [there[self.world.rank]] * self.world.size
         outgoing, incoming = (here, there) if is_return else (there, here)
         padded_MD = rows_MD.new_zeros(sum(outgoing), rows_MD.shape[1])
         padded_MD = padded_MD.index_copy(0, _heads(send, outgoing).to(rows_MD.device), rows_MD)
         arrived_MD = exchange_rows(padded_MD, outgoing, incoming, self.world, meanwhile)
-        self.last_sent_rows = sum(outgoing) - outgoing[self.world.rank]
-        self.last_sent_bytes = self.last_sent_rows * rows_MD.shape[1] * rows_MD.element_size()
+        self.sent_rows = sum(outgoing) - outgoing[self.world.rank]
+        self.sent_bytes = self.sent_rows * rows_MD.shape[1] * rows_MD.element_size()
         return arrived_MD[_heads(recv, incoming).to(rows_MD.device)]
 
 

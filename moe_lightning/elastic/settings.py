@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Self
 
+from moe_lightning.elastic.membership import MEMBERSHIPS, Membership
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import PositiveInt, Range, Seconds, validated
 
@@ -44,6 +45,8 @@ class ElasticSettings:
         notice_file: a file whose appearance is a notice; its first line says why.
         notice_url: an http(s) address that answers 200 when this machine will be taken away.
         notice_poll_s: how often file and address are looked at.
+        membership: how workers learn who trains: "rendezvous_host", or a name that somebody has registered in
+            `elastic.membership.MEMBERSHIPS`.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -62,6 +65,7 @@ class ElasticSettings:
     notice_file: str | None = None
     notice_url: str | None = None
     notice_poll_s: Seconds = 5.0
+    membership: str = "rendezvous_host"
 
     @property
     def beat_s(self) -> float:
@@ -69,6 +73,7 @@ class ElasticSettings:
         return min(BEAT_S, 0.1 * self.silence_timeout_s)
 
     def __post_init__(self) -> None:
+        MEMBERSHIPS.find(self.membership)
         if self.build_timeout_s >= self.hang_timeout_s:
             raise ConfigurationError(
                 f"build_timeout_s={self.build_timeout_s} must be below hang_timeout_s={self.hang_timeout_s}: raise that"
@@ -132,3 +137,13 @@ class ElasticTask:
             return cls(**{**said, "settings": ElasticSettings(**said.get("settings", {}))})
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"{ELASTIC_VARIABLE} is malformed ({error}): leave it to the launcher") from None
+
+
+def membership_from_environment() -> Membership | None:
+    """Of a worker that an elastic launcher started; None in any other process.
+
+    Raises:
+        ConfigurationError: the launcher's variable is malformed, or its membership cannot be made.
+    """
+    task = ElasticTask.from_environment()
+    return None if task is None else MEMBERSHIPS.make(task.settings.membership, task)

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.comm.dispatcher import Dispatcher, Route
+from moe_lightning.comm.dispatcher import Dispatched, Dispatcher
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.ended_world import EndedWorld
 from moe_lightning.modules.experts import Activation, Experts
 from moe_lightning.modules.feed_forward import FeedForward
 from moe_lightning.modules.losses import RealTokens, load_balancing_loss, router_z_loss
-from moe_lightning.modules.router import Router, RouterConfig, Routing
+from moe_lightning.modules.router import ROUTERS, RouterConfig, Routing, TokenRouter
 from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, validated
 
 
@@ -111,8 +111,14 @@ class MoELayer(nn.Module):
             init_std=init_std,
             down_init_std=down_init_std,
         )
-        self.router = Router(
-            d_model, num_experts, config, init_std=init_std, bias=router_bias, selection_bias=selection_bias
+        self.router: TokenRouter = ROUTERS.make(
+            config.name,
+            d_model,
+            num_experts,
+            config,
+            init_std=init_std,
+            bias=router_bias,
+            selection_bias=selection_bias,
         )
         self.shared_expert = (
             FeedForward(
@@ -165,12 +171,11 @@ class MoELayer(nn.Module):
         tokens_NE = self._gathered(routing.tokens_per_expert_E, dispatcher)
         computed_NE = self._after_drops(tokens_NE)
         self._account(routing, tokens_NE, computed_NE, is_token_T)
-        route = dispatcher.plan(routing.expert_ids_TK, computed_NE)
-        rows_MD = dispatcher.dispatch(x_TD, route, self.during_dispatch if self.training else None)
+        meanwhile = self.during_dispatch if self.training else None
+        sent = dispatcher.dispatch(x_TD, routing.expert_ids_TK, computed_NE, meanwhile)
         if self.visits is not None:
             self.visits.before_experts()
-        rows_MD = self._compute(rows_MD, route, stacks)
-        out_TD = dispatcher.combine(rows_MD, route, routing.weights_TK)
+        out_TD = dispatcher.combine(self._compute(sent, stacks), sent, routing.weights_TK)
         if self.visits is not None:
             self.visits.before_dense()
         if self.shared_expert is not None:
@@ -190,16 +195,16 @@ class MoELayer(nn.Module):
                 raise
             raise self.ended.ranks_are_gone(self.experts) from error
 
-    def _compute(self, rows_MD: Tensor, route: Route, stacks: Mapping[str, Tensor] | None) -> Tensor:
+    def _compute(self, sent: Dispatched, stacks: Mapping[str, Tensor] | None) -> Tensor:
         """Residents first, so that visitors may still be on their way; backward visitors come first, and so do their
         gradients.
         """
-        if route.tokens_per_shadow_H is None or self.visits is None:
-            return self.experts(rows_MD, route.tokens_per_slot_S, stacks)  # type: ignore[no-any-return]
-        sizes = [route.resident_rows, len(rows_MD) - route.resident_rows]
-        resident_MD, visiting_MD = torch.split(rows_MD, sizes)
-        resident_MD = self.experts(resident_MD, route.tokens_per_slot_S)
-        visiting_MD = self.experts(visiting_MD, route.tokens_per_shadow_H, self.visits.weights())
+        if sent.tokens_per_shadow_H is None or self.visits is None:
+            return self.experts(sent.rows_MD, sent.tokens_per_slot_S, stacks)  # type: ignore[no-any-return]
+        sizes = [sent.resident_rows, len(sent.rows_MD) - sent.resident_rows]
+        resident_MD, visiting_MD = torch.split(sent.rows_MD, sizes)
+        resident_MD = self.experts(resident_MD, sent.tokens_per_slot_S)
+        visiting_MD = self.experts(visiting_MD, sent.tokens_per_shadow_H, self.visits.weights())
         return torch.cat([resident_MD, visiting_MD])
 
     def _after_drops(self, tokens_NE: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.forced_routing import ForcedRouting, Popularity, sample_experts
 from moe_lightning.modules.stream import SampleStream
+from moe_lightning.registry import Registry
 from moe_lightning.values import Coefficient, PositiveInt, Probability, Range, validated
 
 
@@ -27,6 +28,8 @@ class RouterConfig:
     """How tokens choose experts. The defaults are a dropless softmax router with the global load-balancing loss.
 
     Attributes:
+        name: of the router: "linear", or one that somebody has registered in `ROUTERS`. A router with settings of its
+            own takes a subclass of this one.
         top_k: experts per token.
         score: "softmax" or "sigmoid" of the logits.
         softmax_after_top_k: take the softmax over the K chosen logits only (Mixtral) instead of over all E before
@@ -55,6 +58,7 @@ class RouterConfig:
         forced: follow a given popularity of experts instead of the scores.
     """
 
+    name: str = "linear"
     top_k: PositiveInt = 2
     score: Literal["softmax", "sigmoid"] = "softmax"
     softmax_after_top_k: bool = False
@@ -73,6 +77,7 @@ class RouterConfig:
     forced: ForcedRouting | None = None
 
     def __post_init__(self) -> None:
+        ROUTERS.find(self.name, "name")
         if self.forced is not None:
             object.__setattr__(self, "forced", build_config(ForcedRouting, self.forced))
         if self.softmax_after_top_k and self.score != "softmax":
@@ -114,6 +119,55 @@ class Routing:
     scores_TE: Tensor
     logits_TE: Tensor
     tokens_per_expert_E: Tensor
+
+
+class TokenRouter(Protocol):
+    """What an MoE layer asks of its router, which is a module. `Router` has all of it: one that scores or chooses
+    otherwise overrides `logits` or `choose`.
+
+    Attributes:
+        config: as given; the layer reads the auxiliary losses and the capacity from it.
+        stream: the position in the global batch; whoever draws noise keys it by this, or the loss depends on the ranks.
+    """
+
+    config: RouterConfig
+    stream: SampleStream
+
+    def __call__(self, x_TD: Tensor, is_token_T: Tensor | None = None) -> Routing:
+        """Choose experts for every row that is a token (None: all are), and -1 for all others and in stand-ins."""
+
+    def count_for_bias(self, tokens_per_expert_E: Tensor) -> None:
+        """The global counts of a training micro-batch are known."""
+
+    def forget_counts(self) -> None:
+        """The step will not end: what was counted in it has not happened."""
+
+    def update_bias(self) -> None:
+        """The optimizer has made a step; what changes here must come out alike on all ranks."""
+
+    def reset_parameters(self) -> None:
+        """Begin anew."""
+
+
+class RouterFactory(Protocol):
+    """Makes a layer's router, a module with the members of `TokenRouter`."""
+
+    def __call__(
+        self,
+        d_model: int,
+        num_experts: int,
+        config: RouterConfig,
+        /,
+        *,
+        init_std: float,
+        bias: bool,
+        selection_bias: bool,
+    ) -> TokenRouter:
+        """For the arguments see `Router`.
+
+        Raises:
+            ConfigurationError: a setting that this router does not have.
+        """
 
 
 class Router(nn.Module):
@@ -170,19 +224,9 @@ class Router(nn.Module):
         """Choose experts for every row that is a token; None: all are."""
         config = self.config
         with torch.autocast(x_TD.device.type, enabled=False):
-            x_TD = x_TD.float()
-            if self.training and config.jitter:
-                noise_TD = self.stream.uniform(3 * self.tag, x_TD.shape[0], x_TD.shape[1], x_TD.device)
-                x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
-            logits_TE = F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float())
-            if self.training and self.noise_weight is not None:
-                std_TE = F.softplus(F.linear(x_TD, self.noise_weight.float()))
-                logits_TE = (
-                    logits_TE
-                    + self.stream.normal(3 * self.tag + 1, logits_TE.shape[0], self.num_experts, x_TD.device) * std_TE
-                )
+            logits_TE = self.logits(x_TD.float())
             scores_TE = logits_TE.softmax(dim=-1) if config.score == "softmax" else logits_TE.sigmoid()
-            expert_ids_TK = self._choose(scores_TE)
+            expert_ids_TK = self.choose(scores_TE)
             weights_TK = self._weigh(scores_TE, logits_TE, expert_ids_TK)
         if self.stream.is_stand_in:
             expert_ids_TK = torch.full_like(expert_ids_TK, -1)
@@ -202,8 +246,22 @@ class Router(nn.Module):
             tokens_per_expert_E=tokens_E,
         )
 
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """float32 [T, E] of float32 rows, differentiable."""
+        config = self.config
+        if self.training and config.jitter:
+            noise_TD = self.stream.uniform(3 * self.tag, x_TD.shape[0], x_TD.shape[1], x_TD.device)
+            x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
+        logits_TE = F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float())
+        if self.training and self.noise_weight is not None:
+            std_TE = F.softplus(F.linear(x_TD, self.noise_weight.float()))
+            noise_TE = self.stream.normal(3 * self.tag + 1, logits_TE.shape[0], self.num_experts, x_TD.device)
+            logits_TE = logits_TE + noise_TE * std_TE
+        return logits_TE
+
     @torch.no_grad()
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        """int64 [T, K], distinct experts of each token by their scores, float32 [T, E]."""
         config = self.config
         if config.forced is not None:
             if self._popularity is None:
@@ -246,6 +304,9 @@ class Router(nn.Module):
             counts_E = self.unbalanced_tokens_E.float()
             self.expert_bias_E += self.config.bias_update_rate * torch.sign(counts_E.mean() - counts_E)
             self.unbalanced_tokens_E.zero_()
+
+
+ROUTERS: Registry[RouterFactory] = Registry("router", RouterFactory, {"linear": Router}, makes=TokenRouter)
 
 
 def drop_overflow(

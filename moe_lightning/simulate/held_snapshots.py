@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_lightning.algorithms.inventory import HeldExpert, RankInventory, SnapshotInventory
+from moe_lightning.algorithms.inventory import HeldExpert, RankInventory, SnapshotInventory, SnapshotKind
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.simulate.accounts import Mark
 from moe_lightning.simulate.policy import Policy
@@ -51,7 +51,7 @@ class HeldSnapshot:
         experts = self.experts_by_writer()
         found: dict[int, list[SnapshotInventory]] = defaultdict(list)
 
-        def keep(kind: str, on: int, writer: int, members: tuple[int, ...] = ()) -> None:
+        def keep(kind: SnapshotKind, on: int, writer: int, members: tuple[int, ...] = ()) -> None:
             if self.nodes[on] not in self.lost:
                 part = SnapshotInventory(
                     kind=kind,
@@ -60,23 +60,23 @@ class HeldSnapshot:
                     step=self.mark.step,
                     world_size=len(self.nodes),
                     experts=experts.get(writer, ()),
-                    holder=on if kind == "parity" else -1,
+                    holder=on if kind is SnapshotKind.PARITY else -1,
                     members=members,
                 )
                 found[self.nodes[on]].append(part)
 
         for writer in range(len(self.nodes)):
-            keep("arena", writer, writer)
+            keep(SnapshotKind.ARENA, writer, writer)
         if protected:
             layout = policy.layout_of(len(self.nodes))
             for writer, holders in enumerate(layout.holders):
                 for holder in holders:
-                    keep("copy", holder, writer)
+                    keep(SnapshotKind.COPY, holder, writer)
             for group in layout.groups:
                 for holder in group:
                     for writer in group:
                         if writer != holder:
-                            keep("parity", holder, writer, group)
+                            keep(SnapshotKind.PARITY, holder, writer, group)
         return found
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from moe_lightning.algorithms.balancing import STRATEGIES, PlacementPolicy, Strategy
-from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
+from moe_lightning.algorithms.balancing import STRATEGIES, Strategy
+from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
+from moe_lightning.algorithms.protection import PROTECTIONS, Parities, ProtectionLayout, protected_by
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.config import build_variant
 from moe_lightning.errors import ConfigurationError
@@ -19,7 +20,6 @@ from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 Layout = Literal["replicated", "groups"]
 Saving = Literal["none", "blocking", "async"]
 Sharding = Literal["baseline", "full"]
-Protection = Literal["none", "aec", "arc"]
 Delay = Annotated[float, Range(least=0, most=1e9)]
 
 
@@ -32,6 +32,8 @@ class Policy:
         layout: "replicated": experts in slots under any placement, all nodes train; "groups": expert-parallel groups
             that each hold every expert once, whole groups only.
         strategy: placement, shadows and quotas: a name in `algorithms.balancing.STRATEGIES`.
+        placement: the rule that places experts, instead of the strategy's: a name in
+            `algorithms.placement_rules.PLACEMENT_RULES`; None: the strategy's.
         slots: resident experts of a rank; None: as many as the layout needs, for two replicas of each expert.
         min_replicas: distinct nodes of each expert, where slots allow.
         rebalance_every: steps between placements; 0: never.
@@ -45,9 +47,10 @@ class Policy:
         sharding: "baseline" (Megatron-DeepSpeed: the first ranks write the weights) or "full" (all ranks alike).
         live_recovery: whether an expert with a live replica is fetched from it, without going back.
         memory_recovery: whether survivors restore from their own snapshots in host memory what they hold.
-        protection: of snapshots in host memory: aec (parity: one loss in each group) or arc (copies on other nodes).
+        protection: of snapshots in host memory: none, aec (parity: one loss in each group), arc (copies on other
+            nodes), or another name in `algorithms.protection.PROTECTIONS`.
         protection_group: nodes of a group of aec.
-        protection_copies: of each snapshot on other nodes, for arc.
+        protection_copies: of each snapshot on other nodes, for arc; to others, the failures that they shall survive.
         memory_interval_steps: between snapshots that are only protected, not written; None: those of checkpoints.
         detect_s: from a fault until the survivors know.
         regroup_s: new groups of running processes.
@@ -60,6 +63,7 @@ class Policy:
 
     layout: Layout = "replicated"
     strategy: str = "packed"
+    placement: str | None = None
     slots: Annotated[int, Range(least=1, most=1e5)] | None = None
     min_replicas: PositiveInt = 2
     rebalance_every: NonNegativeInt = 200
@@ -73,7 +77,7 @@ class Policy:
     sharding: Sharding = "full"
     live_recovery: bool = True
     memory_recovery: bool = True
-    protection: Protection = "none"
+    protection: str = "none"
     protection_group: Annotated[int, Range(least=2)] = 6
     protection_copies: PositiveInt = 1
     memory_interval_steps: PositiveInt | None = None
@@ -87,6 +91,13 @@ class Policy:
             raise ConfigurationError(
                 f"policy.strategy={self.strategy!r} is unknown: use one of {', '.join(STRATEGIES)}"
             )
+        if self.placement is not None:
+            PLACEMENT_RULES.find(self.placement, "policy.placement")
+            if self.layout != "replicated":
+                raise ConfigurationError(
+                    f"policy.placement={self.placement!r} has no say in layout={self.layout}: use layout=replicated"
+                )
+        PROTECTIONS.find(self.protection, "policy.protection")
         parse_scopes(self.scopes)
         if self.k_snapshot and self.k_persist and self.k_persist > self.k_snapshot:
             raise ConfigurationError(
@@ -99,22 +110,17 @@ class Policy:
 
     def layout_of(self, nodes: int) -> ProtectionLayout:
         """Where the snapshots of a world's nodes are kept a second time; with one node there is nowhere."""
-        node_of = range(nodes)
-        if self.protection == "none" or nodes < 2:
-            return no_protection(node_of)
-        if self.protection == "aec":
-            return aec_layout(node_of, group_nodes=self.protection_group)
-        return arc_layout(node_of, shifts=min(self.protection_copies, nodes - 1))
+        protection = PROTECTIONS[self.protection]
+        if isinstance(protection, Parities):
+            protection = replace(protection, group_nodes=self.protection_group)
+        return protected_by(protection, range(nodes), self.protection_copies)
 
     @property
     def balancing(self) -> Strategy:
-        """The strategy with this policy's replicas."""
+        """The strategy with this policy's replicas and placement."""
         chosen = STRATEGIES[self.strategy]
-        return replace(chosen, placement=replace(chosen.placement, min_replicas=self.min_replicas))
-
-    @property
-    def placement(self) -> PlacementPolicy:
-        return self.balancing.placement
+        rule = self.placement or chosen.placement.rule
+        return replace(chosen, placement=replace(chosen.placement, rule=rule, min_replicas=self.min_replicas))
 
 
 POLICIES: dict[str, Policy] = {

@@ -129,7 +129,8 @@ class StepModel:
             return [uniform_placement(self.workload.num_experts, judged)] * self.routing.num_layers
         if (judged, sample) not in self._plans:
             cluster = Cluster.of(judged, self.slots, self.hardware.ranks_per_node)
-            self._plans[judged, sample] = plan_placement(self.routing.loads(sample), cluster, self.policy.placement)
+            placement = self.policy.balancing.placement
+            self._plans[judged, sample] = plan_placement(self.routing.loads(sample), cluster, placement)
         return self._plans[judged, sample]
 
     def _judged_ranks(self, ranks: int) -> int:

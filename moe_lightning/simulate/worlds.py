@@ -103,7 +103,7 @@ class Worlds:
         held = self._held[:, :, self._ranks(nodes)]
         if self._policy.layout == "replicated" and len(nodes) <= _MAX_ALIGNED_NODES and held.any():
             cluster = Cluster.of(planned[0].num_ranks, self._model.slots, self._hardware.ranks_per_node)
-            planned = align_placements(held, planned, cluster, self._policy.placement.mapping)
+            planned = align_placements(held, planned, cluster, self._policy.balancing.placement.mapping)
         writers = np.stack([placement.owners() for placement in planned]) // self._hardware.ranks_per_node
         return SimulatedWorld(nodes=nodes, placements=planned, writers_LE=writers, sample=sample)
 

@@ -45,7 +45,7 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.sealed_files import sealed
 from moe_lightning.strategies.step_data import StepData, loader_states, states_of_stateful
-from moe_lightning.strategies.zero import DenseOptimizerShards
+from moe_lightning.strategies.zero import DenseSharding
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class CheckpointingStrategy(DDPStrategy):
     """
 
     _optimizer_groups: list[list[list[nn.Parameter]]]
-    _shards: DenseOptimizerShards | None
+    _shards: DenseSharding | None
     restored_checkpoint: CheckpointSource | None = None
     _leases = ExitStack()
     _without_state = False

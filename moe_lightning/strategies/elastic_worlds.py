@@ -31,10 +31,9 @@ from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, all_reduce_
-from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.elastic.lifeline import take_over_terminal
-from moe_lightning.elastic.membership import Members
+from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.brought_state import fetch_missing, inventory_of, newcomers_of, repaired, share_state
 from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_up_data, shared_progress
@@ -68,7 +67,7 @@ class ElasticWorlds:
         report: of the last recovery; None before the first.
     """
 
-    def __init__(self, strategy: ExpertParallelStrategy, engine: ElasticEngine) -> None:
+    def __init__(self, strategy: ExpertParallelStrategy, engine: Membership) -> None:
         self._strategy, self.engine = strategy, engine
         self.members: Members | None = None
         self.min_replicas = 1

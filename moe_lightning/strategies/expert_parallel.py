@@ -27,13 +27,12 @@ from moe_lightning.checkpoint.optimizer_replay import AdamWReplay
 from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.decision_check import check_versions
 from moe_lightning.comm.dense_sum import sum_over_ranks
-from moe_lightning.comm.dispatcher import QuotaPolicy
+from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, QuotaPolicy
 from moe_lightning.comm.object_collectives import carry_objects_without_pickle
 from moe_lightning.comm.world import World, join_local_world
 from moe_lightning.data.step_sampler import StepSlice
-from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
-from moe_lightning.elastic.settings import ElasticTask
+from moe_lightning.elastic.settings import ElasticTask, membership_from_environment
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import SampleStream, attach_stream
@@ -46,7 +45,7 @@ from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.step_weights import StepWeights
 from moe_lightning.strategies.stepping import SteppingStrategy
 from moe_lightning.strategies.world_faults import explained
-from moe_lightning.strategies.zero import DenseOptimizerShards
+from moe_lightning.strategies.zero import DENSE_SHARDINGS, DenseSharding
 from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
@@ -68,7 +67,11 @@ class ExpertParallelStrategy(SteppingStrategy):
             hold no expert are vacant and cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens among its replicas so that ranks are loaded evenly, "equal" splits
             them evenly.
-        zero1: keep the optimizer state of each dense parameter on one rank only.
+        dispatch: how tokens travel to experts: "exchange" (an uneven all-to-all), "padded" (as DeepSpeed-MoE without
+            drops), or a name that somebody has registered in `comm.dispatcher.DISPATCH_BACKENDS`.
+        dense: who keeps the optimizer states of dense parameters: "ddp" (every rank all), "zero1" (one rank each), or a
+            name that somebody has registered in `strategies.zero.DENSE_SHARDINGS`.
+        zero1: short for dense="zero1".
         seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything,
             else 0.
         timeout_s: longest wait for a peer in any collective.
@@ -97,6 +100,8 @@ class ExpertParallelStrategy(SteppingStrategy):
         placement: str | os.PathLike[str] | Sequence[Any] | None = None,
         slots: PositiveInt | None = None,
         quota: QuotaPolicy = "balanced",
+        dispatch: str = "exchange",
+        dense: str = "ddp",
         zero1: bool = False,
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
@@ -112,13 +117,18 @@ class ExpertParallelStrategy(SteppingStrategy):
             raise ConfigurationError(
                 f"copies={copies} belongs to the uniform placement: give either copies or placement, not both"
             )
+        if zero1 and dense not in ("ddp", "zero1"):
+            raise ConfigurationError(f"zero1=true is short for dense=zero1, but dense={dense!r}: give one of them")
+        DISPATCH_BACKENDS.find(dispatch)
+        DENSE_SHARDINGS.find(dense)
         super().__init__(timeout=timedelta(seconds=timeout_s), **kwargs)
         self._ep_size = ep_size
         self._copies = copies
         self._placement = placement
         self._slots = slots
         self._quota: QuotaPolicy = quota
-        self._zero1 = zero1
+        self._dispatch = dispatch
+        self._dense = "zero1" if zero1 else dense
         self._seed = seed
         self._check_replicas_every = check_replicas_every
         self._compared_step = -1
@@ -127,7 +137,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         self._experts: PlacedExperts | None = None
         self._kept: KeptExperts | None = None
         self._data: StepData | None = None
-        self._shards: DenseOptimizerShards | None = None
+        self._shards: DenseSharding | None = None
         self._optimizer_groups: list[list[list[nn.Parameter]]] = []
         self._sync_blocked = False
         self._slice: StepSlice | None = None
@@ -169,7 +179,7 @@ class ExpertParallelStrategy(SteppingStrategy):
 
     def _join(self) -> None:
         reset_seed()
-        if self._elastic is None and (engine := ElasticEngine.from_environment()) is not None:
+        if self._elastic is None and (engine := membership_from_environment()) is not None:
             carry_objects_without_pickle()
             self._elastic = ElasticWorlds(self, engine)
             self.take_place(self._elastic.enter())
@@ -325,7 +335,13 @@ class ExpertParallelStrategy(SteppingStrategy):
             module, self.world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
         )
         return PlacedExperts(
-            module, placements, self.world, ep_size=self._ep_size, quota=self._quota, slots=self._slots
+            module,
+            placements,
+            self.world,
+            ep_size=self._ep_size,
+            quota=self._quota,
+            dispatch=self._dispatch,
+            slots=self._slots,
         )
 
     def replace_experts(self, placements: Sequence[Placement]) -> MigrationReport:

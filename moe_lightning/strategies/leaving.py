@@ -16,8 +16,8 @@ from moe_lightning.algorithms.repair import repair_placements
 from moe_lightning.comm.building import meet
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World, all_reduce_
-from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.failure import Preempted
+from moe_lightning.elastic.membership import Membership
 from moe_lightning.elastic.monitor import WorldTooSmall
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class WorldChanged(Exception):
     """The ranks agreed, between two steps, to form another world: somebody wants in, or leaves."""
 
 
-def hand_over(strategy: ExpertParallelStrategy, engine: ElasticEngine, nodes: Sequence[str], min_replicas: int) -> None:
+def hand_over(strategy: ExpertParallelStrategy, engine: Membership, nodes: Sequence[str], min_replicas: int) -> None:
     """Before ranks leave on notice, the others take over what only those hold. Nobody returns, and so breaks the world
     up, while another rank still needs it to hand over.
 
@@ -65,7 +65,7 @@ def hand_over(strategy: ExpertParallelStrategy, engine: ElasticEngine, nodes: Se
         engine.store.wait(left, timeout)
 
 
-def wait_for_ranks(world: World, engine: ElasticEngine) -> WorldTooSmall:
+def wait_for_ranks(world: World, engine: Membership) -> WorldTooSmall:
     """In a world below `min_ranks`, which holds the state but does not train, wait until others come.
 
     Returns:

@@ -55,6 +55,7 @@ class PlacedExperts:
         world: the ranks.
         ep_size: ranks of a dispatch group; None: all.
         quota: how replicas share tokens.
+        dispatch: how tokens travel: a name in `comm.dispatcher.DISPATCH_BACKENDS`.
         slots: expert rows that every rank keeps for each layer, so that later placements have room; None: as many as
             the first placement needs.
 
@@ -79,6 +80,7 @@ class PlacedExperts:
         *,
         ep_size: int | None = None,
         quota: QuotaPolicy = "balanced",
+        dispatch: str = "exchange",
         slots: int | None = None,
     ) -> None:
         self.module = module
@@ -89,11 +91,12 @@ class PlacedExperts:
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
         self._quota: QuotaPolicy = quota
+        self._dispatch = dispatch
         for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
             if world.is_connected:
                 _take_rank_0_experts(layer, world)
             held = _in_slots(placement, world.rank, slots)
-            layer.place(Dispatcher(placement, world, self._groups, quota, held, index), world.device)
+            layer.place(Dispatcher(placement, world, self._groups, quota, held, index, dispatch), world.device)
         ranks = range(world.size)
         self.room = [[len(_in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
         self._index_rows()
@@ -200,7 +203,7 @@ class PlacedExperts:
             mine = held[index, :, world.rank]
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
             after = next_slots(before[-1], placement.experts_on(world.rank))
-            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index))
+            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, self._dispatch))
         return self._move(placements, dispatchers, before, held, optimizers, began, nodes)
 
     def hand_over(
@@ -277,7 +280,7 @@ class PlacedExperts:
                     )
             held = placement.experts_on(self.world.rank)
             slots = next_slots(layer.experts.slot_experts, held)
-            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots, index))
+            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots, index, self._dispatch))
         return result
 
     # ------------------------------------------------------------------ shadows

@@ -25,7 +25,7 @@ from moe_lightning.elastic.settings import ElasticTask
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.checkpointing import CheckpointingStrategy
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
-from moe_lightning.strategies.zero import DenseOptimizerShards
+from moe_lightning.strategies.zero import DENSE_SHARDINGS, DenseSharding
 
 
 class WorldChangingStrategy(CheckpointingStrategy):
@@ -43,7 +43,7 @@ class WorldChangingStrategy(CheckpointingStrategy):
     _elastic: ElasticWorlds | None
     _world: World | None
     _slots: int | None
-    _zero1: bool
+    _dense: str
     _sync_blocked: bool
     _slice: StepSlice | None
 
@@ -224,13 +224,19 @@ class WorldChangingStrategy(CheckpointingStrategy):
 
     # ------------------------------------------------------------------ sharded optimizer states
 
-    def _shard_optimizers(self) -> None:
-        """ZeRO-1: leave each rank the optimizer state of its share of the dense parameters."""
-        if not (self._zero1 and self.world.size > 1):
-            return
+    def _dense_sharding(self) -> DenseSharding:
+        """Of the dense parameters, among the ranks of the present world."""
         assert self.lightning_module is not None
         dense = [p for p in self.lightning_module.parameters() if p.requires_grad and p not in self.experts.rows]
-        self._shards = DenseOptimizerShards(dense, self.world)
+        sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, self.world)
+        return sharding
+
+    def _shard_optimizers(self) -> None:
+        """Leave each rank the optimizer state of its share of the dense parameters."""
+        sharding = self._dense_sharding()
+        if self.world.size == 1 or not sharding.owners:
+            return
+        self._shards = sharding
         for optimizer in self.optimizers:
             self._shards.shard(optimizer)
 
@@ -249,7 +255,7 @@ class WorldChangingStrategy(CheckpointingStrategy):
             sources: (name, rank) of every parameter whose state a rank has, live or replayed; the others are read
                 from elsewhere by who keeps them from now on.
         """
-        if not self._zero1:
+        if not self._dense_sharding().owners:
             return
         assert self.lightning_module is not None
         dense = {name: p for name, p in self.lightning_module.named_parameters() if p not in self.experts.rows}
@@ -285,8 +291,8 @@ class WorldChangingStrategy(CheckpointingStrategy):
         Raises:
             ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
         """
-        if not self._zero1 or len(self.optimizers) != 1:
-            raise ConfigurationError("updates of a peer can be repeated for one optimizer under zero1=true only")
+        if self._shards is None or len(self.optimizers) != 1:
+            raise ConfigurationError("updates of a peer can be repeated for one optimizer under dense=zero1 only")
         owners, optimizer = self.shard_owners, self.optimizers[0]
         names = {id(p): name for name, p in self.trainer.lightning_module.named_parameters()}
         groups = [

@@ -6,8 +6,8 @@ import re
 
 import torch.distributed as dist
 
-from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.failure import PeerFailed, Preempted, RunFinished
+from moe_lightning.elastic.membership import Membership
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.leaving import WorldChanged
 
@@ -48,7 +48,7 @@ def _speaks_of_the_network(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError | ValueError) and bool(_NETWORK_FAULT.search(str(error)))
 
 
-def explained(error: Exception, engine: ElasticEngine) -> Exception:
+def explained(error: Exception, engine: Membership) -> Exception:
     """What to raise in the place of an error that leaves the Trainer: a lost connection is another rank's end, which a
     launcher or the rendezvous host names some moments later.
     """

@@ -1,10 +1,11 @@
-"""ZeRO-1 for dense parameters: one rank keeps the optimizer state of each, updates it and hands the new values to the
-others.
+"""Who keeps the optimizer states of dense parameters: every rank all of them (DDP), or one rank each (ZeRO-1), which
+updates the parameter and hands the new values to the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,6 +13,44 @@ from torch.optim import Optimizer
 
 from moe_lightning.algorithms.sharding import longest_processing_time
 from moe_lightning.comm.world import World, broadcast_
+from moe_lightning.registry import Registry
+
+
+class DenseSharding(Protocol):
+    """Shares the optimizer states of dense parameters out; made anew for every world. `DenseOptimizerShards` has all of
+    it: one that deals the parameters out otherwise sets `owners`.
+
+    Attributes:
+        owners: the rank that keeps the state of each parameter, alike on all ranks; empty where all keep all.
+    """
+
+    owners: Mapping[nn.Parameter, int]
+
+    def shard(self, optimizer: Optimizer) -> None:
+        """Take the parameters of other ranks out of the optimizer's groups."""
+
+    def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
+        """Bring the values that a step gave to these parameters to every rank; collective."""
+
+
+class DenseFactory(Protocol):
+    """Makes a `DenseSharding`."""
+
+    def __call__(self, parameters: Sequence[nn.Parameter], world: World, /) -> DenseSharding:
+        """Of dense parameters, in an order that all ranks share."""
+
+
+class ReplicatedDense:
+    """Every rank keeps every state, and makes every update (DDP)."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
+        self.owners: Mapping[nn.Parameter, int] = {}
+
+    def shard(self, optimizer: Optimizer) -> None:
+        """Nothing to do."""
+
+    def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
+        """Nothing to do."""
 
 
 class DenseOptimizerShards:
@@ -25,7 +64,7 @@ class DenseOptimizerShards:
         owners: rank of each parameter; the largest parameters are dealt first (LPT over elements).
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
         self._world = world
         parts = longest_processing_time([p.numel() for p in parameters], world.size)
         self.owners: Mapping[nn.Parameter, int] = dict(zip(parameters, parts, strict=True))
@@ -52,3 +91,8 @@ class DenseOptimizerShards:
                     for parameter, values in zip(mine, torch.split(flat, [p.numel() for p in mine]), strict=True):
                         parameter.copy_(values.view_as(parameter))
                         parameter.grad = None
+
+
+DENSE_SHARDINGS: Registry[DenseFactory] = Registry(
+    "dense", DenseFactory, {"ddp": ReplicatedDense, "zero1": DenseOptimizerShards}, makes=DenseSharding
+)

@@ -61,13 +61,13 @@ def check_cases(rank: int, world_size: int) -> list[int]:
         for peer, peer_ids in enumerate(case["ids"]):
             expected = torch.bincount(peer_ids[peer_ids >= 0], minlength=placement.num_experts)
             assert torch.equal(counts_NE[peer], expected)
-        route = dispatcher.plan(ids_TK, counts_NE)
-        rows_MD = dispatcher.dispatch(x_TD, route)
+        sent = dispatcher.dispatch(x_TD, ids_TK, counts_NE)
+        rows_MD = sent.rows_MD
         slots = placement.experts_on(rank)
-        assert len(route.tokens_per_slot_S) == len(slots)
-        assert int(route.tokens_per_slot_S.sum()) == len(rows_MD) == sum(route.recv_rows or [len(rows_MD)])
-        scale_M = scales_E[list(slots)].repeat_interleave(route.tokens_per_slot_S)
-        out_TD = dispatcher.combine(rows_MD * scale_M[:, None], route, weights_TK)
+        assert len(sent.tokens_per_slot_S) == len(slots)
+        assert int(sent.tokens_per_slot_S.sum()) == len(rows_MD)
+        scale_M = scales_E[list(slots)].repeat_interleave(sent.tokens_per_slot_S)
+        out_TD = dispatcher.combine(rows_MD * scale_M[:, None], sent, weights_TK)
 
         kept = (ids_TK >= 0).float()
         dense_T = (weights_TK * kept * scales_E[ids_TK.clamp_min(0)]).sum(dim=1)
@@ -79,7 +79,7 @@ def check_cases(rank: int, world_size: int) -> list[int]:
             torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
 
         by_expert_E = torch.zeros(placement.num_experts, dtype=torch.int64)
-        by_expert_E[list(slots)] = route.tokens_per_slot_S
+        by_expert_E[list(slots)] = sent.tokens_per_slot_S
         dist.all_reduce(by_expert_E)
         assert torch.equal(by_expert_E, counts_NE.sum(dim=0)), "an assignment was lost or computed twice"
         if world_size > 1:
@@ -105,10 +105,9 @@ def tokens_stay_in_their_precision(rank: int, world_size: int) -> tuple[torch.dt
     dispatcher = Dispatcher(uniform_placement(4, world_size), world, [tuple(range(world_size))])
     ids_TK = torch.tensor([[3], [0], [1], [2]])
     x_TD = torch.randn(4, 8, dtype=torch.bfloat16)
-    route = dispatcher.plan(ids_TK, dispatcher.gather_counts(torch.ones(4, dtype=torch.int64)))
-    rows = dispatcher.dispatch(x_TD, route)
-    back = dispatcher.combine(rows, route, torch.ones(4, 1))
-    return rows.dtype, torch.equal(back.bfloat16(), x_TD)
+    sent = dispatcher.dispatch(x_TD, ids_TK, dispatcher.gather_counts(torch.ones(4, dtype=torch.int64)))
+    back = dispatcher.combine(sent.rows_MD, sent, torch.ones(4, 1))
+    return sent.rows_MD.dtype, torch.equal(back.bfloat16(), x_TD)
 
 
 def test_bf16_rows_travel_as_they_are() -> None:
@@ -122,6 +121,7 @@ def wrong_dispatchers(rank: int, world_size: int) -> list[str]:
     cases: list[tuple[Any, ...]] = [
         (uniform_placement(4, 3), world, whole),
         (uniform_placement(4, world_size), world, whole, "fair"),
+        (uniform_placement(4, world_size), world, whole, "equal", None, 0, "padding"),
         (one_sided, world, [(0,), (1,)]),
     ]
     messages = []
@@ -133,10 +133,11 @@ def wrong_dispatchers(rank: int, world_size: int) -> list[str]:
 
 
 def test_wrong_dispatchers() -> None:
-    size, quota, group = run_ranks(2, wrong_dispatchers)[0]
+    size, quota, backend, group = run_ranks(2, wrong_dispatchers)[0]
     assert "3 ranks" in size
     assert "2 are running" in size
     assert "quota='fair' is not known: use 'balanced' or 'equal'" in quota
+    assert "dispatch='padding' is no known dispatch: did you mean 'padded'? There are exchange, padded" in backend
     assert "ranks [1] holds no replica of expert 0" in group
 
 
@@ -145,10 +146,9 @@ def test_a_world_of_one_needs_no_group() -> None:
     dispatcher = Dispatcher.local(3)
     ids_TK = torch.tensor([[2, 0], [-1, 1]])
     counts = torch.tensor([1, 1, 1])
-    route = dispatcher.plan(ids_TK, dispatcher.gather_counts(counts))
     x_TD = torch.tensor([[1.0], [10.0]])
-    rows = dispatcher.dispatch(x_TD, route)
-    assert rows[:, 0].tolist() == [1.0, 10.0, 1.0]
-    assert dispatcher.combine(rows, route, torch.ones(2, 2))[:, 0].tolist() == [2.0, 10.0]
+    sent = dispatcher.dispatch(x_TD, ids_TK, dispatcher.gather_counts(counts))
+    assert sent.rows_MD[:, 0].tolist() == [1.0, 10.0, 1.0]
+    assert dispatcher.combine(sent.rows_MD, sent, torch.ones(2, 2))[:, 0].tolist() == [2.0, 10.0]
     assert dispatcher.last_rank_loads is None
     world.close()

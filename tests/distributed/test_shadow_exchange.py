@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan, shadow_quota
 from moe_lightning.comm.dispatcher import Dispatcher
-from moe_lightning.comm.padded import PaddedDispatcher
 from moe_lightning.comm.shadow_exchange import LayerVisits, StepVisits
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
@@ -36,25 +35,25 @@ def dispatch_with_shadows(rank: int, world_size: int) -> int:
         visitors += plan.num_copies
         ids = [torch.from_numpy(rng.integers(-1, 6, (int(rng.integers(0, 9)), 2))) for _ in range(world_size)]
         slots = rng.permutation([*placement.experts_on(rank), -1]).tolist()
-        dispatcher = Dispatcher(placement, world, [tuple(range(world_size))], "balanced", slots)
+        backend = ("exchange", "padded")[seed % 2]
+        dispatcher = Dispatcher(placement, world, [tuple(range(world_size))], "balanced", slots, backend=backend)
         dispatcher.shadows = plan
         counts_NE = torch.stack([torch.bincount(peer[peer >= 0], minlength=6) for peer in ids])
-        route = dispatcher.plan(ids[rank], counts_NE)
+        x_TD = torch.randn(len(ids[rank]), 3)
+        sent = dispatcher.dispatch(x_TD, ids[rank], counts_NE)
         quota = shadow_quota(counts_NE.numpy().T, placement, plan)
         visiting = np.flatnonzero(plan.shadows[:, rank]).tolist()
-        assert route.tokens_per_slot_S.tolist() == [0 if e < 0 else quota[e, rank] for e in slots]
+        assert sent.tokens_per_slot_S.tolist() == [0 if e < 0 else quota[e, rank] for e in slots]
         if plan.num_copies:
-            assert route.tokens_per_shadow_H is not None
-            assert route.tokens_per_shadow_H.tolist() == quota[visiting, rank].tolist()
+            assert sent.tokens_per_shadow_H is not None
+            assert sent.tokens_per_shadow_H.tolist() == quota[visiting, rank].tolist()
         else:
-            assert route.tokens_per_shadow_H is None
+            assert sent.tokens_per_shadow_H is None
         experts = torch.tensor([*slots, *visiting])
         sizes = quota[experts.clamp_min(0), rank] * (experts >= 0).numpy()
-        x_TD = torch.randn(len(ids[rank]), 3)
-        rows_MD = dispatcher.dispatch(x_TD, route)
-        assert len(rows_MD) == sizes.sum()
+        assert len(sent.rows_MD) == sizes.sum()
         scale_M = (experts + 1.0).repeat_interleave(torch.from_numpy(sizes))
-        out_TD = dispatcher.combine(rows_MD * scale_M[:, None], route, torch.ones(ids[rank].shape))
+        out_TD = dispatcher.combine(sent.rows_MD * scale_M[:, None], sent, torch.ones(ids[rank].shape))
         expected_T = torch.where(ids[rank] >= 0, ids[rank] + 1.0, 0.0).sum(dim=1)
         torch.testing.assert_close(out_TD, x_TD * expected_T[:, None])
     return visitors
@@ -74,11 +73,11 @@ def padded_equals_plain(rank: int, world_size: int) -> tuple[int, int, int]:
     counts_NE = torch.stack([torch.bincount(peer.flatten(), minlength=6) for peer in ids])
     plain = Dispatcher(placement, world, [tuple(range(world_size))])
     results = []
-    for dispatcher in (plain, PaddedDispatcher.like(plain)):
+    for dispatcher in (plain, Dispatcher(placement, world, [tuple(range(world_size))], backend="padded")):
         x_TD = torch.arange(24.0).view(8, 3).requires_grad_()
-        route = dispatcher.plan(ids[rank], counts_NE)
-        rows_MD = dispatcher.dispatch(x_TD, route)
-        out_TD = dispatcher.combine(rows_MD * rows_MD, route, torch.ones(8, 2))
+        sent = dispatcher.dispatch(x_TD, ids[rank], counts_NE)
+        rows_MD = sent.rows_MD
+        out_TD = dispatcher.combine(rows_MD * rows_MD, sent, torch.ones(8, 2))
         (gradient,) = torch.autograd.grad(out_TD.sum(), x_TD)
         results.append((rows_MD, out_TD, gradient))
     for found, expected in zip(results[1], results[0], strict=True):

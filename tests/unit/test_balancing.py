@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moe_lightning.algorithms.balancing import (
-    PLACEMENT_NAMES,
     SHADOW_POLICIES,
     STRATEGIES,
     PlacementPolicy,
@@ -19,6 +18,7 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
 from moe_lightning.algorithms.migration import held_states, plan_migration
 from moe_lightning.algorithms.performance_model import BlockCosts
+from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
 from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 
@@ -33,7 +33,7 @@ def skewed(layers: int = 3, experts: int = 8, ranks: int = 8, seed: int = 0) -> 
     return np.stack([rng.multinomial(512, p, size=ranks).T for p in popularity])
 
 
-@pytest.mark.parametrize("rule", PLACEMENT_NAMES)
+@pytest.mark.parametrize("rule", list(PLACEMENT_RULES))
 def test_every_rule_places_within_slots_and_is_aligned_to_what_ranks_hold(rule: str) -> None:
     tokens = skewed()
     policy = PlacementPolicy(rule=rule)
@@ -110,7 +110,7 @@ def test_measures_by_hand() -> None:
 
 
 def test_wrong_input_is_one_sentence() -> None:
-    with pytest.raises(ConfigurationError, match="'best' is unknown"):
+    with pytest.raises(ConfigurationError, match="placement='best' is no known placement: use one of packed, mro"):
         PlacementPolicy(rule="best")
     with pytest.raises(ConfigurationError, match=r"\[layers, experts\]"):
         plan_placement(np.ones(4, dtype=np.int64), CLUSTER, PlacementPolicy())

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.balancing import PLACEMENT_NAMES, SHADOW_POLICIES
+from moe_lightning.algorithms.balancing import SHADOW_POLICIES
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.metrics import imbalance
 from moe_lightning.algorithms.packing import packed_placement
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import uniform_placement
+from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
 from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.callbacks import load_balancer
 from moe_lightning.callbacks.balance_planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
@@ -62,7 +63,7 @@ def test_placements_come_early_first_and_then_as_often_as_asked() -> None:
 
 
 @settings(deadline=None, max_examples=20)
-@given(hot=st.integers(0, EXPERTS - 1), rule=st.sampled_from([name for name in PLACEMENT_NAMES if name != "plain"]))
+@given(hot=st.integers(0, EXPERTS - 1), rule=st.sampled_from([name for name in PLACEMENT_RULES if name != "plain"]))
 def test_a_new_placement_relieves_the_busiest_rank(hot: int, rule: str) -> None:
     planner = make(rebalance_every=1, placement=rule, shadows="none")
     observe(planner, skewed(hot))
@@ -239,7 +240,7 @@ def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
     ("options", "message"),
     [
         ({"rebalance_every": -1}, "rebalance_every=-1 of LoadBalancer must be an integer of at least 0"),
-        ({"placement": "best"}, "placement rule 'best' is unknown"),
+        ({"placement": "best"}, "placement='best' is no known placement"),
         ({"shadows": "all"}, "shadows='all' is unknown: use one of"),
         ({"forecast": "next"}, "forecast='next' of LoadBalancer must be 'ema' or 'last'"),
         ({"alpha": -0.5}, "alpha=-0.5 of LoadBalancer must be a number of at least 0"),

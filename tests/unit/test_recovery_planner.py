@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.inventory import HeldExpert
+from moe_lightning.algorithms.inventory import HeldExpert, SnapshotKind
 from moe_lightning.algorithms.migration import plan_migration
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
@@ -122,7 +122,7 @@ def entry(scene: Scene, kind: str, writer: int, step: int) -> SnapshotInventory:
     versions = scene.snapshots[step]
     experts = tuple(HeldExpert(la, e, int(versions[la, e]), int(versions[la, e])) for la, e in mine)
     return SnapshotInventory(
-        kind=kind, writer=writer, session="1", step=step, world_size=scene.num_nodes, experts=experts
+        kind=SnapshotKind(kind), writer=writer, session="1", step=step, world_size=scene.num_nodes, experts=experts
     )
 
 
@@ -306,13 +306,18 @@ def test_a_lost_optimizer_shard_comes_from_its_replay_or_rolls_everybody_back() 
     assert plan_for(late, survivor(1)).level == "nothing"
     snapshots = tuple(
         SnapshotInventory(
-            kind=kind, writer=w, session="1", step=step, world_size=2, experts=(HeldExpert(0, w, step, step),)
+            kind=kind,
+            writer=w,
+            session="1",
+            step=step,
+            world_size=2,
+            experts=(HeldExpert(0, w, step, step),),
         )
-        for kind, w, step in (("arena", 0, 4), ("copy", 1, 4), ("arena", 0, 5))
+        for kind, w, step in ((SnapshotKind.ARENA, 0, 4), (SnapshotKind.COPY, 1, 4), (SnapshotKind.ARENA, 0, 5))
     )
     rolled = plan_for(replace(first, snapshots=snapshots), survivor(1))
     assert (rolled.level, rolled.version) == ("memory", 4)
-    copy = SnapshotInventory(kind="copy", writer=1, session="1", step=5, world_size=2)
+    copy = SnapshotInventory(kind=SnapshotKind.COPY, writer=1, session="1", step=5, world_size=2)
     exact = plan_for(replace(first, snapshots=(*snapshots, copy)), survivor(1))
     assert (exact.level, exact.version, exact.shards) == ("live", 5, (("a", 0), ("b", -1)))
     assert exact.reads_rest
@@ -321,7 +326,7 @@ def test_a_lost_optimizer_shard_comes_from_its_replay_or_rolls_everybody_back() 
 def test_partly_copied_experts_are_not_newer_than_the_version() -> None:
     """An expert whose weights are of step 6 and whose moments are of step 4 is neither."""
     mixed = SnapshotInventory(
-        kind="arena",
+        kind=SnapshotKind.ARENA,
         writer=0,
         session="1",
         step=6,
@@ -341,7 +346,9 @@ def test_a_later_session_wins_over_a_later_step() -> None:
 
     def whole(session: str, step: int) -> SnapshotInventory:
         held = (HeldExpert(0, 0, step, step), HeldExpert(0, 1, step, step))
-        return SnapshotInventory(kind="arena", writer=0, session=session, step=step, world_size=1, experts=held)
+        return SnapshotInventory(
+            kind=SnapshotKind.ARENA, writer=0, session=session, step=step, world_size=1, experts=held
+        )
 
     plan = plan_for(replace(survivor(0), snapshots=(whole("1", 9), whole("2", 7))))
     assert (plan.session, plan.version) == ("2", 7)
@@ -353,8 +360,8 @@ def test_a_later_session_wins_over_a_later_step() -> None:
 
 def test_parities_are_of_no_use_without_the_other_shards() -> None:
     """Member 2 of three is lost; member 1 has its parity, but its own snapshot is damaged."""
-    member = SnapshotInventory(kind="arena", writer=0, session="1", step=4, world_size=3)
-    parity = replace(member, kind="parity", writer=2, members=(0, 1, 2), experts=(HeldExpert(0, 1, 4, 4),))
+    member = SnapshotInventory(kind=SnapshotKind.ARENA, writer=0, session="1", step=4, world_size=3)
+    parity = replace(member, kind=SnapshotKind.PARITY, writer=2, members=(0, 1, 2), experts=(HeldExpert(0, 1, 4, 4),))
     first = survivor(0, snapshots=(replace(member, experts=(HeldExpert(0, 0, 4, 4),)), replace(parity, holder=0)))
     second = survivor(1, snapshots=(replace(member, writer=1), replace(parity, holder=1)))
     plan = plan_for(first, second)
@@ -370,7 +377,9 @@ def test_parities_are_of_no_use_without_the_other_shards() -> None:
 
 def test_ranks_of_a_node_take_turns_as_readers() -> None:
     tables = tuple(
-        SnapshotInventory(kind="arena", writer=w, session="1", step=1, world_size=2, experts=(HeldExpert(0, w, 1, 1),))
+        SnapshotInventory(
+            kind=SnapshotKind.ARENA, writer=w, session="1", step=1, world_size=2, experts=(HeldExpert(0, w, 1, 1),)
+        )
         for w in (0, 1)
     )
     ranks = [RankInventory(rank=rank, node="a", snapshots=tables if rank == 0 else ()) for rank in (0, 1)]
@@ -389,7 +398,7 @@ def test_inventories_survive_the_journey(scene: Scene) -> None:
 def test_the_sentence_for_the_console() -> None:
     held = tuple((0, e) for e in range(14))
     snapshot = SnapshotInventory(
-        kind="arena",
+        kind=SnapshotKind.ARENA,
         writer=0,
         session="1",
         step=9,

@@ -24,7 +24,7 @@ from moe_lightning.algorithms.recovery_probability import (
     supports,
 )
 from moe_lightning.algorithms.replica_placement import (
-    PLACEMENT_RULES,
+    NODE_RULES,
     compact,
     deal_to_ranks,
     is_truncated,
@@ -63,20 +63,20 @@ def instances(draw: st.DrawFn, max_nodes: int = 6, max_slots: int = 4) -> tuple[
     return 1 + np.bincount(extra, minlength=num_experts).astype(np.int64), np.full(num_nodes, size)
 
 
-@pytest.mark.parametrize("rule", sorted(PLACEMENT_RULES))
+@pytest.mark.parametrize("rule", sorted(NODE_RULES))
 @settings(deadline=None, max_examples=60)
 @given(instance=instances())
 def test_every_replica_gets_one_slot(rule: str, instance: tuple[np.ndarray, np.ndarray]) -> None:
     replicas, node_slots = instance
-    table = PLACEMENT_RULES[rule](replicas, node_slots)
+    table = NODE_RULES[rule](replicas, node_slots)
     assert table.min() >= 0
     assert (table.sum(axis=1) == replicas).all()
     assert (table.sum(axis=0) == node_slots).all()
 
 
-@pytest.mark.parametrize("rule", sorted(PLACEMENT_RULES))
+@pytest.mark.parametrize("rule", sorted(NODE_RULES))
 def test_nodes_of_different_sizes_are_filled(rule: str) -> None:
-    table = PLACEMENT_RULES[rule](ints(2, 2, 3, 4), ints(2, 4, 3, 2))
+    table = NODE_RULES[rule](ints(2, 2, 3, 4), ints(2, 4, 3, 2))
     assert table.sum(axis=1).tolist() == [2, 2, 3, 4]
     assert table.sum(axis=0).tolist() == [2, 4, 3, 2]
 

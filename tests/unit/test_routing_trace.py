@@ -22,7 +22,7 @@ from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.algorithms.recovery_probability import recovery_probabilities
-from moe_lightning.algorithms.replica_placement import PLACEMENT_RULES, mro_plus
+from moe_lightning.algorithms.replica_placement import NODE_RULES, mro_plus
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import (
     ShadowPlan,
@@ -85,7 +85,7 @@ def test_recovery_of_sixteen_experts_matches_lazarus(trace: balance_trace.Routin
     loads = [hottest(trace, sample, layer, 16) for layer in layers]
     replicas = [allocate_replicas(load, slots=NODES * SLOTS, num_nodes=NODES, policy="eq1") for load in loads]
     recovery = {
-        name: recovery_probabilities([PLACEMENT_RULES[name](counts, np.full(NODES, SLOTS)) for counts in replicas])
+        name: recovery_probabilities([NODE_RULES[name](counts, np.full(NODES, SLOTS)) for counts in replicas])
         for name in ("mro", "mro+", "spread", "compact")
     }
     assert recovery["mro"][[4, 5]] * [210, 252] == pytest.approx([129, 102])

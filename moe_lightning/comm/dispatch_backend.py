@@ -1,0 +1,185 @@
+"""How rows travel to experts and back, once it is planned who computes what: the protocol, and the uneven all-to-all.
+
+Shapes: T tokens and K choices of this rank, E experts, N ranks, C experts that this rank computes (its slots, then its
+shadows), M rows, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_lightning import kernels as ops
+from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.comm.exchange import exchange_rows
+from moe_lightning.comm.world import World
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DispatchPlan:
+    """Who computes which rows of one micro-batch of one layer, alike on all ranks.
+
+    Attributes:
+        tokens_EN: int64, assignments of every rank to every expert.
+        send_EN: int64, rows of each expert that this rank sends to each rank, itself included.
+        recv_EN: int64, rows of each expert that it receives from each.
+        experts_C: the expert of each of this rank's slots, -1 where it is vacant, and of each of its shadows.
+        num_experts_N: int64, experts that each rank computes, shadows included.
+    """
+
+    tokens_EN: IntArray
+    send_EN: IntArray
+    recv_EN: IntArray
+    experts_C: tuple[int, ...]
+    num_experts_N: IntArray
+
+
+class DispatchBackend(Protocol):
+    """Carries rows; one is made for every layer whenever its experts have moved. `ExchangeBackend` has all of it: one
+    that carries rows otherwise overrides `exchange`.
+
+    Attributes:
+        sent_rows, sent_bytes: that left this rank in the last dispatch.
+    """
+
+    sent_rows: int
+    sent_bytes: int
+
+    def dispatch(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan, meanwhile: Callable[[], None] | None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Bring the tokens of all ranks to the ranks that compute them; collective, differentiable.
+
+        Args:
+            x_TD: this rank's tokens.
+            expert_ids_TK: their choices, -1 where dropped.
+            plan: who computes what.
+            meanwhile: to be called while the rows travel.
+
+        Returns:
+            The rows [M, D] in the order of `plan.experts_C`; how many belong to each, int64 [C], where x_TD is; and a
+            handle for `combine`.
+        """
+
+    def combine(self, rows_MD: Tensor, handle: Any, weights_TK: Tensor) -> Tensor:
+        """Bring the results back: of each token the weighted sum over its choices, [T, D]; collective, differentiable.
+
+        Dropped choices count nothing.
+        """
+
+
+class BackendFactory(Protocol):
+    """Makes a layer's `DispatchBackend`."""
+
+    def __call__(self, world: World, /) -> DispatchBackend:
+        """For these ranks; `world.compute` is the group to communicate in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How the rows of a dispatch lie.
+
+    Attributes:
+        plan: of the dispatch.
+        order_M: int64, flat assignment (t * K + k) of each row in the order of sending: by target rank, then expert.
+        inverse_TK: int64, row of each assignment, -1 where dropped.
+        send_rows, recv_rows: rows to and from each rank.
+        slot_order_M: index that sorts the received rows by slot, shadows last, and its inverse.
+    """
+
+    plan: DispatchPlan
+    order_M: Tensor
+    inverse_TK: Tensor
+    send_rows: Sequence[int]
+    recv_rows: Sequence[int]
+    slot_order_M: Tensor
+    slot_inverse_M: Tensor
+
+
+class ExchangeBackend:
+    """One uneven all-to-all there and one back.
+
+    Args:
+        world: the ranks.
+    """
+
+    def __init__(self, world: World, /) -> None:
+        self.world = world
+        self.sent_rows = self.sent_bytes = 0
+
+    def dispatch(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan, meanwhile: Callable[[], None] | None
+    ) -> tuple[Tensor, Tensor, Route]:
+        """See `DispatchBackend`."""
+        route, tokens_C = _route(expert_ids_TK, plan)
+        rows_MD = ops.permute(x_TD, route.order_M, route.inverse_TK)
+        self.sent_rows = sum(route.send_rows) - route.send_rows[self.world.rank]
+        self.sent_bytes = self.sent_rows * rows_MD.shape[-1] * rows_MD.element_size()
+        rows_MD = self.exchange(rows_MD, route.send_rows, route.recv_rows, plan, meanwhile=meanwhile)
+        return ops.gather_rows(rows_MD, route.slot_order_M, route.slot_inverse_M), tokens_C, route
+
+    def combine(self, rows_MD: Tensor, handle: Route, weights_TK: Tensor) -> Tensor:
+        """See `DispatchBackend`."""
+        rows_MD = ops.gather_rows(rows_MD, handle.slot_inverse_M, handle.slot_order_M)
+        rows_MD = self.exchange(rows_MD, handle.recv_rows, handle.send_rows, handle.plan, is_return=True)
+        return ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK)
+
+    def exchange(
+        self,
+        rows_MD: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        plan: DispatchPlan,
+        *,
+        is_return: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; differentiable."""
+        return exchange_rows(rows_MD, send, recv, self.world, meanwhile)
+
+
+def _route(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[Route, Tensor]:
+    device = expert_ids_TK.device
+    by_expert = ops.sort_by_expert(expert_ids_TK, len(plan.send_EN))
+    tokens_C, slot_order_M = _by_slot(plan.recv_EN, plan.experts_C, device)
+    by_target_M = ops.chunk_order(torch.from_numpy(plan.send_EN), device)
+    row_M = ops.invert(by_target_M)
+    dropped_TK = by_expert.inverse_TK < 0
+    inverse_TK = row_M[by_expert.inverse_TK.clamp_min(0)] if row_M.numel() else by_expert.inverse_TK
+    route = Route(
+        plan=plan,
+        order_M=by_expert.order_M[by_target_M],
+        inverse_TK=inverse_TK.masked_fill(dropped_TK, -1),
+        send_rows=plan.send_EN.sum(axis=0).tolist(),
+        recv_rows=plan.recv_EN.sum(axis=0).tolist(),
+        slot_order_M=slot_order_M,
+        slot_inverse_M=ops.invert(slot_order_M),
+    )
+    return route, tokens_C.to(device)
+
+
+def _by_slot(recv_EN: IntArray, experts_C: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of each slot, int64 [C] on the host, and the index that sorts the received rows by slot.
+
+    Rows arrive by source and, of one source, by ascending expert; slots may hold experts in any order, or none.
+
+    Args:
+        recv_EN: rows of each expert from each rank.
+        experts_C: the expert of each slot, -1 where vacant.
+    """
+    slots = [slot for slot, expert in enumerate(experts_C) if expert >= 0]
+    ascending = sorted(slots, key=lambda slot: experts_C[slot])
+    recv_NC = torch.from_numpy(np.ascontiguousarray(recv_EN[[experts_C[slot] for slot in ascending]].T))
+    sizes = recv_NC.sum(dim=0)
+    tokens_C = torch.zeros(len(experts_C), dtype=torch.int64)
+    tokens_C[ascending] = sizes
+    order_M = ops.chunk_order(recv_NC, device)
+    if ascending != slots:
+        pieces = dict(zip(ascending, torch.split(order_M, sizes.tolist()), strict=True))
+        order_M = torch.cat([pieces[slot] for slot in slots])
+    return tokens_C, order_M
