@@ -21,17 +21,18 @@ PACKAGE = ROOT / "moe_lightning"
 MAY_IMPORT = {
     "algorithms": set[str](),
     "kernels": set[str](),
-    "comm": {"algorithms", "kernels"},
+    "state": {"algorithms"},
+    "comm": {"algorithms", "kernels", "state"},
     "modules": {"comm", "kernels"},
     "models": {"modules", "kernels"},
-    "checkpoint": {"algorithms", "comm", "kernels"},
+    "checkpoint": {"algorithms", "comm", "kernels", "state"},
     "errors": set[str](),
     "config": set[str](),
     "values": set[str](),
 }
 SHARED = {"errors", "config", "values"}
 MAY_COMMUNICATE = {"comm", "elastic", "strategies"}
-WITHOUT_LIGHTNING = {"algorithms", "kernels", "comm", "modules", "checkpoint", *SHARED}
+WITHOUT_LIGHTNING = {"algorithms", "kernels", "state", "comm", "modules", "checkpoint", *SHARED}
 UNSAFE_CALLS = {
     "pickle.load",
     "pickle.loads",

@@ -8,7 +8,7 @@ and on any number of ranks under any placement.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,40 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.comm.collect import collect_on_root
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertRows:
-    """Where the rows of a stacked expert parameter belong.
-
-    Attributes:
-        slot_experts: expert of each local row, -1 for a vacant one.
-        placement: of the layer.
-        rank: this rank.
-    """
-
-    slot_experts: tuple[int, ...]
-    placement: Placement
-    rank: int
-
-    def owned(self) -> Iterable[tuple[int, int]]:
-        """(slot, expert) pairs for which this rank speaks: it is the lowest holder."""
-        owners = self.placement.owners()
-        return ((slot, e) for slot, e in enumerate(self.slot_experts) if e >= 0 and owners[e] == self.rank)
-
-    def is_full_stack(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has a row for every expert; rows of factored optimizer states have shapes of their own."""
-        return tensor.shape[:1] == (self.placement.num_experts,)
-
-    def select(self, tensor_EX: Tensor) -> Tensor:
-        """The rows of this rank's slots from a full stack; zeros for vacant ones."""
-        rows = tensor_EX[list(self.slot_experts)]
-        rows[[slot for slot, expert in enumerate(self.slot_experts) if expert < 0]] = 0
-        return rows
+from moe_lightning.state.expert_stacks import ExpertStack
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -78,14 +48,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertRows], world: World) -> dict[str, Any]:
+def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertStack], world: World) -> dict[str, Any]:
     """A module's state_dict with full expert stacks, on rank 0; empty on the other ranks. Collective.
 
     Args:
         state: the local state_dict.
         experts: which of its keys are expert stacks.
     """
-    mine = {f"{key}/{e}": state[key][slot] for key, rows in experts.items() for slot, e in rows.owned()}
+    mine = {f"{key}/{e}": state[key][slot] for key, stack in experts.items() for slot, e in stack.owned()}
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
@@ -93,7 +63,7 @@ def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertRows]
 
 
 def local_model_state(
-    full: Mapping[str, Any], local: Mapping[str, Any], experts: Mapping[str, ExpertRows], *, strict: bool = True
+    full: Mapping[str, Any], local: Mapping[str, Any], experts: Mapping[str, ExpertStack], *, strict: bool = True
 ) -> dict[str, Any]:
     """This rank's state_dict cut from a full one; without `strict` only the tensors that both have.
 
@@ -116,7 +86,7 @@ def local_model_state(
             continue
         expected = local[key].shape
         if key in experts:
-            expected = torch.Size((experts[key].placement.num_experts, *expected[1:]))
+            expected = torch.Size((experts[key].num_experts, *expected[1:]))
         if tensor.shape != expected:
             raise CheckpointError(
                 f"the checkpoint's {key!r} has shape {list(tensor.shape)}, the model's {list(expected)}: "
@@ -132,12 +102,12 @@ class OptimizerLayout:
 
     Attributes:
         groups: parameters of each param_group before any sharding.
-        experts: rows of those that are expert stacks.
+        experts: those that are expert stacks.
         owners: rank that keeps the state of a dense parameter under ZeRO-1; absent parameters are kept by every rank.
     """
 
     groups: Sequence[Sequence[nn.Parameter]]
-    experts: Mapping[nn.Parameter, ExpertRows]
+    experts: Mapping[nn.Parameter, ExpertStack]
     owners: Mapping[nn.Parameter, int]
 
     def numbered(self) -> list[nn.Parameter]:
@@ -148,12 +118,12 @@ def full_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, world: W
     """The optimizer's state_dict as a single process would have it, on rank 0; empty on the other ranks. Collective."""
     mine: dict[str, Tensor] = {}
     for index, parameter in enumerate(layout.numbered()):
-        rows = layout.experts.get(parameter)
+        stack = layout.experts.get(parameter)
         for name, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
-            if rows is not None and value.shape[:1] == parameter.shape[:1]:
-                mine |= {f"{index}/{name}/{e}": value[slot] for slot, e in rows.owned()}
+            if stack is not None and value.shape[:1] == parameter.shape[:1]:
+                mine |= {f"{index}/{name}/{e}": value[slot] for slot, e in stack.owned()}
             elif layout.owners.get(parameter, 0) == world.rank:
                 mine[f"{index}/{name}"] = value
     collected = collect_on_root(mine, world)
@@ -193,8 +163,8 @@ def load_local_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, fu
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _stack(collected: Mapping[str, Tensor], key: str, rows: ExpertRows) -> Tensor:
-    return torch.stack([collected[f"{key}/{e}"] for e in range(rows.placement.num_experts)])
+def _stack(collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Tensor:
+    return torch.stack([collected[f"{key}/{e}"] for e in range(stack.num_experts)])
 
 
 def _optimizer_entries(
@@ -226,10 +196,10 @@ def _numbered_groups(optimizer: Optimizer, layout: OptimizerLayout) -> list[dict
     return groups
 
 
-def _cut_entry(entry: Mapping[str, Any], rows: ExpertRows | None) -> dict[str, Any]:
-    if rows is None:
+def _cut_entry(entry: Mapping[str, Any], stack: ExpertStack | None) -> dict[str, Any]:
+    if stack is None:
         return dict(entry)
     return {
-        name: rows.select(value) if isinstance(value, Tensor) and rows.is_full_stack(value) else value
+        name: stack.select(value) if isinstance(value, Tensor) and stack.is_full(value) else value
         for name, value in entry.items()
     }

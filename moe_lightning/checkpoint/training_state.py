@@ -25,24 +25,17 @@ from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.selection import full_selection
 from moe_lightning.algorithms.sharding import Module, balanced_expert_writers, shard_checkpoint
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
-from moe_lightning.checkpoint.full_state import ExpertRows, OptimizerLayout
+from moe_lightning.checkpoint.full_state import OptimizerLayout
 from moe_lightning.checkpoint.pieces import Rows
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.state.expert_stacks import ExpertStack
 
 _WEIGHT_SCOPES = ("weight", "master")
 
 Writers = Mapping[tuple[int, int], int]
 """(layer, expert) -> the rank that writes it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertLayer:
-    """One MoE layer's stacked parameters by name, and where their rows belong."""
-
-    parameters: Mapping[str, nn.Parameter]
-    rows: ExpertRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +64,7 @@ class TrainingState:
     def __init__(
         self,
         module: nn.Module,
-        layers: Sequence[ExpertLayer],
+        layers: Sequence[ExpertStack],
         optimizers: Sequence[tuple[Optimizer, OptimizerLayout]],
         *,
         rank: int,
@@ -87,7 +80,7 @@ class TrainingState:
     @property
     def num_experts(self) -> int:
         """E of every layer; 0 for a dense model."""
-        counts = {layer.rows.placement.num_experts for layer in self._layers}
+        counts = {layer.num_experts for layer in self._layers}
         if len(counts) > 1:
             raise ConfigurationError(
                 f"partial checkpoints need the same number of experts in every layer, not {sorted(counts)}"
@@ -147,7 +140,7 @@ class TrainingState:
         goes on where it can."""
         if not self._layers:
             return {}
-        holders = [[layer.rows.placement.holders(e) for e in range(self.num_experts)] for layer in self._layers]
+        holders = [[layer.placement.holders(e) for e in range(self.num_experts)] for layer in self._layers]
         everything = full_selection(self.num_layers, self.num_experts)
         return balanced_expert_writers(everything, holders, self._world_size, before)
 
@@ -156,7 +149,7 @@ class TrainingState:
         return {
             key: stack[slot]
             for index, layer in enumerate(self._layers)
-            for slot, expert in enumerate(layer.rows.slot_experts)
+            for slot, expert in enumerate(layer.slot_experts)
             if expert >= 0 and writers[index, expert] == self._rank
             for key, stack in self._expert_stacks(index, expert)
         }
@@ -166,7 +159,7 @@ class TrainingState:
         return {
             key: stack[slot]
             for index, layer in enumerate(self._layers)
-            for slot in range(len(layer.rows.slot_experts))
+            for slot in range(len(layer.slot_experts))
             for key, stack in self._expert_stacks(index, slot)
         }
 
@@ -249,20 +242,20 @@ class TrainingState:
             CheckpointError: a tensor is missing or of another shape.
         """
         for index, layer in enumerate(self._layers):
-            for slot, expert in enumerate(layer.rows.slot_experts):
+            for slot, expert in enumerate(layer.slot_experts):
                 if (index, expert) in experts:
                     for key, stack in self._expert_stacks(index, expert):
                         checkpoint.read_into(key, stack[slot])
 
     def _read_stack(self, checkpoint: CheckpointSource, layer: int, scope: str, name: str, out_SX: Tensor) -> None:
-        for slot, expert in enumerate(self._layers[layer].rows.slot_experts):
+        for slot, expert in enumerate(self._layers[layer].slot_experts):
             if expert >= 0:
                 checkpoint.read_into(f"expert/{layer}/{expert}/{scope}/{name}", out_SX[slot])
 
     def _read_stack_states(
         self, checkpoint: CheckpointSource, keys: set[str], layer: int, name: str, parameter: nn.Parameter
     ) -> dict[str, Tensor]:
-        first = next((e for e in self._layers[layer].rows.slot_experts if e >= 0), 0)
+        first = next((e for e in self._layers[layer].slot_experts if e >= 0), 0)
         prefix, suffix = f"expert/{layer}/{first}/", f"/{name}"
         scopes = [k[len(prefix) : -len(suffix)] for k in keys if k.startswith(prefix) and k.endswith(suffix)]
         result = {}

@@ -38,7 +38,7 @@ from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.mending import find_usable, mended
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.sealing import check_file
-from moe_lightning.checkpoint.training_state import ExpertLayer, TrainingState
+from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -92,7 +92,7 @@ class CheckpointingStrategy(DDPStrategy):
         bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         index = next(i for i, known in enumerate(self.optimizers) if known is bare)
         owners = self._shards.owners if self._shards is not None else {}
-        return OptimizerLayout(groups=self._optimizer_groups[index], experts=self.experts.rows, owners=owners)
+        return OptimizerLayout(groups=self._optimizer_groups[index], experts=self.experts.stack_of, owners=owners)
 
     # ------------------------------------------------------------------ one file
 
@@ -280,14 +280,9 @@ class CheckpointingStrategy(DDPStrategy):
     def training_state(self) -> TrainingState:
         """The live tensors of the run under their checkpoint keys."""
         assert self.lightning_module is not None
-        layers = []
-        for layer in self.experts.layers:
-            parameters = layer.experts.stacked_parameters()
-            rows = self.experts.rows[next(iter(parameters.values()))]
-            layers.append(ExpertLayer(parameters=parameters, rows=rows))
         optimizers = [(optimizer, self._layout(optimizer)) for optimizer in self.optimizers]
         return TrainingState(
-            self.lightning_module, layers, optimizers, rank=self.world.rank, world_size=self.world.size
+            self.lightning_module, self.experts.stacks, optimizers, rank=self.world.rank, world_size=self.world.size
         )
 
     def training_objects(self) -> dict[str, Any]:

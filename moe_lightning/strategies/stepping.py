@@ -212,7 +212,7 @@ class SteppingStrategy(WorldChangingStrategy):
 
     def _clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = self._layout(optimizer).numbered()
-        self.last_gradient_norm = global_gradient_norm(parameters, self.experts.rows, self.world)
+        self.last_gradient_norm = global_gradient_norm(parameters, self.experts.stack_of, self.world)
         scale_gradients(parameters, self.last_gradient_norm, float(clip_val))
 
 

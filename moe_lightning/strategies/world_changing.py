@@ -229,7 +229,7 @@ class WorldChangingStrategy(CheckpointingStrategy):
         if not (self._zero1 and self.world.size > 1):
             return
         assert self.lightning_module is not None
-        dense = [p for p in self.lightning_module.parameters() if p.requires_grad and p not in self.experts.rows]
+        dense = [p for p in self.lightning_module.parameters() if p.requires_grad and p not in self.experts.stack_of]
         self._shards = DenseOptimizerShards(dense, self.world)
         for optimizer in self.optimizers:
             self._shards.shard(optimizer)
@@ -252,7 +252,7 @@ class WorldChangingStrategy(CheckpointingStrategy):
         if not self._zero1:
             return
         assert self.lightning_module is not None
-        dense = {name: p for name, p in self.lightning_module.named_parameters() if p not in self.experts.rows}
+        dense = {name: p for name, p in self.lightning_module.named_parameters() if p not in self.experts.stack_of}
         homes = {
             p: o for o, groups in zip(self.optimizers, self._optimizer_groups, strict=True) for g in groups for p in g
         }

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import (
-    ExpertRows,
     OptimizerLayout,
     full_model_state,
     full_optimizer_state,
@@ -20,12 +19,13 @@ from moe_lightning.checkpoint.full_state import (
 )
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.expert_stacks import ExpertStack
 
 TABLE = Placement(replicas=np.array([[1, 0, 1], [0, 2, 0], [1, 1, 1], [0, 0, 1]]))
 
 
-def rows_on(rank: int) -> ExpertRows:
-    return ExpertRows(slot_experts=TABLE.experts_on(rank), placement=TABLE, rank=rank)
+def rows_on(rank: int) -> ExpertStack:
+    return ExpertStack(parameters={}, slot_experts=TABLE.experts_on(rank), placement=TABLE, rank=rank)
 
 
 def whole() -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def test_without_strictness_only_shapes_must_agree() -> None:
 
 def test_one_rank_writes_what_it_has() -> None:
     placement = Placement(replicas=np.ones((4, 1), dtype=np.int64))
-    rows = ExpertRows(slot_experts=(0, 1, 2, 3), placement=placement, rank=0)
+    rows = ExpertStack(parameters={}, slot_experts=(0, 1, 2, 3), placement=placement, rank=0)
     state: dict[str, Any] = {**whole(), "note": {"plain": "value"}}
     full = full_model_state(state, {"w": rows}, World.single())
     assert list(full) == list(state)
@@ -115,14 +115,14 @@ OPTIMIZERS = [
 ]
 
 
-def layout_of(parameters: list[nn.Parameter], rows: ExpertRows) -> OptimizerLayout:
+def layout_of(parameters: list[nn.Parameter], rows: ExpertStack) -> OptimizerLayout:
     return OptimizerLayout(groups=[parameters], experts={parameters[0]: rows}, owners={})
 
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
 def test_optimizer_states_survive_the_way_through_a_full_one(kind: Any, options: dict[str, Any]) -> None:
     one = Placement(replicas=np.ones((4, 1), dtype=np.int64))
-    rows = ExpertRows(slot_experts=(0, 1, 2, 3), placement=one, rank=0)
+    rows = ExpertStack(parameters={}, slot_experts=(0, 1, 2, 3), placement=one, rank=0)
     parameters = [nn.Parameter(torch.randn(4, 2, 3)), nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(()))]
     optimizer = trained(kind, parameters, **options)
     full = full_optimizer_state(optimizer, layout_of(parameters, rows), World.single())
@@ -151,7 +151,7 @@ def test_optimizer_states_survive_the_way_through_a_full_one(kind: Any, options:
 
 def test_other_parameter_groups_are_refused() -> None:
     one = Placement(replicas=np.ones((4, 1), dtype=np.int64))
-    rows = ExpertRows(slot_experts=(0, 1, 2, 3), placement=one, rank=0)
+    rows = ExpertStack(parameters={}, slot_experts=(0, 1, 2, 3), placement=one, rank=0)
     parameters = [nn.Parameter(torch.randn(4, 2, 3)), nn.Parameter(torch.randn(5))]
     optimizer = trained(torch.optim.AdamW, parameters)
     full = full_optimizer_state(optimizer, layout_of(parameters, rows), World.single())
