@@ -30,10 +30,10 @@ from moe_lightning.checkpoint.fence import (
 )
 from moe_lightning.checkpoint.lease import unread
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part, check_coverage
-from moe_lightning.checkpoint.pieces import is_partial
 from moe_lightning.checkpoint.store import Heading, headings, part_path, previous_of
 from moe_lightning.checkpoint.sweeping import delete_staging
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import is_partial
 
 PRUNED = "PRUNED.json"
 """What becomes of the manifest of a checkpoint that is being deleted."""

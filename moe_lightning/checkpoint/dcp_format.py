@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, Piece
+from moe_lightning.state.pieces import DTYPES, OBJECT, Piece
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.files import checkpoint_files, model_tensors, newest_file, read_file, summarise_file
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
-from moe_lightning.checkpoint.pieces import OBJECT
 from moe_lightning.checkpoint.store import RECORD, checkpoints, run_record_problem
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.state.pieces import OBJECT
 
 __all__ = ["Summary", "Verdict", "export", "export_file", "prune", "resolve", "summarise", "verify_all"]
 

@@ -22,10 +22,10 @@ from typing_extensions import override
 
 from moe_lightning.checkpoint.dcp_format import StoredPiece
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
-from moe_lightning.checkpoint.pieces import DTYPES, Piece, is_partial, parse_expert_key
 from moe_lightning.checkpoint.reader import CheckpointSource, Held
 from moe_lightning.checkpoint.store import checkpoints, read_manifest
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import DTYPES, Piece, is_partial, parse_expert_key
 
 _HASH_CHUNK_BYTES = 16 << 20
 

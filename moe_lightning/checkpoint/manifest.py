@@ -17,9 +17,9 @@ from typing import Any
 import xxhash
 
 from moe_lightning.checkpoint.dcp_format import StoredPiece
-from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, is_partial, parse_expert_key
 from moe_lightning.checkpoint.schema import check_file, check_pieces, check_places, check_record, read_object
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import DTYPES, OBJECT, is_partial, parse_expert_key
 
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"

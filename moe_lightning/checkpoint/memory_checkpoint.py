@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.pieces import OBJECT, Piece, is_partial, parse_expert_key
 from moe_lightning.checkpoint.reader import CheckpointSource, Held
 from moe_lightning.checkpoint.snapshot_index import digest_of
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import OBJECT, Piece, is_partial, parse_expert_key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

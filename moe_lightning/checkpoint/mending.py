@@ -18,9 +18,9 @@ import numpy as np
 
 from moe_lightning.checkpoint.checkpoint_ledger import unseen_tokens
 from moe_lightning.checkpoint.loader import Checkpoint, Damage, Found, unreadable
-from moe_lightning.checkpoint.pieces import DTYPES, is_partial, parse_expert_key
 from moe_lightning.checkpoint.store import checkpoints, run_record_problem
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import DTYPES, is_partial, parse_expert_key
 
 _MOST_TOLD = 3
 

@@ -16,10 +16,10 @@ from typing import Any
 from moe_lightning.algorithms.inventory import HeldExpert, SnapshotInventory
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.arena_location import ARENAS
-from moe_lightning.checkpoint.pieces import Piece, is_partial, parse_expert_key
 from moe_lightning.checkpoint.schema import is_whole
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import Piece, is_partial, parse_expert_key
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import xxhash
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.dcp_format import load_object
-from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
 
 
 class Held(Protocol):
@@ -101,6 +101,11 @@ class CheckpointSource(ABC):
         if xxhash.xxh3_64_hexdigest(data) != item.piece.xxh3:
             raise CheckpointError(f"{self.path} is damaged: the checksum of {key} does not match")
         return load_object(data)
+
+    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of every tensor."""
+        firsts = {key: items[0].piece for key, items in self._pieces.items()}
+        return {key: (first.dtype, first.global_shape) for key, first in firsts.items() if first.dtype != OBJECT}
 
     def version(self, key: str) -> int:
         """The step after which the state under a key was taken."""

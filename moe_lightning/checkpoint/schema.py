@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from moe_lightning.checkpoint.dcp_format import StoredPiece
-from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.state.pieces import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
 
 LARGEST = 2**63 - 1
 _END_OF_TIME_S = 253_402_300_799  # the last second of the year 9999

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import xxhash
 
-from moe_lightning.checkpoint.pieces import Piece
 from moe_lightning.checkpoint.schema import LARGEST, check_block, check_pieces, check_record, read_object
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import Piece
 
 
 @dataclass(frozen=True, kw_only=True)

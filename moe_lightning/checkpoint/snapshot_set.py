@@ -12,9 +12,9 @@ import torch
 
 from moe_lightning.algorithms.recovery_planner import Origin, Read
 from moe_lightning.checkpoint.node_inventory import open_arenas, units_of
-from moe_lightning.checkpoint.pieces import Piece
 from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
 from moe_lightning.kernels import pack
+from moe_lightning.state.pieces import Piece
 
 _ORIGINS = {"arena": Origin.ARENA, "copy": Origin.COPY}
 

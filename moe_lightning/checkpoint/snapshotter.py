@@ -23,9 +23,9 @@ import torch
 from moe_lightning.checkpoint.arena import Arena, block_bytes, capacity_of
 from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
 from moe_lightning.checkpoint.dcp_format import dump_object
-from moe_lightning.checkpoint.pieces import OBJECT, Piece, Rows, describe, is_partial
 from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.pieces import OBJECT, Piece, StatePiece, describe
 
 _CHUNK_BYTES = 8 << 20
 
@@ -82,7 +82,7 @@ class Snapshotter:
         session: str,
         rank: int,
         world_size: int,
-        state: Mapping[str, torch.Tensor | Rows],
+        state: Mapping[str, torch.Tensor | StatePiece],
         objects: int = 8,
         object_bytes: int = 1 << 20,
         table_bytes: int | None = None,
@@ -94,7 +94,8 @@ class Snapshotter:
                 raise ConfigurationError(
                     f"{name}={value!r} becomes part of file names: use letters, digits, '.', '_', '-'"
                 )
-        pieces = [describe(key, tensor, version=0, group="") for key, tensor in state.items()]
+        live = _live(state)
+        pieces = [describe(piece, version=0, group="") for piece in live]
         self._run, self._session, self._rank, self._world_size = run, session, rank, world_size
         self._world = world
         self._object_bytes = object_bytes
@@ -103,7 +104,7 @@ class Snapshotter:
             capacity=capacity_of([*(p.nbytes for p in pieces), *[object_bytes] * objects]),
             table_bytes=table_bytes or _table_estimate(pieces, objects),
         )
-        self._pins = _PageLock(self.arena) if any(t.is_cuda for t in map(_tensor_of, state.values())) else None
+        self._pins = _PageLock(self.arena) if any(piece.tensor.is_cuda for piece in live) else None
         self._windows = windows
         self._copied = threading.Event()
         self._copied.set()
@@ -116,7 +117,7 @@ class Snapshotter:
     def start(
         self,
         step: int,
-        state: Mapping[str, torch.Tensor | Rows],
+        state: Mapping[str, torch.Tensor | StatePiece],
         *,
         fresh: Collection[str] | None = None,
         persist: Collection[str] | None = None,
@@ -145,16 +146,17 @@ class Snapshotter:
         older = {} if self._newest is None else {p.piece.key: p for p in self._newest.placed}
         copies: list[tuple[Piece, int, torch.Tensor]] = []
         carried: list[Placed] = []
-        for key, value in state.items():
-            known = older.get(key)
-            piece = describe(key, value, version=step, group=groups.get(key, "experts" if is_partial(key) else "dense"))
-            left_out = fresh is not None and is_partial(key) and key not in fresh
+        for live in _live(state):
+            key, known = live.key, older.get(live.key)
+            group = groups.get(key, "experts" if live.is_replaceable else "dense")
+            piece = describe(live, version=step, group=group)
+            left_out = fresh is not None and live.is_replaceable and key not in fresh
             has_turn = not left_out if persist is None else key in persist
             due = step if has_turn or known is None else known.due
             if left_out and known is not None and _same_layout(known.piece, piece):
                 carried.append(Placed(piece=replace(known.piece, group=piece.group), block=known.block, due=due))
             else:
-                copies.append((piece, due, _tensor_of(value)))
+                copies.append((piece, due, live.tensor))
         for key, plain in (objects or {}).items():
             piece, data = self._object_piece(key, plain, step)
             copies.append((piece, step, data))
@@ -317,8 +319,9 @@ class Snapshotter:
             raise RuntimeError(f"the snapshot failed: {failure}") from failure
 
 
-def _tensor_of(value: torch.Tensor | Rows) -> torch.Tensor:
-    return value.tensor if isinstance(value, Rows) else value
+def _live(state: Mapping[str, torch.Tensor | StatePiece]) -> list[StatePiece]:
+    """A tensor by itself is a whole one."""
+    return [value if isinstance(value, StatePiece) else StatePiece.of(key, value) for key, value in state.items()]
 
 
 def _same_layout(known: Piece, piece: Piece) -> bool:

@@ -31,9 +31,9 @@ from moe_lightning.checkpoint.dcp_format import StoredPiece, frame_of
 from moe_lightning.checkpoint.durable import write_durably
 from moe_lightning.checkpoint.fence import make_staging, staging_path
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part
-from moe_lightning.checkpoint.pieces import is_partial
 from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import is_partial
 
 RECORD = "run.json"
 _NAMED = re.compile(r"step-(\d{8,})(-\d+)?")

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from moe_lightning.checkpoint.full_state import OptimizerLayout
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.comm.world import World
@@ -167,10 +166,6 @@ class WorldChangingStrategy(CheckpointingStrategy):
     def has_rolled_back(self) -> bool:
         """Whether the last change of the world went back to a saved state."""
         return self._elastic is not None and self._elastic.has_rolled_back
-
-    def optimizer_layouts(self) -> list[tuple[Optimizer, OptimizerLayout]]:
-        """The optimizers with what belongs where in them."""
-        return [(optimizer, self._layout(optimizer)) for optimizer in self.optimizers]
 
     def leave_world(self, own_forward: Any) -> None:
         """Let go of everything that belongs to the groups of the present world; values stay.

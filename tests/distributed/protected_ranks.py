@@ -14,12 +14,12 @@ from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import fetch
 from moe_lightning.checkpoint.node_inventory import local_inventory
-from moe_lightning.checkpoint.pieces import is_partial, parse_expert_key
 from moe_lightning.checkpoint.snapshot_protection import Protector
 from moe_lightning.checkpoint.snapshot_set import packed_bytes_of
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
+from moe_lightning.state.pieces import is_partial, parse_expert_key
 from tests.distributed.harness import connect
 from tests.unit.checkpoint_state import EXPERTS, LAYERS, expert_keys, state_of, whole_state
 

@@ -17,9 +17,9 @@ from moe_lightning.checkpoint.loader import Checkpoint, Found
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.mending import find_usable, mended
-from moe_lightning.checkpoint.pieces import is_partial, parse_expert_key
 from moe_lightning.checkpoint.recovery_sources import storage_inventory
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import is_partial, parse_expert_key
 from tests.unit.checkpoint_state import EXPERTS, assert_holds, node, whole_state
 
 STEPS = {1: None, 2: [0, 1], 3: [2]}

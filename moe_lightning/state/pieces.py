@@ -7,13 +7,16 @@ experts, which partial checkpoints may carry over from an older version, and any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 
 from moe_lightning.errors import ConfigurationError
+
+WEIGHTS = ("weight", "master", "buffer")
+"""Scopes that are no state of an optimizer."""
 
 OBJECT = "object"
 """The dtype of a piece that is a serialised object instead of a tensor."""
@@ -37,19 +40,70 @@ DTYPES = {
 }
 
 
+Shapes = Mapping[str, tuple[str, Sequence[int]]]
+"""Dtype and shape of tensors, by key or scope."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Some rows of a tensor whose other rows belong to other ranks.
+class Block:
+    """Part of a tensor.
 
     Attributes:
-        tensor: [rows here, ...].
-        first_row: where they start in the whole tensor.
-        num_rows: rows of the whole tensor.
+        offsets: where it begins in the whole tensor, in each dimension.
+        sizes: of the part.
+        whole: shape of the whole tensor.
     """
 
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @classmethod
+    def of_rows(cls, sizes: Iterable[int], first_row: int, num_rows: int) -> Self:
+        """Rows of a tensor of `num_rows`; of a scalar all there is."""
+        sizes = tuple(sizes)
+        rest = (0,) * (len(sizes) - 1)
+        return cls(
+            offsets=(first_row, *rest) if sizes else (), sizes=sizes, whole=(num_rows, *sizes[1:]) if sizes else ()
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StatePiece:
+    """A live tensor of a run's state, or part of one.
+
+    Attributes:
+        key: see the top of the file.
+        tensor: a view of the live values.
+        block: what of the whole tensor it is.
+        holders: the ranks that have the same values.
+    """
+
+    key: str
     tensor: torch.Tensor
-    first_row: int
-    num_rows: int
+    block: Block
+    holders: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, key: str, tensor: torch.Tensor, holders: tuple[int, ...] = ()) -> Self:
+        """A whole tensor."""
+        return cls(key=key, tensor=tensor, block=_whole(tensor), holders=holders)
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether an older version may stand in for it in a checkpoint."""
+        return is_partial(self.key)
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is a state of an optimizer, not a value of the module."""
+        scope = self.key.split("/", 4)[3] if is_partial(self.key) else self.key.rpartition("/")[2]
+        return scope not in WEIGHTS
+
+    def rows(self, first_row: int, last_row: int) -> Self:
+        """Some rows of a whole tensor."""
+        part = self.tensor[first_row:last_row]
+        return replace(self, tensor=part, block=Block.of_rows(part.shape, first_row, self.tensor.shape[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,26 +152,37 @@ class Piece:
 _PLAIN = tuple(field.name for field in fields(Piece) if field.name != "shape")
 
 
-def describe(key: str, value: torch.Tensor | Rows, *, version: int, group: str) -> Piece:
-    """The piece that a tensor, or some rows of one, will be stored as.
+def dtype_name(tensor: torch.Tensor) -> str:
+    """As in `DTYPES`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _whole(tensor: torch.Tensor) -> Block:
+    shape = tuple(tensor.shape)
+    return Block(offsets=(0,) * len(shape), sizes=shape, whole=shape)
+
+
+def describe(live: StatePiece, *, version: int, group: str) -> Piece:
+    """What a live piece will be stored as.
 
     Raises:
         ConfigurationError: a dtype that cannot be stored.
     """
-    tensor = value.tensor if isinstance(value, Rows) else value
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(live.tensor)
     if dtype not in DTYPES:
-        raise ConfigurationError(f"{key} has dtype {dtype}, which checkpoints cannot hold: use one of {sorted(DTYPES)}")
-    shape = tuple(tensor.shape)
+        raise ConfigurationError(
+            f"{live.key} has dtype {dtype}, which checkpoints cannot hold: use one of {sorted(DTYPES)}"
+        )
+    block = live.block
     return Piece(
-        key=key,
+        key=live.key,
         dtype=dtype,
-        shape=shape,
-        first_row=value.first_row if isinstance(value, Rows) else 0,
-        num_rows=value.num_rows if isinstance(value, Rows) else (shape[0] if shape else 0),
+        shape=block.sizes,
+        first_row=block.offsets[0] if block.sizes else 0,
+        num_rows=block.whole[0] if block.sizes else 0,
         version=version,
         group=group,
-        nbytes=tensor.numel() * tensor.element_size(),
+        nbytes=live.tensor.numel() * live.tensor.element_size(),
     )
 
 
