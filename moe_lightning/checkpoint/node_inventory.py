@@ -90,9 +90,8 @@ def protected_tables(table: SnapshotIndex) -> list[SnapshotIndex]:
 
 def _inventory_of(table: SnapshotIndex, kind: str, **parity: Any) -> SnapshotInventory:
     experts = []
-    pieces = [placed.piece for placed in table.placed]
-    for unit, indices in sorted((u, i) for u, i in units_of(pieces).items() if u is not None):
-        versions = [pieces[index].version for index in indices]
+    for unit, indices in sorted((u, i) for u, i in units_of(table.placed).items() if u is not None):
+        versions = [table.placed[index].version for index in indices]
         experts.append(HeldExpert(*unit, min(versions), max(versions)))
     return SnapshotInventory(
         kind=kind,

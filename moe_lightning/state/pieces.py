@@ -7,9 +7,10 @@ experts, which partial checkpoints may carry over from an older version, and any
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -59,13 +60,38 @@ class Block:
     whole: tuple[int, ...]
 
     @classmethod
+    def of(cls, shape: Iterable[int]) -> Self:
+        """All of a tensor."""
+        shape = tuple(shape)
+        return cls(offsets=(0,) * len(shape), sizes=shape, whole=shape)
+
+    @classmethod
     def of_rows(cls, sizes: Iterable[int], first_row: int, num_rows: int) -> Self:
         """Rows of a tensor of `num_rows`; of a scalar all there is."""
         sizes = tuple(sizes)
-        rest = (0,) * (len(sizes) - 1)
-        return cls(
-            offsets=(first_row, *rest) if sizes else (), sizes=sizes, whole=(num_rows, *sizes[1:]) if sizes else ()
-        )
+        if not sizes:
+            return cls.of(())
+        return cls(offsets=(first_row, *[0] * (len(sizes) - 1)), sizes=sizes, whole=(num_rows, *sizes[1:]))
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether it is cut in its first dimension only."""
+        return self.sizes[1:] == self.whole[1:]
+
+    def common(self, other: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """What two blocks of a tensor share, as slices of each; None where that is nothing."""
+        low = [max(pair) for pair in zip(self.offsets, other.offsets, strict=True)]
+        high = [min(pair) for pair in zip(self._ends, other._ends, strict=True)]
+        if any(begin >= end for begin, end in zip(low, high, strict=True)):
+            return None
+        return tuple(
+            tuple(slice(begin - at, end - at) for begin, end, at in zip(low, high, block.offsets, strict=True))
+            for block in (self, other)
+        )  # type: ignore[return-value]
+
+    @property
+    def _ends(self) -> list[int]:
+        return [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,7 +113,7 @@ class StatePiece:
     @classmethod
     def of(cls, key: str, tensor: torch.Tensor, holders: tuple[int, ...] = ()) -> Self:
         """A whole tensor."""
-        return cls(key=key, tensor=tensor, block=_whole(tensor), holders=holders)
+        return cls(key=key, tensor=tensor, block=Block.of(tensor.shape), holders=holders)
 
     @property
     def is_replaceable(self) -> bool:
@@ -107,59 +133,95 @@ class StatePiece:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Location:
+    """Where the bytes of a stored piece lie.
+
+    Attributes:
+        data_offset: of the payload, in an arena's memory or in a file.
+        file: its name; "" in an arena.
+        offset, length: of what torch reads in the file, the payload in its frame.
+    """
+
+    data_offset: int
+    file: str = ""
+    offset: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Piece:
     """What is stored under a key by one rank.
 
     Attributes:
         key: see the top of the file.
         dtype: name in `DTYPES`, or `OBJECT`.
-        shape: of this piece; () for an object.
-        first_row: row of the whole tensor at which the piece starts; 0 where it is whole.
-        num_rows: rows of the whole tensor; 0 for scalars and objects.
+        block: what of the whole tensor it is; () for an object.
         version: the step after which this state was taken.
         group: pieces of a rank with the same group are written into one file.
         nbytes: payload bytes.
         xxh3: hexadecimal digest of the payload.
+        location: None where it lies nowhere yet, or with another rank.
+        due: of a piece in an arena, the last step at which it was its turn to be written; a checkpoint is to have what
+            was due since the one before it, so that a snapshot which is never written costs no turn.
     """
 
     key: str
     dtype: str
-    shape: tuple[int, ...]
-    first_row: int
-    num_rows: int
+    block: Block
     version: int
     group: str
     nbytes: int
     xxh3: str = ""
+    location: Location | None = None
+    due: int = -1
+
+    @property
+    def at(self) -> Location:
+        """Its location, which it must have."""
+        assert self.location is not None
+        return self.location
 
     def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
+        """With the location, as arenas and manifests list it."""
+        block, at = self.block, self.location
+        values = {name: getattr(self, name) for name in _PLAIN} | {"shape": block.sizes}
+        if block.is_rows:
+            values |= {"first_row": sum(block.offsets[:1]), "num_rows": sum(block.whole[:1])}
+        else:
+            values |= {"offsets": block.offsets, "whole": block.whole}
+        if at is not None:
+            values |= vars(at) if at.file else {"block": at.data_offset, "due": self.due}
+        return values
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**{name: data[name] for name in _PLAIN}, shape=tuple(data["shape"]))
+    def from_json(cls, data: Mapping[str, Any], lies: Literal["arena", "file"] | None = None) -> Self:
+        """What was listed.
 
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        return (self.num_rows, *self.shape[1:]) if self.shape else ()
+        Args:
+            lies: the kind of location that must be given.
 
-    @property
-    def start(self) -> tuple[int, ...]:
-        """Offsets of the piece in the whole tensor."""
-        return (self.first_row, *[0] * (len(self.shape) - 1)) if self.shape else ()
+        Raises:
+            KeyError, TypeError: entries are missing.
+        """
+        shape, location = tuple(data["shape"]), None
+        if "offsets" in data:
+            block = Block(offsets=tuple(data["offsets"]), sizes=shape, whole=tuple(data["whole"]))
+        else:
+            block = Block.of_rows(shape, data["first_row"], data["num_rows"])
+        if lies == "arena":
+            location = Location(data_offset=data["block"])
+        elif lies == "file":
+            location = Location(**{field.name: data[field.name] for field in fields(Location)})
+        due = data["due"] if lies == "arena" else -1
+        return cls(**{name: data[name] for name in _PLAIN}, block=block, location=location, due=due)
 
 
-_PLAIN = tuple(field.name for field in fields(Piece) if field.name != "shape")
+_PLAIN = ("key", "dtype", "version", "group", "nbytes", "xxh3")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """As in `DTYPES`."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _whole(tensor: torch.Tensor) -> Block:
-    shape = tuple(tensor.shape)
-    return Block(offsets=(0,) * len(shape), sizes=shape, whole=shape)
 
 
 def describe(live: StatePiece, *, version: int, group: str) -> Piece:
@@ -173,17 +235,15 @@ def describe(live: StatePiece, *, version: int, group: str) -> Piece:
         raise ConfigurationError(
             f"{live.key} has dtype {dtype}, which checkpoints cannot hold: use one of {sorted(DTYPES)}"
         )
-    block = live.block
-    return Piece(
-        key=live.key,
-        dtype=dtype,
-        shape=block.sizes,
-        first_row=block.offsets[0] if block.sizes else 0,
-        num_rows=block.whole[0] if block.sizes else 0,
-        version=version,
-        group=group,
-        nbytes=live.tensor.numel() * live.tensor.element_size(),
-    )
+    return Piece(key=live.key, dtype=dtype, block=live.block, version=version, group=group, nbytes=live.tensor.nbytes)
+
+
+def by_key(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """The pieces of each key, by their offsets."""
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for piece in sorted(pieces, key=lambda piece: piece.block.offsets):
+        found[piece.key].append(piece)
+    return dict(found)
 
 
 def is_partial(key: str) -> bool:

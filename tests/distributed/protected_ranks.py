@@ -83,7 +83,7 @@ def protect(
         report = protector.finish()
         assert report is not None
         placed = snapshotter.arena.tables()[0].placed
-        result = vars(report) | {"snapshot_bytes": packed_bytes_of([item.piece for item in placed])}
+        result = vars(report) | {"snapshot_bytes": packed_bytes_of(placed)}
     for step in range(steps[-1] + 1, steps[-1] + 4):  # arenas hold three versions: none of them is protected
         snapshot(snapshotter, rank, world_size, step)
     protector.close()
