@@ -21,10 +21,11 @@ PACKAGE = ROOT / "moe_lightning"
 MAY_IMPORT = {
     "algorithms": set[str](),
     "kernels": set[str](),
-    "comm": {"algorithms", "kernels"},
+    "state": {"algorithms"},
+    "comm": {"algorithms", "kernels", "state"},
     "modules": {"comm", "kernels"},
     "models": {"modules", "kernels"},
-    "checkpoint": {"algorithms", "comm", "kernels"},
+    "checkpoint": {"algorithms", "comm", "kernels", "state"},
     "data": {"algorithms", "modules"},
     "simulate": {"algorithms", "modules", "models"},
     "elastic": {"arguments", "comm", "checkpoint"},
@@ -36,14 +37,14 @@ MAY_IMPORT = {
     "values": set[str](),
     "registry": set[str](),
 }
-MAY_IMPORT["strategies"] = {"algorithms", "kernels", "comm", "modules", "checkpoint", "data", "elastic"}
+MAY_IMPORT["strategies"] = {"algorithms", "kernels", "comm", "state", "modules", "checkpoint", "data", "elastic"}
 MAY_IMPORT["callbacks"] = {*MAY_IMPORT, "strategies"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "callbacks", "__version__"}
 MAY_IMPORT["bench"] = {*MAY_IMPORT, "cli"}
 MAY_IMPORT |= {"conf": set(), "__init__": set(MAY_IMPORT)}
 SHARED = {"errors", "config", "values", "registry"}
 MAY_COMMUNICATE = {"comm", "elastic", "strategies"}
-WITHOUT_LIGHTNING = {"algorithms", "kernels", "comm", "modules", "checkpoint", *SHARED}
+WITHOUT_LIGHTNING = {"algorithms", "kernels", "state", "comm", "modules", "checkpoint", *SHARED}
 UNSAFE_CALLS = {
     "pickle.load",
     "pickle.loads",

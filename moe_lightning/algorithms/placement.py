@@ -68,6 +68,11 @@ class Placement:
         table.setflags(write=False)
         return table
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks hold one of the experts."""
+        return bool(self.pairs.num_holders.max() > 1)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Placement) or self.pairs.shape != other.pairs.shape:
             return False

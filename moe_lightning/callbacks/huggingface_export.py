@@ -87,7 +87,7 @@ def _stacks(trainer: pl.Trainer, module: HuggingFaceModule, export: Export) -> I
         if not isinstance(strategy, CheckpointingStrategy):
             yield local
             continue
-        rows = {name: strategy.experts.rows[parameter] for name, parameter in parameters.items()}
+        rows = {name: strategy.experts.stack_of[parameter] for name, parameter in parameters.items()}
         yield full_model_state(local, rows, strategy.world)
 
 

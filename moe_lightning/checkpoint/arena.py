@@ -35,9 +35,10 @@ import xxhash
 
 from moe_lightning.checkpoint.arena_location import reserve
 from moe_lightning.checkpoint.durable import lock_exclusively
-from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex
+from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.checkpoint.triple_buffer import NO_STEP, Buffer, Status, TripleBuffer
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.state.pieces import Piece
 
 _MAGIC = b"MOEARN03"
 _PAGE = 4096
@@ -273,9 +274,9 @@ class Arena:
         found = [self.table(index) for index in self.state.waiting.values()]
         return [table for table in found if table is not None]
 
-    def payload(self, placed: Placed) -> torch.Tensor:
+    def payload(self, piece: Piece) -> torch.Tensor:
         """uint8 [nbytes]: the bytes of a piece, in the mapped memory."""
-        return self.memory[placed.block : placed.block + placed.piece.nbytes]
+        return self.memory[piece.at.data_offset : piece.at.data_offset + piece.nbytes]
 
     def begin_table(self, index: int) -> None:
         """Mark a buffer's header as being written: it is torn until `finish_table`."""
@@ -303,9 +304,9 @@ class Arena:
         _HEADER.pack_into(self._map, header, begin, table.step, len(data), digest, begin)
         self._parsed[index] = (begin, digest), table
 
-    def free_blocks(self, used: Iterable[Placed]) -> dict[int, list[int]]:
+    def free_blocks(self, used: Iterable[Piece]) -> dict[int, list[int]]:
         """Offsets of the blocks of each class that no given piece occupies."""
-        taken = {placed.block for placed in used}
+        taken = {piece.at.data_offset for piece in used}
         free: dict[int, list[int]] = {}
         at = self._blocks_at
         for size, count in self.capacity.items():

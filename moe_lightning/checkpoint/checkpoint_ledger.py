@@ -22,7 +22,7 @@ class CheckpointLedger:
     """What one run has counted and committed; every rank keeps the same, from the same counts.
 
     They hold whose turn it is, which every rank knows when a snapshot is taken. What becomes of a snapshot only the
-    agents know: whatever they commit holds everything that was due by then (`Placed.due`), so turns need no answer.
+    agents know: whatever they commit holds everything that was due by then (`Piece.due`), so turns need no answer.
 
     Args:
         num_layers, num_experts: L and E.

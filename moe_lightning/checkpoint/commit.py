@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from moe_lightning.checkpoint.dcp_format import StoredPiece, dump_metadata
+from moe_lightning.checkpoint.dcp_format import dump_metadata
 from moe_lightning.checkpoint.durable import sync_directory, write_durably
 from moe_lightning.checkpoint.fence import (
     SWEPT,
@@ -30,10 +30,10 @@ from moe_lightning.checkpoint.fence import (
 )
 from moe_lightning.checkpoint.lease import unread
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part, check_coverage
-from moe_lightning.checkpoint.pieces import is_partial
 from moe_lightning.checkpoint.store import Heading, headings, part_path, previous_of
 from moe_lightning.checkpoint.sweeping import delete_staging
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import Piece, is_partial
 
 PRUNED = "PRUNED.json"
 """What becomes of the manifest of a checkpoint that is being deleted."""
@@ -97,19 +97,19 @@ def _assemble(root: Path, staging: Path, parts: list[Part]) -> None:
             )
     stored = _freshest(parts)
     files = {name: record for part in parts for name, record in part.files.items()}
-    fresh_keys = {item.piece.key for item in stored}
+    fresh_keys = {piece.key for piece in stored}
     previous = previous_of(root, first.session, first.step)
     required: set[str] = set()
     if previous is not None:
         path, manifest = previous
-        required = {item.piece.key for item in manifest.stored}
-        carried = [s for s in manifest.stored if is_partial(s.piece.key) and s.piece.key not in fresh_keys]
-        for name in {item.file for item in carried}:
+        required = {piece.key for piece in manifest.stored}
+        carried = [p for p in manifest.stored if is_partial(p.key) and p.key not in fresh_keys]
+        for name in {piece.at.file for piece in carried}:
             files[name] = _carry_over(path, manifest.files[name], staging / name)
         stored += carried
     extra = next((part.extra for part in parts if part.rank == 0), {})
     check_coverage(stored, required=required, extra=extra)
-    files = {name: record for name, record in files.items() if any(item.file == name for item in stored)}
+    files = {name: record for name, record in files.items() if any(piece.at.file == name for piece in stored)}
     metadata = dump_metadata(stored, {name: record.path for name, record in files.items()})
     write_durably(staging / METADATA, metadata)
     files[METADATA] = FileRecord(path=METADATA, nbytes=len(metadata), xxh3=xxhash.xxh3_64_hexdigest(metadata))
@@ -129,14 +129,14 @@ def _assemble(root: Path, staging: Path, parts: list[Part]) -> None:
     write_durably(staging / MANIFEST, manifest.dump())
 
 
-def _freshest(parts: list[Part]) -> list[StoredPiece]:
+def _freshest(parts: list[Part]) -> list[Piece]:
     """Where several ranks wrote the same piece, the newest version, ties by rank."""
-    best: dict[tuple[str, int], StoredPiece] = {}
+    best: dict[tuple[str, tuple[int, ...]], Piece] = {}
     for part in sorted(parts, key=lambda p: p.rank):
-        for item in part.stored:
-            known = best.get((item.piece.key, item.piece.first_row))
-            if known is None or item.piece.version > known.piece.version:
-                best[item.piece.key, item.piece.first_row] = item
+        for piece in part.stored:
+            known = best.get((piece.key, piece.block.offsets))
+            if known is None or piece.version > known.version:
+                best[piece.key, piece.block.offsets] = piece
     return list(best.values())
 
 

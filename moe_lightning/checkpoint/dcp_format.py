@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, Piece
+from moe_lightning.state.pieces import DTYPES, OBJECT, Piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,32 +39,6 @@ class Frame:
 
     prefix: bytes
     suffix: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredPiece:
-    """A piece and where it lies: `length` bytes at `offset` of a file are the frame, `nbytes` at `data_offset` the raw
-    payload."""
-
-    piece: Piece
-    file: str
-    offset: int
-    length: int
-    data_offset: int
-
-    def to_json(self) -> dict[str, Any]:
-        where = {"file": self.file, "offset": self.offset, "length": self.length, "data_offset": self.data_offset}
-        return self.piece.to_json() | where
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> StoredPiece:
-        return cls(
-            piece=Piece.from_json(data),
-            file=data["file"],
-            offset=data["offset"],
-            length=data["length"],
-            data_offset=data["data_offset"],
-        )
 
 
 @lru_cache(maxsize=4096)
@@ -90,7 +64,7 @@ def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
         return Frame(prefix=prefix, suffix=file.read())
 
 
-def dump_metadata(stored: Iterable[StoredPiece], paths: dict[str, str]) -> bytes:
+def dump_metadata(stored: Iterable[Piece], paths: dict[str, str]) -> bytes:
     """The `.metadata` file of a checkpoint directory.
 
     Args:
@@ -99,20 +73,19 @@ def dump_metadata(stored: Iterable[StoredPiece], paths: dict[str, str]) -> bytes
     """
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for item in stored:
-        piece = item.piece
-        info = _StorageInfo(paths[item.file], item.offset, item.length)
+    for piece in stored:
+        info = _StorageInfo(paths[piece.at.file], piece.at.offset, piece.at.length)
         if piece.dtype == OBJECT:
             entries[piece.key] = BytesStorageMetadata()
             storage[MetadataIndex(piece.key)] = info
             continue
         if piece.key not in entries:
             properties = TensorProperties(dtype=DTYPES[piece.dtype])
-            entries[piece.key] = TensorStorageMetadata(properties, torch.Size(piece.global_shape), [])
+            entries[piece.key] = TensorStorageMetadata(properties, torch.Size(piece.block.whole), [])
         entry = entries[piece.key]
         assert isinstance(entry, TensorStorageMetadata)
-        entry.chunks.append(ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape)))
-        storage[MetadataIndex(piece.key, piece.start, len(entry.chunks) - 1)] = info
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(piece.block.offsets), torch.Size(piece.block.sizes)))
+        storage[MetadataIndex(piece.key, piece.block.offsets, len(entry.chunks) - 1)] = info
     metadata = Metadata(
         state_dict_metadata=entries,
         planner_data={key: (key,) for key in entries},

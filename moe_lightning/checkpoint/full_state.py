@@ -8,49 +8,18 @@ and on any number of ranks under any placement.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.comm.collect import collect_on_root
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertRows:
-    """Where the rows of a stacked expert parameter belong.
-
-    Attributes:
-        slot_experts: expert of each local row, -1 for a vacant one.
-        placement: of the layer.
-        rank: this rank.
-    """
-
-    slot_experts: tuple[int, ...]
-    placement: Placement
-    rank: int
-
-    def owned(self) -> Iterable[tuple[int, int]]:
-        """(slot, expert) pairs for which this rank speaks: it is the lowest holder."""
-        owners = self.placement.owners()
-        return ((slot, e) for slot, e in enumerate(self.slot_experts) if e >= 0 and owners[e] == self.rank)
-
-    def is_full_stack(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has a row for every expert; rows of factored optimizer states have shapes of their own."""
-        return tensor.shape[:1] == (self.placement.num_experts,)
-
-    def select(self, tensor_EX: Tensor) -> Tensor:
-        """The rows of this rank's slots from a full stack; zeros for vacant ones."""
-        rows = tensor_EX[list(self.slot_experts)]
-        rows[[slot for slot, expert in enumerate(self.slot_experts) if expert < 0]] = 0
-        return rows
+from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.table import State
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -78,14 +47,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertRows], world: World) -> dict[str, Any]:
+def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertStack], world: World) -> dict[str, Any]:
     """A module's state_dict with full expert stacks, on rank 0; empty on the other ranks. Collective.
 
     Args:
         state: the local state_dict.
         experts: which of its keys are expert stacks.
     """
-    mine = {f"{key}/{e}": state[key][slot] for key, rows in experts.items() for slot, e in rows.owned()}
+    mine = {f"{key}/{e}": state[key][slot] for key, stack in experts.items() for slot, e in stack.owned()}
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
@@ -93,7 +62,7 @@ def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertRows]
 
 
 def local_model_state(
-    full: Mapping[str, Any], local: Mapping[str, Any], experts: Mapping[str, ExpertRows], *, strict: bool = True
+    full: Mapping[str, Any], local: Mapping[str, Any], experts: Mapping[str, ExpertStack], *, strict: bool = True
 ) -> dict[str, Any]:
     """This rank's state_dict cut from a full one; without `strict` only the tensors that both have.
 
@@ -116,7 +85,7 @@ def local_model_state(
             continue
         expected = local[key].shape
         if key in experts:
-            expected = torch.Size((experts[key].placement.num_experts, *expected[1:]))
+            expected = torch.Size((experts[key].num_experts, *expected[1:]))
         if tensor.shape != expected:
             raise CheckpointError(
                 f"the checkpoint's {key!r} has shape {list(tensor.shape)}, the model's {list(expected)}: "
@@ -126,110 +95,94 @@ def local_model_state(
     return result
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerLayout:
-    """The parameters of an optimizer as the user's configure_optimizers grouped them, and where their state lies.
-
-    Attributes:
-        groups: parameters of each param_group before any sharding.
-        experts: rows of those that are expert stacks.
-        owners: rank that keeps the state of a dense parameter under ZeRO-1; absent parameters are kept by every rank.
-    """
-
-    groups: Sequence[Sequence[nn.Parameter]]
-    experts: Mapping[nn.Parameter, ExpertRows]
-    owners: Mapping[nn.Parameter, int]
-
-    def numbered(self) -> list[nn.Parameter]:
-        return [parameter for group in self.groups for parameter in group]
-
-
-def full_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, world: World) -> dict[str, Any]:
-    """The optimizer's state_dict as a single process would have it, on rank 0; empty on the other ranks. Collective."""
+def full_optimizer_state(state: State, index: int, world: World) -> dict[str, Any]:
+    """The state_dict of an optimizer as a single process would have it, on rank 0; empty on the other ranks.
+    Collective."""
+    optimizer, _ = state.optimizers[index]
     mine: dict[str, Tensor] = {}
-    for index, parameter in enumerate(layout.numbered()):
-        rows = layout.experts.get(parameter)
+    for number, parameter in enumerate(state.numbered(index)):
+        stack = state.stack_of.get(parameter)
         for name, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
-            if rows is not None and value.shape[:1] == parameter.shape[:1]:
-                mine |= {f"{index}/{name}/{e}": value[slot] for slot, e in rows.owned()}
-            elif layout.owners.get(parameter, 0) == world.rank:
-                mine[f"{index}/{name}"] = value
+            if stack is not None and value.shape[:1] == parameter.shape[:1]:
+                mine |= {f"{number}/{name}/{e}": value[slot] for slot, e in stack.owned()}
+            elif state.keepers.get(parameter, 0) == world.rank:
+                mine[f"{number}/{name}"] = value
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
     return {
-        "state": _optimizer_entries(optimizer, layout, collected),
-        "param_groups": _numbered_groups(optimizer, layout),
+        "state": _optimizer_entries(state, index, collected),
+        "param_groups": _numbered_groups(state, index),
     }
 
 
-def load_local_optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, full: Mapping[str, Any]) -> None:
+def load_local_optimizer_state(state: State, index: int, full: Mapping[str, Any]) -> None:
     """Give an optimizer its part of a full state_dict.
 
     Raises:
         CheckpointError: the groups do not match the optimizer's.
     """
-    sizes, saved = [len(g) for g in layout.groups], [len(g["params"]) for g in full["param_groups"]]
+    optimizer, own_groups = state.optimizers[index]
+    sizes, saved = [len(g) for g in own_groups], [len(g["params"]) for g in full["param_groups"]]
     if sizes != saved:
         raise CheckpointError(
             f"the checkpoint's optimizer has parameter groups of {saved} tensors, this one of {sizes}: "
             "use the configuration it was written with"
         )
-    index_of = {parameter: index for index, parameter in enumerate(layout.numbered())}
-    state: dict[int, Any] = {}
+    number_of = {parameter: number for number, parameter in enumerate(state.numbered(index))}
+    entries: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     position = 0
     for group, saved_group in zip(optimizer.param_groups, full["param_groups"], strict=True):
         numbers = []
         for parameter in group["params"]:
-            entry = full["state"].get(index_of[parameter])
+            entry = full["state"].get(number_of[parameter])
             if entry is not None:
-                state[position] = _cut_entry(entry, layout.experts.get(parameter))
+                entries[position] = _cut_entry(entry, state.stack_of.get(parameter))
             numbers.append(position)
             position += 1
         groups.append({**saved_group, "params": numbers})
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
-def _stack(collected: Mapping[str, Tensor], key: str, rows: ExpertRows) -> Tensor:
-    return torch.stack([collected[f"{key}/{e}"] for e in range(rows.placement.num_experts)])
+def _stack(collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Tensor:
+    return torch.stack([collected[f"{key}/{e}"] for e in range(stack.num_experts)])
 
 
-def _optimizer_entries(
-    optimizer: Optimizer, layout: OptimizerLayout, collected: Mapping[str, Tensor]
-) -> dict[int, dict[str, Any]]:
+def _optimizer_entries(state: State, index: int, collected: Mapping[str, Tensor]) -> dict[int, dict[str, Any]]:
     names: dict[int, set[str]] = {}
     for key in collected:
-        number, state_name = key.split("/")[:2]
-        names.setdefault(int(number), set()).add(state_name)
+        at, state_name = key.split("/")[:2]
+        names.setdefault(int(at), set()).add(state_name)
     entries: dict[int, dict[str, Any]] = {}
-    for index, parameter in enumerate(layout.numbered()):
-        local = optimizer.state.get(parameter, {})
+    for number, parameter in enumerate(state.numbered(index)):
+        local = state.optimizers[index][0].state.get(parameter, {})
         entry = {name: value for name, value in local.items() if not isinstance(value, Tensor)}
-        for name in sorted(names.get(index, ())):
-            whole = collected.get(f"{index}/{name}")
+        for name in sorted(names.get(number, ())):
+            whole = collected.get(f"{number}/{name}")
             entry[name] = (
-                whole if whole is not None else _stack(collected, f"{index}/{name}", layout.experts[parameter])
+                whole if whole is not None else _stack(collected, f"{number}/{name}", state.stack_of[parameter])
             )
         if entry:
-            entries[index] = entry
+            entries[number] = entry
     return entries
 
 
-def _numbered_groups(optimizer: Optimizer, layout: OptimizerLayout) -> list[dict[str, Any]]:
+def _numbered_groups(state: State, index: int) -> list[dict[str, Any]]:
+    optimizer, own_groups = state.optimizers[index]
     groups, start = [], 0
-    for group, parameters in zip(optimizer.param_groups, layout.groups, strict=True):
+    for group, parameters in zip(optimizer.param_groups, own_groups, strict=True):
         groups.append({**group, "params": list(range(start, start + len(parameters)))})
         start += len(parameters)
     return groups
 
 
-def _cut_entry(entry: Mapping[str, Any], rows: ExpertRows | None) -> dict[str, Any]:
-    if rows is None:
+def _cut_entry(entry: Mapping[str, Any], stack: ExpertStack | None) -> dict[str, Any]:
+    if stack is None:
         return dict(entry)
     return {
-        name: rows.select(value) if isinstance(value, Tensor) and rows.is_full_stack(value) else value
+        name: stack.select(value) if isinstance(value, Tensor) and stack.is_full(value) else value
         for name, value in entry.items()
     }

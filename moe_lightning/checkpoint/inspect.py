@@ -14,9 +14,9 @@ from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.files import checkpoint_files, model_tensors, newest_file, read_file, summarise_file
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
-from moe_lightning.checkpoint.pieces import OBJECT
 from moe_lightning.checkpoint.store import RECORD, checkpoints, run_record_problem
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.state.pieces import OBJECT
 
 __all__ = ["Summary", "Verdict", "export", "export_file", "prune", "resolve", "summarise", "verify_all"]
 
@@ -94,10 +94,10 @@ def summarise(checkpoint: Checkpoint) -> Summary:
     """Sizes, versions and losses of a checkpoint, from its manifest."""
     manifest = checkpoint.manifest
     scopes: dict[str, int] = {}
-    for item in manifest.stored:
-        parts = item.piece.key.split("/")
-        scope = parts[3] if parts[0] == "expert" else "objects" if item.piece.dtype == OBJECT else "dense"
-        scopes[scope] = scopes.get(scope, 0) + item.piece.nbytes
+    for piece in manifest.stored:
+        parts = piece.key.split("/")
+        scope = parts[3] if parts[0] == "expert" else "objects" if piece.dtype == OBJECT else "dense"
+        scopes[scope] = scopes.get(scope, 0) + piece.nbytes
     plt = manifest.extra.get("plt")
     return Summary(
         name=checkpoint.path.name,
@@ -168,7 +168,7 @@ def export(checkpoint: Checkpoint, target: Path, *, prefix: str = "") -> int:
     """
     _check_free(target)
     checkpoint.verify()
-    objects = {item.piece.key for item in checkpoint.manifest.stored if item.piece.dtype == OBJECT}
+    objects = {piece.key for piece in checkpoint.manifest.stored if piece.dtype == OBJECT}
     keys = [key for key in checkpoint.keys(prefix) if key not in objects]
     if not keys:
         raise ConfigurationError(f"no tensor of {checkpoint.path.name} has a key that begins with {prefix!r}")

@@ -13,19 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from typing_extensions import override
 
-from moe_lightning.checkpoint.dcp_format import StoredPiece
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
-from moe_lightning.checkpoint.pieces import DTYPES, Piece, is_partial, parse_expert_key
-from moe_lightning.checkpoint.reader import CheckpointSource, Held
+from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.store import checkpoints, read_manifest
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import DTYPES, Block, Piece, by_key, is_partial, parse_expert_key
 
 _HASH_CHUNK_BYTES = 16 << 20
 
@@ -56,23 +54,6 @@ class Damage:
     keys: frozenset[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Borrowed:
-    """A piece that lies in another checkpoint."""
-
-    piece: Piece
-    owner: Checkpoint
-    item: StoredPiece
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Mean:
-    """A piece whose every version is lost: the mean of these."""
-
-    piece: Piece
-    items: Sequence[Held]
-
-
 class Checkpoint(CheckpointSource):
     """One checkpoint directory.
 
@@ -101,42 +82,41 @@ class Checkpoint(CheckpointSource):
 
     @cached_property
     @override
-    def _pieces(self) -> Mapping[str, Sequence[Held]]:
-        others = {name: Checkpoint(self.path.parent / name) for name in {*self.substitutes.values()} if name}
-        pieces: dict[str, Sequence[Held]] = {**self._items}
-        for key, name in self.substitutes.items():
-            if name:
-                owner = others[name]
-                pieces[key] = [_Borrowed(piece=item.piece, owner=owner, item=item) for item in owner.items(key)]
-        means = {key: self.peers(key) for key, name in self.substitutes.items() if name is None}
-        for key, peers in means.items():
-            (item,) = self.items(key)
-            pieces[key] = [_Mean(piece=replace(item.piece, version=0), items=[pieces[peer][0] for peer in peers])]
-        return pieces
+    def _pieces(self) -> Mapping[str, Sequence[Piece]]:
+        return {**self._stored} | {
+            key: self._others[name].stored(key) if name else [replace(piece, version=0) for piece in self.stored(key)]
+            for key, name in self.substitutes.items()
+        }
 
-    def items(self, key: str) -> Sequence[StoredPiece]:
+    def stored(self, key: str) -> Sequence[Piece]:
         """What the manifest says of a key; nothing where it has none."""
-        return self._items.get(key, ())
+        return self._stored.get(key, ())
 
     @cached_property
-    def _items(self) -> Mapping[str, Sequence[StoredPiece]]:
-        return self.manifest.pieces()
+    def _stored(self) -> Mapping[str, Sequence[Piece]]:
+        return by_key(self.manifest.stored)
+
+    @cached_property
+    def _others(self) -> Mapping[str, Checkpoint]:
+        """The checkpoints that its substitutes are read from."""
+        return {name: Checkpoint(self.path.parent / name) for name in {*self.substitutes.values()} if name}
+
+    def outline(self, key: str) -> list[tuple[str, Block]]:
+        """Dtype and block of every piece that the manifest lists."""
+        return [(piece.dtype, piece.block) for piece in self.stored(key)]
 
     def peers(self, key: str) -> list[str]:
         """Keys of the same tensor of the layer's other experts, whole ones with a version of their own."""
         layer, _, *which = parse_expert_key(key)
 
-        def outlines(of: str) -> list[tuple[str, tuple[int, ...], int]]:
-            return [(item.piece.dtype, item.piece.global_shape, item.piece.first_row) for item in self.items(of)]
-
         def is_peer(other: str) -> bool:
             other_layer, _, *other_which = parse_expert_key(other)
-            has_version = self.substitutes.get(other, "its own") is not None
-            return (other_layer, other_which) == (layer, which) and has_version and outlines(other) == outlines(key)
+            is_alike = (other_layer, other_which) == (layer, which) and self.outline(other) == self.outline(key)
+            return is_alike and self.substitutes.get(other, "its own") is not None
 
-        if len(self.items(key)) != 1:
+        if len(self.stored(key)) != 1:
             return []
-        return [other for other in self._items if other != key and is_partial(other) and is_peer(other)]
+        return [other for other in self._stored if other != key and is_partial(other) and is_peer(other)]
 
     @property
     @override
@@ -169,24 +149,24 @@ class Checkpoint(CheckpointSource):
             Damage(
                 problem=problem,
                 keys=frozenset(
-                    item.piece.key for item in self.manifest.stored if item.file == name and not self.is_intact(item)
+                    piece.key for piece in self.manifest.stored if piece.at.file == name and not self.is_intact(piece)
                 ),
             )
             for name, problem in self._file_problems()
         ]
 
-    def is_intact(self, item: StoredPiece) -> bool:
+    def is_intact(self, piece: Piece) -> bool:
         """Whether the bytes of a piece match its checksum."""
         try:
-            with open(self._file(item.file), "rb", buffering=0) as file:
-                digest, left = xxhash.xxh3_64(), item.piece.nbytes
-                file.seek(item.data_offset)
+            with open(self._file(piece.at.file), "rb", buffering=0) as file:
+                digest, left = xxhash.xxh3_64(), piece.nbytes
+                file.seek(piece.at.data_offset)
                 while left > 0 and (chunk := file.read(min(left, _HASH_CHUNK_BYTES))):
                     digest.update(chunk)
                     left -= len(chunk)
         except OSError:
             return False
-        return left == 0 and digest.hexdigest() == item.piece.xxh3
+        return left == 0 and digest.hexdigest() == piece.xxh3
 
     def _check_structure(self) -> None:
         if METADATA not in self.manifest.files:
@@ -218,27 +198,28 @@ class Checkpoint(CheckpointSource):
         return None if digest.hexdigest() == record.xxh3 else f"{path} is damaged: its checksum does not match"
 
     @override
-    def _raw(self, item: Any) -> torch.Tensor:
+    def _raw(self, piece: Piece) -> torch.Tensor:
         """uint8 [nbytes]: a piece's payload, mapped from its file."""
-        if isinstance(item, _Borrowed):
-            return item.owner._raw(item.item)
-        if isinstance(item, _Mean):
-            return self._mean(item)
-        if item.piece.nbytes == 0:
+        if piece.key in self.substitutes:
+            name = self.substitutes[piece.key]
+            return self._others[name]._raw(piece) if name else self._mean(piece)
+        if piece.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        path = self._file(item.file)
+        path = self._file(piece.at.file)
         try:
-            mapped = np.memmap(path, mode="c", dtype=np.uint8, offset=item.data_offset, shape=item.piece.nbytes)
+            mapped = np.memmap(path, mode="c", dtype=np.uint8, offset=piece.at.data_offset, shape=piece.nbytes)
         except (OSError, ValueError) as error:  # shorter than it was when it was verified
             raise CheckpointError(f"{path} has changed while it was read ({error}): start again") from error
         return torch.from_numpy(mapped)
 
-    def _mean(self, item: _Mean) -> torch.Tensor:
-        dtype = DTYPES[item.piece.dtype]
-        total = torch.zeros(item.piece.shape, dtype=torch.float32)
-        for other in item.items:
-            total += self._raw(other).view(dtype).view(item.piece.shape).to(torch.float32)
-        return (total / len(item.items)).to(dtype).flatten().view(torch.uint8)
+    def _mean(self, piece: Piece) -> torch.Tensor:
+        """What takes the place of a piece whose every version is lost: the mean of the layer's other experts."""
+        dtype, shape = DTYPES[piece.dtype], piece.block.sizes
+        peers = [self._pieces[key][0] for key in self.peers(piece.key)]
+        total = torch.zeros(shape, dtype=torch.float32)
+        for peer in peers:
+            total += self._raw(peer).view(dtype).view(shape).to(torch.float32)
+        return (total / len(peers)).to(dtype).flatten().view(torch.uint8)
 
     def _file(self, name: str) -> Path:
         return self.path / self.manifest.files[name].path

@@ -6,7 +6,9 @@ checkpoint is interpreted in any other way before the manifest vouched for it.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -16,10 +18,9 @@ from typing import Any
 
 import xxhash
 
-from moe_lightning.checkpoint.dcp_format import StoredPiece
-from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, is_partial, parse_expert_key
 from moe_lightning.checkpoint.schema import check_file, check_pieces, check_places, check_record, read_object
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import DTYPES, OBJECT, Piece, by_key, is_partial, parse_expert_key
 
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
@@ -48,7 +49,7 @@ class Part:
     rank: int
     world_size: int
     files: Mapping[str, FileRecord]
-    stored: tuple[StoredPiece, ...]
+    stored: tuple[Piece, ...]
     extra: dict[str, Any] = field(default_factory=dict)
     world: int = 0
 
@@ -87,7 +88,7 @@ class Manifest:
     created_s: float
     previous: str | None
     files: Mapping[str, FileRecord]
-    stored: tuple[StoredPiece, ...]
+    stored: tuple[Piece, ...]
     extra: dict[str, Any] = field(default_factory=dict)
     world: int = 0
 
@@ -103,25 +104,18 @@ class Manifest:
         """
         return cls(**_typed(_unseal(data, origin), cls, origin))
 
-    def pieces(self) -> dict[str, list[StoredPiece]]:
-        """key -> its pieces, by first row."""
-        found: dict[str, list[StoredPiece]] = defaultdict(list)
-        for item in sorted(self.stored, key=lambda s: s.piece.first_row):
-            found[item.piece.key].append(item)
-        return dict(found)
-
     @property
     def payload_bytes(self) -> int:
-        return sum(item.piece.nbytes for item in self.stored)
+        return sum(piece.nbytes for piece in self.stored)
 
     @property
     def new_bytes(self) -> int:
         """Payload that this checkpoint wrote itself."""
-        return sum(item.piece.nbytes for item in self.stored if item.piece.version == self.step)
+        return sum(piece.nbytes for piece in self.stored if piece.version == self.step)
 
 
 def check_coverage(
-    stored: Iterable[StoredPiece], *, required: Iterable[str] = (), extra: Mapping[str, Any] | None = None
+    stored: Iterable[Piece], *, required: Iterable[str] = (), extra: Mapping[str, Any] | None = None
 ) -> None:
     """Every key exactly once, every row of every tensor exactly once, every expert of a layer with the same tensors.
 
@@ -132,37 +126,42 @@ def check_coverage(
     Raises:
         CheckpointError: the first key for which that does not hold.
     """
-    by_key: dict[str, list[StoredPiece]] = defaultdict(list)
-    for item in stored:
-        by_key[item.piece.key].append(item)
-    missing = sorted(set(required) - by_key.keys())
+    found = by_key(stored)
+    missing = sorted(set(required) - found.keys())
     if missing:
         raise CheckpointError(f"{missing[0]} is missing ({len(missing)} keys are)")
-    for key, items in by_key.items():
-        _check_rows(key, sorted(items, key=lambda s: s.piece.first_row))
-    _check_experts(by_key.keys(), extra or {})
+    for key, pieces in found.items():
+        _check_blocks(key, pieces)
+    _check_experts(found.keys(), extra or {})
 
 
-def _check_rows(key: str, items: list[StoredPiece]) -> None:
-    first = items[0].piece
+def _check_blocks(key: str, pieces: list[Piece]) -> None:
+    """Every number of a tensor once, in pieces by their offsets."""
+    first = pieces[0]
     if first.dtype != OBJECT and first.dtype not in DTYPES:
         raise CheckpointError(f"{key} has the unknown dtype {first.dtype}")
-    if first.dtype == OBJECT or not first.shape:
-        if len(items) != 1:
-            raise CheckpointError(f"{key} is there {len(items)} times")
+    whole = first.block.whole
+    if not whole:
+        if len(pieces) != 1:
+            raise CheckpointError(f"{key} is there {len(pieces)} times")
+        return
+    if any((piece.dtype, piece.block.whole) != (first.dtype, whole) for piece in pieces):
+        raise CheckpointError(f"{key} has pieces of different dtypes or shapes")
+    if not all(piece.block.is_rows for piece in pieces):
+        numbers = sum(math.prod(piece.block.sizes) for piece in pieces)
+        if numbers != math.prod(whole) or any(a.block.common(b.block) for a, b in itertools.combinations(pieces, 2)):
+            raise CheckpointError(f"parts of {key} are missing or there twice")
         return
     row = 0
-    for item in items:
-        piece = item.piece
-        if (piece.dtype, piece.num_rows, piece.shape[1:]) != (first.dtype, first.num_rows, first.shape[1:]):
-            raise CheckpointError(f"{key} has pieces of different dtypes or shapes")
-        if piece.first_row != row:
+    for piece in pieces:
+        first_row = piece.block.offsets[0]
+        if first_row != row:
             raise CheckpointError(
-                f"rows {min(row, piece.first_row)} to {max(row, piece.first_row)} of {key} are missing or there twice"
+                f"rows {min(row, first_row)} to {max(row, first_row)} of {key} are missing or there twice"
             )
-        row += piece.shape[0]
-    if row != first.num_rows:
-        raise CheckpointError(f"rows {row} to {first.num_rows} of {key} are missing")
+        row += piece.block.sizes[0]
+    if row != whole[0]:
+        raise CheckpointError(f"rows {row} to {whole[0]} of {key} are missing")
 
 
 def _check_experts(keys: Iterable[str], extra: Mapping[str, Any]) -> None:
@@ -186,7 +185,7 @@ def _check_experts(keys: Iterable[str], extra: Mapping[str, Any]) -> None:
 def _jsonable(record: Part | Manifest) -> dict[str, Any]:
     values = dict(vars(record))
     values["files"] = {name: vars(entry) for name, entry in record.files.items()}
-    values["stored"] = [item.to_json() for item in record.stored]
+    values["stored"] = [piece.to_json() for piece in record.stored]
     return values
 
 
@@ -198,13 +197,13 @@ def _typed(values: dict[str, Any], record: type[Part] | type[Manifest], origin: 
         check_file(name, entry, origin)
     try:
         files = {name: FileRecord(**entry) for name, entry in values["files"].items()}
-        stored = tuple(StoredPiece.from_json(item) for item in values["stored"])
+        stored = tuple(Piece.from_json(item, "file") for item in values["stored"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{origin} was written by something else: it lacks an entry ({error})") from error
     for name, entry in files.items():
         if not _SAFE_PATH.fullmatch(entry.path) or PurePosixPath(entry.path).name != name or name in (".", ".."):
             raise CheckpointError(f"{origin} names the file {entry.path!r}, which no checkpoint of ours would hold")
-    check_pieces((item.piece for item in stored), origin)
+    check_pieces(stored, origin)
     check_places(stored, {name: entry.nbytes for name, entry in files.items()}, origin)
     return {name: value for name, value in values.items() if name in known} | {"files": files, "stored": stored}
 

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from typing_extensions import override
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.pieces import OBJECT, Piece, is_partial, parse_expert_key
-from moe_lightning.checkpoint.reader import CheckpointSource, Held
+from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.snapshot_index import digest_of
 from moe_lightning.errors import CheckpointError
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FetchedPiece:
-    """A piece of a snapshot.
-
-    Attributes:
-        data: uint8 [nbytes]; None where another rank has it.
-    """
-
-    piece: Piece
-    data: torch.Tensor | None
+from moe_lightning.state.pieces import OBJECT, Piece, by_key, is_partial, parse_expert_key
 
 
 class MemoryCheckpoint(CheckpointSource):
@@ -39,7 +24,7 @@ class MemoryCheckpoint(CheckpointSource):
 
     Args:
         step: updates contained in it.
-        pieces: of all keys; those that this rank did not ask for are listed without data.
+        pieces: of all keys, with their bytes, uint8 [nbytes]; None where this rank did not ask for them.
         versions: int64 [L, E], the version of every expert.
         storage: the checkpoint that has what is not in memory.
         experts_on_storage: (layer, expert) pairs to be read from there.
@@ -49,7 +34,7 @@ class MemoryCheckpoint(CheckpointSource):
     def __init__(
         self,
         step: int,
-        pieces: Iterable[FetchedPiece],
+        pieces: Iterable[tuple[Piece, torch.Tensor | None]],
         *,
         versions: IntArray,
         storage: Checkpoint | None = None,
@@ -58,7 +43,10 @@ class MemoryCheckpoint(CheckpointSource):
     ) -> None:
         self.path = Path(f"the snapshot of step {step}")
         self._step, self._versions, self._storage = step, versions, storage
-        self._fetched = [_kept(piece) for piece in pieces]
+        listed = list(pieces)
+        self._listed = by_key(piece for piece, _ in listed)
+        # Objects are small and may be asked for later than tensors.
+        self._data = {_name(p): data.clone() if p.dtype == OBJECT else data for p, data in listed if data is not None}
         self._experts_on_storage, self._rest_on_storage = set(experts_on_storage), rest_on_storage
 
     @property
@@ -72,22 +60,14 @@ class MemoryCheckpoint(CheckpointSource):
 
     def release(self) -> None:
         """Let go of all tensors; objects can still be read."""
-        self._fetched = [
-            p if p.piece.dtype == OBJECT else FetchedPiece(piece=p.piece, data=None) for p in self._fetched
-        ]
-        self.__dict__.pop("_pieces", None)
+        objects = {_name(p) for pieces in self._listed.values() for p in pieces if p.dtype == OBJECT}
+        self._data = {name: data for name, data in self._data.items() if name in objects}
 
     @cached_property
     @override
-    def _pieces(self) -> Mapping[str, Sequence[Held]]:
-        found: dict[str, list[Held]] = defaultdict(list)
-        for item in sorted(self._fetched, key=lambda item: item.piece.first_row):
-            found[item.piece.key].append(item)
-        if self._storage is not None:
-            for key, items in self._storage._pieces.items():
-                if self._is_on_storage(key):
-                    found.setdefault(key, list(items))
-        return dict(found)
+    def _pieces(self) -> Mapping[str, Sequence[Piece]]:
+        stored = self._storage._pieces if self._storage is not None else {}
+        return {key: pieces for key, pieces in stored.items() if self._is_on_storage(key)} | self._listed
 
     def _is_on_storage(self, key: str) -> bool:
         if not is_partial(key):
@@ -95,20 +75,17 @@ class MemoryCheckpoint(CheckpointSource):
         return parse_expert_key(key)[:2] in self._experts_on_storage
 
     @override
-    def _raw(self, item: Any) -> torch.Tensor:
-        if not isinstance(item, FetchedPiece):
+    def _raw(self, piece: Piece) -> torch.Tensor:
+        if piece.key not in self._listed:
             assert self._storage is not None
-            return self._storage._raw(item)
-        if item.data is None:
-            raise CheckpointError(f"{item.piece.key} of {self.path} is on another rank: fetch it before it is read")
-        if digest_of(item.data) != item.piece.xxh3:
-            raise CheckpointError(f"{item.piece.key} of {self.path} is damaged: its checksum does not match")
-        data: torch.Tensor = item.data
+            return self._storage._raw(piece)
+        data = self._data.get(_name(piece))
+        if data is None:
+            raise CheckpointError(f"{piece.key} of {self.path} is on another rank: fetch it before it is read")
+        if digest_of(data) != piece.xxh3:
+            raise CheckpointError(f"{piece.key} of {self.path} is damaged: its checksum does not match")
         return data
 
 
-def _kept(item: FetchedPiece) -> FetchedPiece:
-    """Objects are small and may be asked for later than tensors."""
-    if item.data is None or item.piece.dtype != OBJECT:
-        return item
-    return FetchedPiece(piece=item.piece, data=item.data.clone())
+def _name(piece: Piece) -> tuple[str, tuple[int, ...]]:
+    return piece.key, piece.block.offsets

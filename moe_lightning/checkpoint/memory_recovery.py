@@ -21,13 +21,13 @@ from moe_lightning.algorithms.inventory import SnapshotKind
 from moe_lightning.algorithms.recovery_planner import Expert, RecoveryPlan
 from moe_lightning.checkpoint.decoding import decode_snapshots
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.memory_checkpoint import FetchedPiece, MemoryCheckpoint
+from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
-from moe_lightning.checkpoint.pieces import Piece
 from moe_lightning.checkpoint.snapshot_set import SnapshotSet, packed, packed_bytes_of
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import Piece
 
 
 class DamagedSnapshots(CheckpointError):
@@ -92,11 +92,11 @@ def fetch(
     ]
     arrived = exchange_parcels(parcels, lambda at: packed([data for _, data in units[deliveries[at][0]] or ()]), world)
     units |= {deliveries[at][0]: _split(data, listing[deliveries[at][0]]) for at, data in arrived.items()}
-    pieces = [FetchedPiece(piece=piece, data=data) for unit in units.values() for piece, data in unit or ()]
-    elsewhere = [FetchedPiece(piece=piece, data=None) for i in listing.keys() - units.keys() for piece in listing[i]]
+    fetched = [(piece, data) for unit in units.values() for piece, data in unit or ()]
+    elsewhere = [(piece, None) for i in listing.keys() - units.keys() for piece in listing[i]]
     return MemoryCheckpoint(
         plan.version,
-        pieces + elsewhere,
+        [*fetched, *elsewhere],
         versions=plan.versions,
         storage=storage,
         experts_on_storage=plan.from_storage,

@@ -18,9 +18,9 @@ import numpy as np
 
 from moe_lightning.checkpoint.checkpoint_ledger import unseen_tokens
 from moe_lightning.checkpoint.loader import Checkpoint, Damage, Found, unreadable
-from moe_lightning.checkpoint.pieces import DTYPES, is_partial, parse_expert_key
 from moe_lightning.checkpoint.store import checkpoints, run_record_problem
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import DTYPES, is_partial, parse_expert_key
 
 _MOST_TOLD = 3
 
@@ -100,20 +100,16 @@ def _others(checkpoint: Checkpoint, paths: Sequence[Path]) -> Iterator[Checkpoin
 
 def _newest_intact(key: str, checkpoint: Checkpoint, others: Sequence[Checkpoint]) -> str | None:
     """The checkpoint with the newest undamaged version of a tensor that is no younger than the checkpoint's own."""
-    wanted, newest = _outline(checkpoint, key), checkpoint.version(key)
-    fitting = [other for other in others if _outline(other, key) == wanted and other.version(key) <= newest]
+    wanted, newest = checkpoint.outline(key), checkpoint.version(key)
+    fitting = [other for other in others if other.outline(key) == wanted and other.version(key) <= newest]
     for other in sorted(fitting, key=lambda other: -other.version(key)):
-        if all(other.is_intact(item) for item in other.items(key)):
+        if all(other.is_intact(piece) for piece in other.stored(key)):
             return other.path.name
     return None
 
 
-def _outline(checkpoint: Checkpoint, key: str) -> list[tuple[str, tuple[int, ...], int]]:
-    return [(item.piece.dtype, item.piece.shape, item.piece.first_row) for item in checkpoint.items(key)]
-
-
 def _is_floating(checkpoint: Checkpoint, key: str) -> bool:
-    return all(DTYPES[item.piece.dtype].is_floating_point for item in checkpoint.items(key))
+    return all(DTYPES[piece.dtype].is_floating_point for piece in checkpoint.stored(key))
 
 
 def _costs(before: Checkpoint, after: Checkpoint) -> Mapping[tuple[int, int], int] | None:

@@ -16,10 +16,10 @@ from typing import Any
 from moe_lightning.algorithms.inventory import HeldExpert, SnapshotInventory, SnapshotKind
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.arena_location import ARENAS
-from moe_lightning.checkpoint.pieces import Piece, is_partial, parse_expert_key
 from moe_lightning.checkpoint.schema import is_whole
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import Piece, is_partial, parse_expert_key
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,8 @@ def protected_tables(table: SnapshotIndex) -> list[SnapshotIndex]:
 
 def _inventory_of(table: SnapshotIndex, kind: SnapshotKind, **parity: Any) -> SnapshotInventory:
     experts = []
-    pieces = [placed.piece for placed in table.placed]
-    for unit, indices in sorted((u, i) for u, i in units_of(pieces).items() if u is not None):
-        versions = [pieces[index].version for index in indices]
+    for unit, indices in sorted((u, i) for u, i in units_of(table.placed).items() if u is not None):
+        versions = [table.placed[index].version for index in indices]
         experts.append(HeldExpert(*unit, min(versions), max(versions)))
     return SnapshotInventory(
         kind=kind,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from moe_lightning.checkpoint.optimizer_shards import outline_of, pack_states, unpack_states
+from moe_lightning.checkpoint.optimizer_shards import pack_states, shapes_of, unpack_states
 from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
 from moe_lightning.checkpoint.snapshot_index import digest_of
 from moe_lightning.comm.collect import all_gather_json
@@ -120,7 +120,7 @@ def verify_replays(
         Rank -> the parameters that were corrected there, with everything that is of another version.
     """
     packed = {name: pack_states(states) for name, states in owned.items()}
-    own = {name: [digest_of(data), data.numel(), outline_of(owned[name])] for name, data in packed.items()}
+    own = {name: [digest_of(data), data.numel(), shapes_of(owned[name])] for name, data in packed.items()}
     told = all_gather_json([own, replay.digests(), replay.version], world)
     owners = {name: (rank, *entry) for rank, (entries, _, _) in enumerate(told) for name, entry in entries.items()}
     wrong = {

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
-from moe_lightning.checkpoint.pieces import DTYPES
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.kernels import pack, unpack
+from moe_lightning.state.pieces import DTYPES, Shapes, dtype_name
 
 States = Mapping[str, Tensor]
 """Scope ("exp_avg", "step", ...) -> tensor of one parameter."""
-
-Outline = Sequence[tuple[str, str, list[int]]]
-"""(scope, dtype, shape) of the tensors of packed states"""
 
 
 def pack_states(states: States) -> Tensor:
@@ -26,14 +23,14 @@ def pack_states(states: States) -> Tensor:
     return pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
 
 
-def outline_of(states: States) -> Outline:
+def shapes_of(states: States) -> Shapes:
     """What `unpack_states` needs to know."""
-    return [(scope, str(t.dtype).removeprefix("torch."), list(t.shape)) for scope, t in sorted(states.items())]
+    return {scope: (dtype_name(tensor), tuple(tensor.shape)) for scope, tensor in sorted(states.items())}
 
 
-def unpack_states(data: Tensor, outline: Outline) -> dict[str, Tensor]:
+def unpack_states(data: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     """The tensors of packed states."""
-    states = {scope: torch.empty(shape, dtype=DTYPES[dtype]) for scope, dtype, shape in outline}
+    states = {scope: torch.empty(tuple(shape), dtype=DTYPES[dtype]) for scope, (dtype, shape) in shapes.items()}
     unpack(data, list(states.values()))
     return states
 
@@ -54,7 +51,7 @@ def move_shards(
     """
     sources = {name: rank for name, rank in shards if rank >= 0}
     packed = {name: pack_states(local[name]) for name, rank in sources.items() if rank == world.rank}
-    told = all_gather_json({name: [data.numel(), outline_of(local[name])] for name, data in packed.items()}, world)
+    told = all_gather_json({name: [data.numel(), shapes_of(local[name])] for name, data in packed.items()}, world)
     names = sorted(sources)
     entries = {name: told[sources[name]][name] for name in names}
     parcels = [PeerBuffer(source=sources[name], target=owners[name], nbytes=entries[name][0]) for name in names]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +14,8 @@ import xxhash
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.dcp_format import load_object
-from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
 from moe_lightning.errors import CheckpointError
-
-
-class Held(Protocol):
-    """Something that holds the bytes of a piece."""
-
-    @property
-    def piece(self) -> Piece: ...
+from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, is_partial, parse_expert_key
 
 
 class CheckpointSource(ABC):
@@ -41,11 +34,11 @@ class CheckpointSource(ABC):
 
     @property
     @abstractmethod
-    def _pieces(self) -> Mapping[str, Sequence[Held]]:
-        """The pieces of every key, by first row."""
+    def _pieces(self) -> Mapping[str, Sequence[Piece]]:
+        """The pieces of every key, by their offsets."""
 
     @abstractmethod
-    def _raw(self, item: Any) -> torch.Tensor:
+    def _raw(self, piece: Piece) -> torch.Tensor:
         """uint8 [nbytes]: the payload of a piece."""
 
     def keys(self, prefix: str = "") -> list[str]:
@@ -58,8 +51,8 @@ class CheckpointSource(ABC):
         Raises:
             CheckpointError: no such key, or it is an object.
         """
-        first = self._tensor_pieces(key)[0].piece
-        out = torch.empty(first.global_shape, dtype=DTYPES[first.dtype])
+        first = self._tensor_pieces(key)[0]
+        out = torch.empty(first.block.whole, dtype=DTYPES[first.dtype])
         self.read_into(key, out)
         return out
 
@@ -71,22 +64,18 @@ class CheckpointSource(ABC):
             CheckpointError: no such key, or the shapes do not fit.
         """
         pieces = self._tensor_pieces(key)
-        shape = pieces[0].piece.global_shape
+        shape = pieces[0].block.whole
         fits = out.shape[1:] == shape[1:] and out.dim() == len(shape)
-        last_row = first_row + out.shape[0] if shape and fits else 1
-        if not fits or (shape and not 0 <= first_row <= last_row <= shape[0]):
+        if not fits or (shape and not 0 <= first_row <= first_row + out.shape[0] <= shape[0]):
             raise CheckpointError(
                 f"{key} has shape {list(shape)} in {self.path.name}: rows from {first_row} do not fit {list(out.shape)}"
             )
-        for item in pieces:
-            piece = item.piece
-            if not shape:
-                out.copy_(self._raw(item).view(DTYPES[piece.dtype]).view(()))
-                continue
-            low, high = max(first_row, piece.first_row), min(last_row, piece.first_row + piece.shape[0])
-            if low < high:
-                rows = self._raw(item).view(DTYPES[piece.dtype]).view(piece.shape)
-                out[low - first_row : high - first_row].copy_(rows[low - piece.first_row : high - piece.first_row])
+        wanted = Block.of_rows(out.shape, first_row, shape[0] if shape else 0)
+        for piece in pieces:
+            shared = wanted.common(piece.block)
+            if shared is not None:
+                target, part = shared
+                out[target].copy_(self._raw(piece).view(DTYPES[piece.dtype]).view(piece.block.sizes)[part])
 
     def read_object(self, key: str) -> Any:
         """The object under a key.
@@ -94,17 +83,22 @@ class CheckpointSource(ABC):
         Raises:
             CheckpointError: no such key, it is a tensor, or its bytes do not match their checksum.
         """
-        item = self._pieces_of(key)[0]
-        if item.piece.dtype != OBJECT:
+        piece = self._pieces_of(key)[0]
+        if piece.dtype != OBJECT:
             raise CheckpointError(f"{key} is a tensor in {self.path.name}: use read")
-        data = self._raw(item).numpy().tobytes()
-        if xxhash.xxh3_64_hexdigest(data) != item.piece.xxh3:
+        data = self._raw(piece).numpy().tobytes()
+        if xxhash.xxh3_64_hexdigest(data) != piece.xxh3:
             raise CheckpointError(f"{self.path} is damaged: the checksum of {key} does not match")
         return load_object(data)
 
+    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of every tensor."""
+        firsts = {key: pieces[0] for key, pieces in self._pieces.items()}
+        return {key: (first.dtype, first.block.whole) for key, first in firsts.items() if first.dtype != OBJECT}
+
     def version(self, key: str) -> int:
         """The step after which the state under a key was taken."""
-        return min(item.piece.version for item in self._pieces_of(key))
+        return min(piece.version for piece in self._pieces_of(key))
 
     def expert_versions(self) -> IntArray:
         """int64 [L, E]: the oldest version among the tensors of each expert (-1: no such expert)."""
@@ -120,15 +114,15 @@ class CheckpointSource(ABC):
             table[pair] = version
         return table.astype(np.int64)
 
-    def _pieces_of(self, key: str) -> Sequence[Held]:
+    def _pieces_of(self, key: str) -> Sequence[Piece]:
         if key not in self._pieces:
             raise CheckpointError(
                 f"{self.path.name} has no {key!r}: it holds {len(self._pieces)} keys, such as {min(self._pieces)!r}"
             )
         return self._pieces[key]
 
-    def _tensor_pieces(self, key: str) -> Sequence[Held]:
-        items = self._pieces_of(key)
-        if items[0].piece.dtype == OBJECT:
+    def _tensor_pieces(self, key: str) -> Sequence[Piece]:
+        pieces = self._pieces_of(key)
+        if pieces[0].dtype == OBJECT:
             raise CheckpointError(f"{key} is an object in {self.path.name}: use read_object")
-        return items
+        return pieces

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from moe_lightning.checkpoint.dcp_format import StoredPiece
-from moe_lightning.checkpoint.pieces import DTYPES, OBJECT, Piece, is_partial, parse_expert_key
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, is_partial, parse_expert_key
 
 LARGEST = 2**63 - 1
 _END_OF_TIME_S = 253_402_300_799  # the last second of the year 9999
@@ -115,7 +114,7 @@ def check_pieces(pieces: Iterable[Piece], origin: str) -> None:
             raise _refused(origin, f"{_short(piece.key)} is one of more than {_MOST_EXPERTS} experts")
 
 
-def check_places(stored: Iterable[StoredPiece], file_bytes: Mapping[str, int], origin: str) -> None:
+def check_places(stored: Iterable[Piece], file_bytes: Mapping[str, int], origin: str) -> None:
     """Every checked piece lies inside its file.
 
     Args:
@@ -124,26 +123,23 @@ def check_places(stored: Iterable[StoredPiece], file_bytes: Mapping[str, int], o
     Raises:
         CheckpointError: the first that does not.
     """
-    for item in stored:
-        problem = _problem_of_place(item, file_bytes)
+    for piece in stored:
+        problem = _problem_of_place(piece, file_bytes)
         if problem:
-            raise _refused(origin, f"{_short(item.piece.key)} {problem}")
+            raise _refused(origin, f"{_short(piece.key)} {problem}")
 
 
-def check_block(piece: Piece, block: Any, due: Any, memory_bytes: int, origin: str) -> None:
-    """A checked piece lies inside a memory, and its turn is a step.
-
-    Args:
-        block: offset of its bytes.
-        due: see `table.Placed`.
+def check_blocks(placed: Iterable[Piece], memory_bytes: int, origin: str) -> None:
+    """Every checked piece lies inside a memory, and its turn is a step.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: the first that does not.
     """
-    if not is_whole(block) or block + piece.nbytes > memory_bytes:
-        raise _refused(origin, f"{_short(piece.key)} lies outside of its {memory_bytes} bytes")
-    if not is_whole(due, -1):
-        raise _refused(origin, f"the turn of {_short(piece.key)} is {_short(due)}")
+    for piece in placed:
+        if not is_whole(piece.at.data_offset) or piece.at.data_offset + piece.nbytes > memory_bytes:
+            raise _refused(origin, f"{_short(piece.key)} lies outside of its {memory_bytes} bytes")
+        if not is_whole(piece.due, -1):
+            raise _refused(origin, f"the turn of {_short(piece.key)} is {_short(piece.due)}")
 
 
 def _examined(piece: Piece) -> tuple[str | None, int, int]:
@@ -152,17 +148,17 @@ def _examined(piece: Piece) -> tuple[str | None, int, int]:
         return "has a key, group or dtype that is no text", -1, -1
     if not (_is_digest(piece.xxh3) and is_whole(piece.version, -1) and is_whole(piece.nbytes)):
         return "has a checksum, version or size that cannot be", -1, -1
-    sizes = (*piece.shape, piece.first_row, piece.num_rows)
-    if len(piece.shape) > _MOST_DIMENSIONS or not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
-        return f"has the shape {_short(list(sizes))}", -1, -1
-    return _examined_outline(piece.key, piece.dtype, sizes, piece.nbytes)
+    block, numbers = piece.block, (*piece.block.sizes, *piece.block.offsets, *piece.block.whole)
+    alike = len(block.sizes) == len(block.offsets) == len(block.whole) <= _MOST_DIMENSIONS
+    if not alike or not all(type(number) is int and 0 <= number <= LARGEST for number in numbers):
+        return f"has the shape {_short(list(numbers))}", -1, -1
+    return _examined_outline(piece.key, piece.dtype, block, piece.nbytes)
 
 
 @lru_cache(maxsize=1 << 14)
-def _examined_outline(key: str, dtype: str, sizes: tuple[int, ...], nbytes: int) -> tuple[str | None, int, int]:
+def _examined_outline(key: str, dtype: str, block: Block, nbytes: int) -> tuple[str | None, int, int]:
     """What stays the same from one snapshot to the next, so that it is looked at once."""
-    shape, first_row, num_rows = sizes[:-2], sizes[-2], sizes[-1]
-    problem, layer, expert = _problem_of_sizes(dtype, shape, first_row, num_rows, nbytes), -1, -1
+    problem, layer, expert = _problem_of_sizes(dtype, block, nbytes), -1, -1
     if problem is None and is_partial(key):
         try:
             layer, expert, _, _ = parse_expert_key(key)
@@ -171,30 +167,31 @@ def _examined_outline(key: str, dtype: str, sizes: tuple[int, ...], nbytes: int)
     return problem, layer, expert
 
 
-def _problem_of_sizes(dtype: str, shape: tuple[int, ...], first_row: int, num_rows: int, nbytes: int) -> str | None:
+def _problem_of_sizes(dtype: str, block: Block, nbytes: int) -> str | None:
+    shape, whole = block.sizes, block.whole
     if dtype == OBJECT:
         return f"is an object with the shape {_short(list(shape))}" if shape else None
     if dtype not in DTYPES:
         return f"has the unknown dtype {_short(dtype)}"
     itemsize = DTYPES[dtype].itemsize
-    whole = (num_rows, *shape[1:]) if shape else ()
     if math.prod(max(1, size) for size in whole) * itemsize > LARGEST:
         return f"has the shape {_short(list(whole))}"
     if math.prod(shape) * itemsize != nbytes:
         return f"has {nbytes} bytes, which its shape {_short(list(shape))} has not"
-    if first_row + (shape[0] if shape else 0) > num_rows:
-        return f"has rows behind its last one, {num_rows}"
+    if any(sum(ends) > size for *ends, size in zip(block.offsets, shape, whole, strict=True)):
+        return f"ends behind the tensor, whose shape is {_short(list(whole))}"
     return None
 
 
-def _problem_of_place(item: StoredPiece, file_bytes: Mapping[str, int]) -> str | None:
-    places = item.offset, item.length, item.data_offset
-    if not _is_text(item.file) or item.file not in file_bytes:
-        return f"lies in the file {_short(item.file)}, which is not listed"
-    if not all(is_whole(place) for place in places) or item.offset + item.length > file_bytes[item.file]:
-        return f"lies outside {item.file}"
-    if not item.offset <= item.data_offset <= item.offset + item.length - item.piece.nbytes:
-        return f"has data outside its place in {item.file}"
+def _problem_of_place(piece: Piece, file_bytes: Mapping[str, int]) -> str | None:
+    at = piece.at
+    places = at.offset, at.length, at.data_offset
+    if not _is_text(at.file) or at.file not in file_bytes:
+        return f"lies in the file {_short(at.file)}, which is not listed"
+    if not all(is_whole(place) for place in places) or at.offset + at.length > file_bytes[at.file]:
+        return f"lies outside {at.file}"
+    if not at.offset <= at.data_offset <= at.offset + at.length - piece.nbytes:
+        return f"has data outside its place in {at.file}"
     return None
 
 

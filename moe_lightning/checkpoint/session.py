@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.protection import ProtectionLayout
@@ -27,7 +25,6 @@ from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.dcp_format import dump_object
 from moe_lightning.checkpoint.fence import check_world, enter_world, next_world
-from moe_lightning.checkpoint.pieces import Rows, describe, is_partial
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
@@ -37,6 +34,7 @@ from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.state.pieces import StatePiece, describe
 from moe_lightning.values import Coefficient, PositiveInt, validated
 
 WINDOWS = ("any", "scheduled")
@@ -148,13 +146,12 @@ class CheckpointSession:
         self.k_snapshot = min(settings.k_snapshot, experts) if isinstance(settings.k_snapshot, int) else experts
         self.k_persist = min(settings.k_persist or self.k_snapshot, self.k_snapshot)
         self.adapted: AdaptiveConfiguration | None = None
-        written = state.written(self.k_persist)
-        self._tensors: Mapping[str, torch.Tensor | Rows] = written.tensors
+        self._pieces: Mapping[str, StatePiece] = state.written(self.k_persist)
         self._writers = state.expert_writers()
         self._room = None if experts_move else state.load_of(self._writers)
-        rows: dict[str, torch.Tensor | Rows] = dict(state.all_rows()) if experts_move else {}
-        self._ever = {key: t for key, t in self._tensors.items() if not (rows and is_partial(key))} | rows
-        self.predicted_bytes = written.rank_bytes[world.rank]
+        rows = state.all_rows() if experts_move else {}
+        self._ever = {key: p for key, p in self._pieces.items() if not (rows and p.is_replaceable)} | rows
+        self.predicted_bytes = state.rank_bytes(self.k_persist)[world.rank]
         self._is_next_full, self.has_saved = True, False
         self.was_partial = False
         self._agent: AgentHandle | None = None
@@ -226,7 +223,7 @@ class CheckpointSession:
         return arenas
 
     def _needed_bytes(self) -> int:
-        pieces = [describe(key, value, version=0, group="") for key, value in self._ever.items()]
+        pieces = [describe(piece, version=0, group="") for piece in self._ever.values()]
         capacity = capacity_of([*(piece.nbytes for piece in pieces), *[self._object_bytes] * self._num_objects])
         return arena_bytes(capacity, (1 << 20) + 1024 * len(pieces))
 
@@ -253,15 +250,15 @@ class CheckpointSession:
             checkpoint_ledger.begin(step, plan)
             self.was_partial = self.k_persist < self.num_experts and not whole
             fresh, persist, groups = (
-                plan.fresh(self._tensors),
-                plan.persisted(self._tensors),
-                plan.groups(self._tensors),
+                plan.fresh(self._pieces),
+                plan.persisted(self._pieces),
+                plan.groups(self._pieces),
             )
             if self._world.rank == 0:
                 objects["ledger"] = checkpoint_ledger.dump()
             extra = {"plt": checkpoint_ledger.ledger.plt}
         self._snapshotter.start(
-            step, self._tensors, fresh=fresh, persist=persist, objects=objects, groups=groups, extra=extra
+            step, self._pieces, fresh=fresh, persist=persist, objects=objects, groups=groups, extra=extra
         )
         self._is_next_full, self.has_saved = False, True
         self._unprotected = step
@@ -283,8 +280,8 @@ class CheckpointSession:
         if self._room is not None and not state.load_of(writers) <= self._room:
             return None
         self._state, self._writers = state, writers
-        dense = {key: value for key, value in self._tensors.items() if not is_partial(key)}
-        self._tensors = {**state.experts_of(writers), **dense}
+        dense = {key: piece for key, piece in self._pieces.items() if not piece.is_replaceable}
+        self._pieces = {**state.experts_of(writers), **dense}
         return state.owners(writers)
 
     def protect(self) -> None:
@@ -349,7 +346,7 @@ class CheckpointSession:
         copy_s, persist_s, step_s = (max(entry[i] for entry in gathered) for i in (1, 2, 4))
         overlap_s = min(entry[3] for entry in gathered)
         experts = self._state.num_experts
-        bytes_at = {k: max(self._state.written(k).rank_bytes) for k in range(1, experts + 1)}
+        bytes_at = {k: max(self._state.rank_bytes(k)) for k in range(1, experts + 1)}
         self.adapted = adapt(
             snapshot_s=lambda k: copy_s * bytes_at[k] / bytes_at[experts],
             persist_s=lambda k: persist_s * bytes_at[k] / bytes_at[experts],

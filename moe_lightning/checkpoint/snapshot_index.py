@@ -9,24 +9,9 @@ from typing import Any
 import torch
 import xxhash
 
-from moe_lightning.checkpoint.pieces import Piece
-from moe_lightning.checkpoint.schema import LARGEST, check_block, check_pieces, check_record, read_object
+from moe_lightning.checkpoint.schema import LARGEST, check_blocks, check_pieces, check_record, read_object
 from moe_lightning.errors import CheckpointError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """A piece in a snapshot.
-
-    Attributes:
-        block: offset of the block that holds it.
-        due: the last step at which it was its turn to be written; a checkpoint is to have what was due since the one
-            before it, so that a snapshot which is never written costs no turn.
-    """
-
-    piece: Piece
-    block: int
-    due: int
+from moe_lightning.state.pieces import Piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +19,7 @@ class SnapshotIndex:
     """The table of contents of one snapshot.
 
     Attributes:
+        placed: with their locations in its memory.
         session: identifies one start of the training; carried-over state never crosses sessions.
         extra: JSON that goes into the checkpoint's manifest as it is.
         world: number of the world that took it (`fence.py`).
@@ -44,13 +30,12 @@ class SnapshotIndex:
     step: int
     rank: int
     world_size: int
-    placed: tuple[Placed, ...]
+    placed: tuple[Piece, ...]
     extra: dict[str, Any] = field(default_factory=dict)
     world: int = 0
 
     def dump(self) -> bytes:
-        rows = [{**p.piece.to_json(), "block": p.block, "due": p.due} for p in self.placed]
-        return json.dumps({**vars(self), "placed": rows}).encode()
+        return json.dumps({**vars(self), "placed": [piece.to_json() for piece in self.placed]}).encode()
 
     @classmethod
     def parse(cls, data: bytes, origin: str, *, memory_bytes: int = LARGEST) -> SnapshotIndex:
@@ -66,14 +51,13 @@ class SnapshotIndex:
         values = read_object(data, origin)
         check_record(values, _NEEDED, origin)
         try:
-            placed = [Placed(piece=Piece.from_json(r), block=r["block"], due=r["due"]) for r in values["placed"]]
+            placed = tuple(Piece.from_json(row, "arena") for row in values["placed"])
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{origin} was written by something else: it lacks an entry ({error})") from error
-        check_pieces((p.piece for p in placed), origin)
-        for item in placed:
-            check_block(item.piece, item.block, item.due, memory_bytes, origin)
+        check_pieces(placed, origin)
+        check_blocks(placed, memory_bytes, origin)
         known = {name: value for name, value in values.items() if name in _NAMES}
-        return cls(**{**known, "placed": tuple(placed)})
+        return cls(**{**known, "placed": placed})
 
 
 _NAMES = frozenset(entry.name for entry in fields(SnapshotIndex))

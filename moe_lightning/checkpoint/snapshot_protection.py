@@ -22,14 +22,14 @@ from moe_lightning.algorithms.protection import ProtectionLayout, sub_shard, sub
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.node_inventory import copy_path, parity_path
 from moe_lightning.checkpoint.peer_buffers import PeerBuffer, PendingParcels
-from moe_lightning.checkpoint.pieces import Piece
 from moe_lightning.checkpoint.protected_files import ProtectedFile, discard_older_sessions
-from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
+from moe_lightning.checkpoint.snapshot_index import SnapshotIndex, digest_of
 from moe_lightning.checkpoint.snapshot_set import Snapshot, packed_bytes_of, relocated
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import xor_parity
+from moe_lightning.state.pieces import Block, Location, Piece
 
 _SLACK_BYTES = 64 << 10
 
@@ -301,22 +301,21 @@ class Protector:
         piece = Piece(
             key="parity",
             dtype="uint8",
-            shape=(flight.sub_bytes,),
-            first_row=0,
-            num_rows=flight.sub_bytes,
+            block=Block.of((flight.sub_bytes,)),
             version=flight.table.step,
             group="parity",
             nbytes=flight.sub_bytes,
             xxh3=digest_of(parity),
+            location=Location(data_offset=file.base),
+            due=flight.table.step,
         )
         texts = texts | {self._world.rank: relocated(flight.table, 0).dump()}
         tables = [texts[member].decode() for member in self._group]
-        placed = (Placed(piece=piece, block=file.base, due=flight.table.step),)
-        file.publish(replace(flight.table, placed=placed, extra={"members": list(self._group), "tables": tables}))
+        file.publish(replace(flight.table, placed=(piece,), extra={"members": list(self._group), "tables": tables}))
 
 
 def _packed_bytes(table: SnapshotIndex) -> int:
-    return packed_bytes_of([placed.piece for placed in table.placed])
+    return packed_bytes_of(table.placed)
 
 
 def _bytes(text: bytes) -> torch.Tensor:

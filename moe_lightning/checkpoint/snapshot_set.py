@@ -13,9 +13,9 @@ import torch
 from moe_lightning.algorithms.inventory import SnapshotKind
 from moe_lightning.algorithms.recovery_planner import Origin, Read
 from moe_lightning.checkpoint.node_inventory import open_arenas, units_of
-from moe_lightning.checkpoint.pieces import Piece
-from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
+from moe_lightning.checkpoint.snapshot_index import SnapshotIndex, digest_of
 from moe_lightning.kernels import pack
+from moe_lightning.state.pieces import Location, Piece
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,7 +27,7 @@ class Snapshot:
 
     def payloads(self) -> list[torch.Tensor]:
         """uint8 bytes of all pieces, in the order of the table."""
-        return [self._payload(placed) for placed in self.table.placed]
+        return [self._payload(piece) for piece in self.table.placed]
 
     def packed(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """uint8 [packed_bytes_of(pieces)]: all payloads one behind the other, as `relocated` describes them."""
@@ -36,14 +36,14 @@ class Snapshot:
     def unit(self, expert: tuple[int, int] | None) -> list[tuple[Piece, torch.Tensor]]:
         """Pieces and bytes of an expert, or of everything else."""
         chosen = [self.table.placed[index] for index in self._units.get(expert, [])]
-        return [(placed.piece, self._payload(placed)) for placed in chosen]
+        return [(piece, self._payload(piece)) for piece in chosen]
 
     @cached_property
     def _units(self) -> dict[tuple[int, int] | None, list[int]]:
-        return units_of(placed.piece for placed in self.table.placed)
+        return units_of(self.table.placed)
 
-    def _payload(self, placed: Placed) -> torch.Tensor:
-        return self.memory[placed.block : placed.block + placed.piece.nbytes]
+    def _payload(self, piece: Piece) -> torch.Tensor:
+        return self.memory[piece.at.data_offset : piece.at.data_offset + piece.nbytes]
 
 
 class SnapshotSet:
@@ -79,8 +79,7 @@ class SnapshotSet:
     def whole(self, writer: int, step: int) -> Snapshot | None:
         """An intact snapshot of a writer, wherever it comes from; None where there is none."""
         candidates = [s for origin in (Origin.ARENA, Origin.COPY) for s in self._snapshots[origin, writer, step]]
-        pieces = ((s, [p.piece for p in s.table.placed]) for s in candidates)
-        return next((s for s, p in pieces if _intact(zip(p, s.payloads(), strict=True))), None)
+        return next((s for s in candidates if _intact(zip(s.table.placed, s.payloads(), strict=True))), None)
 
     def read(self, read: Read) -> list[tuple[Piece, torch.Tensor]] | None:
         """The pieces of a unit, verified; None where it is not here or damaged."""
@@ -105,9 +104,9 @@ def packed_bytes_of(pieces: Iterable[Piece]) -> int:
 def relocated(table: SnapshotIndex, base: int) -> SnapshotIndex:
     """The table of a snapshot that was packed to offset `base`."""
     placed = []
-    for item in table.placed:
-        placed.append(replace(item, block=base))
-        base += _room(item.piece.nbytes)
+    for piece in table.placed:
+        placed.append(replace(piece, location=Location(data_offset=base)))
+        base += _room(piece.nbytes)
     return replace(table, placed=tuple(placed))
 
 

@@ -23,9 +23,9 @@ import torch
 from moe_lightning.checkpoint.arena import Arena, block_bytes, capacity_of
 from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
 from moe_lightning.checkpoint.dcp_format import dump_object
-from moe_lightning.checkpoint.pieces import OBJECT, Piece, Rows, describe, is_partial
-from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
+from moe_lightning.checkpoint.snapshot_index import SnapshotIndex, digest_of
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.pieces import OBJECT, Block, Location, Piece, StatePiece, describe
 
 _CHUNK_BYTES = 8 << 20
 
@@ -82,7 +82,7 @@ class Snapshotter:
         session: str,
         rank: int,
         world_size: int,
-        state: Mapping[str, torch.Tensor | Rows],
+        state: Mapping[str, torch.Tensor | StatePiece],
         objects: int = 8,
         object_bytes: int = 1 << 20,
         table_bytes: int | None = None,
@@ -94,7 +94,8 @@ class Snapshotter:
                 raise ConfigurationError(
                     f"{name}={value!r} becomes part of file names: use letters, digits, '.', '_', '-'"
                 )
-        pieces = [describe(key, tensor, version=0, group="") for key, tensor in state.items()]
+        live = _live(state)
+        pieces = [describe(piece, version=0, group="") for piece in live]
         self._run, self._session, self._rank, self._world_size = run, session, rank, world_size
         self._world = world
         self._object_bytes = object_bytes
@@ -103,7 +104,7 @@ class Snapshotter:
             capacity=capacity_of([*(p.nbytes for p in pieces), *[object_bytes] * objects]),
             table_bytes=table_bytes or _table_estimate(pieces, objects),
         )
-        self._pins = _PageLock(self.arena) if any(t.is_cuda for t in map(_tensor_of, state.values())) else None
+        self._pins = _PageLock(self.arena) if any(piece.tensor.is_cuda for piece in live) else None
         self._windows = windows
         self._copied = threading.Event()
         self._copied.set()
@@ -116,7 +117,7 @@ class Snapshotter:
     def start(
         self,
         step: int,
-        state: Mapping[str, torch.Tensor | Rows],
+        state: Mapping[str, torch.Tensor | StatePiece],
         *,
         fresh: Collection[str] | None = None,
         persist: Collection[str] | None = None,
@@ -142,23 +143,22 @@ class Snapshotter:
         self.finish()
         began = time.perf_counter()
         groups = groups or {}
-        older = {} if self._newest is None else {p.piece.key: p for p in self._newest.placed}
-        copies: list[tuple[Piece, int, torch.Tensor]] = []
-        carried: list[Placed] = []
-        for key, value in state.items():
-            known = older.get(key)
-            piece = describe(key, value, version=step, group=groups.get(key, "experts" if is_partial(key) else "dense"))
-            left_out = fresh is not None and is_partial(key) and key not in fresh
+        older = {} if self._newest is None else {piece.key: piece for piece in self._newest.placed}
+        copies: list[tuple[Piece, torch.Tensor]] = []
+        carried: list[Piece] = []
+        for live in _live(state):
+            key, known = live.key, older.get(live.key)
+            group = groups.get(key, "experts" if live.is_replaceable else "dense")
+            piece = describe(live, version=step, group=group)
+            left_out = fresh is not None and live.is_replaceable and key not in fresh
             has_turn = not left_out if persist is None else key in persist
             due = step if has_turn or known is None else known.due
-            if left_out and known is not None and _same_layout(known.piece, piece):
-                carried.append(Placed(piece=replace(known.piece, group=piece.group), block=known.block, due=due))
+            if left_out and known is not None and (known.dtype, known.block) == (piece.dtype, piece.block):
+                carried.append(replace(known, group=group, due=due))
             else:
-                copies.append((piece, due, _tensor_of(value)))
-        for key, plain in (objects or {}).items():
-            piece, data = self._object_piece(key, plain, step)
-            copies.append((piece, step, data))
-        placed = self._allocate([(piece, due) for piece, due, _ in copies], carried)
+                copies.append((replace(piece, due=due), live.tensor))
+        copies += [self._object_piece(key, plain, step) for key, plain in (objects or {}).items()]
+        placed = self._allocate([piece for piece, _ in copies], carried)
         table = SnapshotIndex(
             run=self._run,
             session=self._session,
@@ -171,7 +171,7 @@ class Snapshotter:
         )
         self._copied.clear()
         if self._windows is not None:
-            self._windows.copy_begins(sum(item.piece.nbytes for item in placed))
+            self._windows.copy_begins(sum(piece.nbytes for piece in placed))
         stream = _side_stream() if self._pins is not None else None
         arguments = (table, placed, [tensor for *_, tensor in copies], stream, began)
         self._thread = threading.Thread(target=self._copy, args=arguments, name="snapshot", daemon=True)
@@ -229,25 +229,24 @@ class Snapshotter:
         piece = Piece(
             key=key,
             dtype=OBJECT,
-            shape=(),
-            first_row=0,
-            num_rows=0,
+            block=Block.of(()),
             version=step,
             group="objects",
             nbytes=data.numel(),
+            due=step,
         )
         return piece, data
 
-    def _allocate(self, copies: list[tuple[Piece, int]], carried: list[Placed]) -> list[Placed]:
-        """Open a buffer and give every (piece, due) a block that no other live snapshot uses."""
+    def _allocate(self, copies: list[Piece], carried: list[Piece]) -> list[Piece]:
+        """Open a buffer and give every piece a block that no other live snapshot uses."""
         state = self.arena.transition(lambda s: s.begin_snapshot())
         assert state.writing is not None
         self.arena.begin_table(state.writing)
         live = [self.arena.table(i) for i, b in enumerate(state.buffers) if i != state.writing and b.step >= 0]
-        used = [placed for table in live if table is not None for placed in table.placed]
+        used = [piece for table in live if table is not None for piece in table.placed]
         free = self.arena.free_blocks([*used, *carried])
         placed = []
-        for piece, due in copies:
+        for piece in copies:
             size = block_bytes(self._object_bytes if piece.dtype == OBJECT else piece.nbytes)
             if not free.get(size):
                 self.arena.transition(lambda s: s.abort_snapshot())
@@ -255,22 +254,22 @@ class Snapshotter:
                     f"{piece.key} ({piece.nbytes} bytes) has no room in the arena, which was sized for "
                     "another set of keys: give the snapshotter every key that the rank may ever save"
                 )
-            placed.append(Placed(piece=piece, block=free[size].pop(0), due=due))
+            placed.append(replace(piece, location=Location(data_offset=free[size].pop(0))))
         return placed
 
     def _copy(
-        self, table: SnapshotIndex, placed: list[Placed], sources: list[torch.Tensor], stream: Any, began: float
+        self, table: SnapshotIndex, placed: list[Piece], sources: list[torch.Tensor], stream: Any, began: float
     ) -> None:
         """The background thread: copy, let training go on, checksum, publish."""
         try:
-            for item, source in zip(placed, sources, strict=True):
-                self._copy_one(self.arena.payload(item), source, stream)
+            for piece, source in zip(placed, sources, strict=True):
+                self._copy_one(self.arena.payload(piece), source, stream)
             if stream is not None:
                 stream.synchronize()
             copied = time.perf_counter()
             self._copied.set()
             self._publish(table, placed)
-            copied_bytes = sum(item.piece.nbytes for item in placed)
+            copied_bytes = sum(piece.nbytes for piece in placed)
             if self._windows is not None:
                 self._windows.copy_ended(copied_bytes, copied - began)
             self._report = SnapshotReport(
@@ -300,9 +299,9 @@ class Snapshotter:
                 else:  # a quarter faster than copy_ here, and without the interpreter's lock as well
                     ctypes.memmove(target.data_ptr() + start, part.data_ptr(), part.numel())
 
-    def _publish(self, table: SnapshotIndex, placed: list[Placed]) -> None:
-        hashed = {p.piece.key: _with_digest(p, self.arena.payload(p)) for p in placed}
-        table = replace(table, placed=tuple(hashed.get(p.piece.key, p) for p in table.placed))
+    def _publish(self, table: SnapshotIndex, placed: list[Piece]) -> None:
+        hashed = {piece.key: replace(piece, xxh3=digest_of(self.arena.payload(piece))) for piece in placed}
+        table = replace(table, placed=tuple(hashed.get(piece.key, piece) for piece in table.placed))
         index = self.arena.state.writing
         assert index is not None
         self.arena.finish_table(index, table)
@@ -317,29 +316,15 @@ class Snapshotter:
             raise RuntimeError(f"the snapshot failed: {failure}") from failure
 
 
-def _tensor_of(value: torch.Tensor | Rows) -> torch.Tensor:
-    return value.tensor if isinstance(value, Rows) else value
-
-
-def _same_layout(known: Piece, piece: Piece) -> bool:
-    return (known.dtype, known.shape, known.first_row, known.num_rows) == (
-        piece.dtype,
-        piece.shape,
-        piece.first_row,
-        piece.num_rows,
-    )
-
-
-def _with_digest(placed: Placed, payload: torch.Tensor) -> Placed:
-    return replace(placed, piece=replace(placed.piece, xxh3=digest_of(payload)))
+def _live(state: Mapping[str, torch.Tensor | StatePiece]) -> list[StatePiece]:
+    """A tensor by itself is a whole one."""
+    return [value if isinstance(value, StatePiece) else StatePiece.of(key, value) for key, value in state.items()]
 
 
 def _table_estimate(pieces: list[Piece], objects: int) -> int:
     """Room for a table: what the pieces take as JSON with long numbers, and 256 KiB for the manifest's `extra`."""
-    widest = [
-        Placed(piece=replace(p, version=10**12, group="x" * 32, xxh3="f" * 16), block=1 << 40, due=10**12)
-        for p in pieces
-    ]
+    at = Location(data_offset=1 << 40)
+    widest = [replace(p, version=10**12, group="x" * 32, xxh3="f" * 16, location=at, due=10**12) for p in pieces]
     table = SnapshotIndex(run="", session="", step=0, rank=0, world_size=0, placed=tuple(widest))
     return -(-(len(table.dump()) + 512 * objects + (256 << 10)) // 4096) * 4096
 

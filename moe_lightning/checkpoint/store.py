@@ -19,7 +19,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,13 @@ from typing import Any
 import torch
 import xxhash
 
-from moe_lightning.checkpoint.dcp_format import StoredPiece, frame_of
+from moe_lightning.checkpoint.dcp_format import frame_of
 from moe_lightning.checkpoint.durable import write_durably
 from moe_lightning.checkpoint.fence import make_staging, staging_path
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part
-from moe_lightning.checkpoint.pieces import is_partial
-from moe_lightning.checkpoint.snapshot_index import Placed, SnapshotIndex, digest_of
+from moe_lightning.checkpoint.snapshot_index import SnapshotIndex, digest_of
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import Location, Piece, is_partial
 
 RECORD = "run.json"
 _NAMED = re.compile(r"step-(\d{8,})(-\d+)?")
@@ -230,7 +230,7 @@ def carried_keys(path: Path, manifest: Manifest, damaged: Collection[str] = ()) 
         damaged: names of files that are known to be damaged.
     """
     lost = {name for name, r in manifest.files.items() if name in damaged or not _is_there(path / r.path, r.nbytes)}
-    return {item.piece.key for item in manifest.stored} - {s.piece.key for s in manifest.stored if s.file in lost}
+    return {p.key for p in manifest.stored} - {p.key for p in manifest.stored if p.at.file in lost}
 
 
 def _is_there(path: Path, nbytes: int) -> bool:
@@ -243,7 +243,7 @@ def _is_there(path: Path, nbytes: int) -> bool:
 def write_part(
     root: Path,
     table: SnapshotIndex,
-    payload: Callable[[Placed], torch.Tensor],
+    payload: Callable[[Piece], torch.Tensor],
     *,
     damaged: Collection[str] = (),
     copy_every: int | None = None,
@@ -275,13 +275,13 @@ def write_part(
     if previous is not None and copy_every is not None and (previous[1].sequence + 1) % copy_every == 0:
         held = set()
     written_until = previous[1].step if previous else -1
-    groups: dict[str, list[Placed]] = {}
-    for placed in table.placed:
-        if placed.due > written_until or not is_partial(placed.piece.key) or placed.piece.key not in held:
-            groups.setdefault(placed.piece.group, []).append(placed)
+    groups: dict[str, list[Piece]] = {}
+    for piece in table.placed:
+        if piece.due > written_until or not is_partial(piece.key) or piece.key not in held:
+            groups.setdefault(piece.group, []).append(piece)
     make_staging(root, table.session, table.step, table.world)
     files: dict[str, FileRecord] = {}
-    stored: list[StoredPiece] = []
+    stored: list[Piece] = []
     try:
         for group, members in groups.items():
             name = f"{group}.rank{table.rank:05d}.step{table.step:08d}.distcp"
@@ -307,26 +307,25 @@ def write_part(
 
 
 def _write_data(
-    path: Path, members: Sequence[Placed], payload: Callable[[Placed], torch.Tensor], stored: list[StoredPiece]
+    path: Path, members: Sequence[Piece], payload: Callable[[Piece], torch.Tensor], stored: list[Piece]
 ) -> FileRecord:
     path.unlink(missing_ok=True)  # left by an agent that died; never truncate, the inode could be linked elsewhere
     digest = xxhash.xxh3_64()
     offset = 0
     with open(path, "xb", buffering=128 << 10) as file:
-        for placed in members:
-            piece, data = placed.piece, payload(placed)
+        for piece in members:
+            data = payload(piece)
             if digest_of(data) != piece.xxh3:
                 raise CheckpointError(f"the snapshot of {piece.key} at version {piece.version} is damaged in memory")
-            frame = frame_of(piece.dtype, piece.shape)
+            frame = frame_of(piece.dtype, piece.block.sizes)
             raw: Any = data.numpy()
             for chunk in (frame.prefix, raw, frame.suffix):
                 file.write(chunk)
                 digest.update(chunk)
             length = len(frame.prefix) + piece.nbytes + len(frame.suffix)
             data_offset = offset + len(frame.prefix)
-            stored.append(
-                StoredPiece(piece=piece, file=path.name, offset=offset, length=length, data_offset=data_offset)
-            )
+            at = Location(file=path.name, offset=offset, length=length, data_offset=data_offset)
+            stored.append(replace(piece, location=at))
             offset += length
         file.flush()
         os.fsync(file.fileno())

@@ -9,29 +9,15 @@ Shapes: S slots of this rank.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from moe_lightning.algorithms.migration import Transfer
 from moe_lightning.comm.exchange import PendingExchange
 from moe_lightning.comm.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class MovingRows:
-    """One layer's rows before and after.
-
-    Attributes:
-        tensors: all tensors [S, ...] whose row s belongs to the expert in slot s: parameters and optimizer states, in
-            an order that all ranks share.
-        before, after: expert of each slot, -1 where vacant.
-    """
-
-    tensors: Sequence[Tensor]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+from moe_lightning.state.expert_stacks import ExpertStack
 
 
 def next_slots(slots: Sequence[int], experts: Collection[int]) -> tuple[int, ...]:
@@ -49,11 +35,18 @@ def next_slots(slots: Sequence[int], experts: Collection[int]) -> tuple[int, ...
 
 
 @torch.no_grad()
-def migrate_rows(layers: Sequence[MovingRows], transfers: Sequence[Transfer], world: World) -> int:
+def migrate_rows(
+    before: Sequence[ExpertStack],
+    after: Sequence[ExpertStack],
+    optimizers: Sequence[Optimizer],
+    transfers: Sequence[Transfer],
+    world: World,
+) -> int:
     """Carry the transfers out and clear the rows that become vacant; collective.
 
     Args:
-        layers: of the model, in order; each with this rank's slots.
+        before, after: the same parameters of each layer, in order, under other slots.
+        optimizers: whose states move along.
         transfers: of all ranks, the same list on every rank.
 
     Returns:
@@ -61,56 +54,48 @@ def migrate_rows(layers: Sequence[MovingRows], transfers: Sequence[Transfer], wo
     """
     outgoing = sorted((t for t in transfers if t.source == world.rank), key=lambda t: (t.target, t.layer, t.expert))
     incoming = sorted((t for t in transfers if t.target == world.rank), key=lambda t: (t.source, t.layer, t.expert))
-    dtypes = sorted({tensor.dtype for layer in layers for tensor in layer.tensors}, key=str) if transfers else []
+    tensors = [stack.tensors(optimizers) for stack in before]
+    dtypes = sorted({tensor.dtype for layer in tensors for tensor in layer}, key=str) if transfers else []
     # Everything has arrived before anything is overwritten: a leaving expert may lie where an arriving one will, and
     # an exchange that fails leaves every row as it was.
-    pending = [(dtype, *_exchange(layers, outgoing, incoming, dtype, world)) for dtype in dtypes]
-    arrived = [(dtype, exchange.wait()) for dtype, _, exchange in pending]
-    _clear(layers)
-    for dtype, rows in arrived:
-        _write(layers, incoming, dtype, rows)
-    return sum(sent_bytes for _, sent_bytes, _ in pending)
+    pending = []
+    for dtype in dtypes:
+        leaving = [(t.target, row) for t in outgoing for row in _rows(tensors, before, t, dtype)]
+        arriving = [(t.source, row) for t in incoming for row in _rows(tensors, after, t, dtype)]
+        pending.append((arriving, _exchange(leaving, arriving, dtype, world)))
+    arrived = [([row for _, row in arriving], exchange.wait()) for arriving, exchange in pending]
+    for layer, old, new in zip(tensors, before, after, strict=True):
+        _clear(layer, old.slot_experts, new.slot_experts)
+    for rows, values in arrived:
+        for row, value in zip(rows, torch.split(values, [row.numel() for row in rows]), strict=True):
+            row.copy_(value.view_as(row))
+    layer_bytes = [sum(tensor[:1].nbytes for tensor in layer) for layer in tensors]
+    return sum(layer_bytes[transfer.layer] for transfer in outgoing)
+
+
+def _rows(
+    tensors: Sequence[Sequence[Tensor]], stacks: Sequence[ExpertStack], transfer: Transfer, dtype: torch.dtype
+) -> list[Tensor]:
+    """The expert's rows of a dtype in the tensors of its layer."""
+    slot = stacks[transfer.layer].slot_experts.index(transfer.expert)
+    return [tensor[slot] for tensor in tensors[transfer.layer] if tensor.dtype == dtype]
 
 
 def _exchange(
-    layers: Sequence[MovingRows],
-    outgoing: Sequence[Transfer],
-    incoming: Sequence[Transfer],
-    dtype: torch.dtype,
-    world: World,
-) -> tuple[int, PendingExchange]:
-    """The bytes that leave this rank, and their exchange under way."""
-    rows, send, recv = [], [0] * world.size, [0] * world.size
-    for transfer in outgoing:
-        layer = layers[transfer.layer]
-        slot = layer.before.index(transfer.expert)
-        for tensor in _of_dtype(layer, dtype):
-            rows.append(tensor[slot].reshape(-1))
-            send[transfer.target] += rows[-1].numel()
-    for transfer in incoming:
-        recv[transfer.source] += sum(tensor.shape[1:].numel() for tensor in _of_dtype(layers[transfer.layer], dtype))
-    flat = torch.cat(rows) if rows else torch.empty(0, dtype=dtype, device=world.device)
-    return flat.numel() * flat.element_size(), PendingExchange(flat, send, recv, world)
+    leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]], dtype: torch.dtype, world: World
+) -> PendingExchange:
+    """(peer, row) pairs, ordered by peer, under way; of those that arrive only the sizes count."""
+    send, recv = [0] * world.size, [0] * world.size
+    for sizes, rows in ((send, leaving), (recv, arriving)):
+        for peer, row in rows:
+            sizes[peer] += row.numel()
+    flat = [row.reshape(-1) for _, row in leaving] or [torch.empty(0, dtype=dtype, device=world.device)]
+    return PendingExchange(torch.cat(flat), send, recv, world)
 
 
-def _clear(layers: Sequence[MovingRows]) -> None:
-    for layer in layers:
-        for slot, (before, after) in enumerate(zip(layer.before, layer.after, strict=True)):
-            if before >= 0 and after < 0:
-                for tensor in layer.tensors:
-                    tensor[slot].zero_()
-
-
-def _write(layers: Sequence[MovingRows], incoming: Sequence[Transfer], dtype: torch.dtype, arrived: Tensor) -> None:
-    start = 0
-    for transfer in incoming:
-        layer = layers[transfer.layer]
-        slot = layer.after.index(transfer.expert)
-        for tensor in _of_dtype(layer, dtype):
-            row = tensor[slot]
-            row.copy_(arrived[start : start + row.numel()].view_as(row))
-            start += row.numel()
-
-
-def _of_dtype(layer: MovingRows, dtype: torch.dtype) -> list[Tensor]:
-    return [tensor for tensor in layer.tensors if tensor.dtype == dtype]
+def _clear(tensors: Sequence[Tensor], before: Sequence[int], after: Sequence[int]) -> None:
+    """Zeros where an expert was and none comes."""
+    for slot, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old >= 0 and new < 0:
+            for tensor in tensors:
+                tensor[slot].zero_()

@@ -14,24 +14,10 @@ from torch import Tensor
 
 from moe_lightning.comm.exchange import all_gather_counts
 from moe_lightning.comm.world import World
+from moe_lightning.state.expert_stacks import ExpertStack
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = torch.iinfo(torch.int64).max
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldLayer:
-    """One layer's experts on this rank.
-
-    Attributes:
-        stacks: the parameters [S, ...], in an order that all ranks share.
-        slot_experts: expert of each slot, -1 where vacant.
-        num_experts: E.
-    """
-
-    stacks: Sequence[Tensor]
-    slot_experts: Sequence[int]
-    num_experts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +35,19 @@ class Difference:
 
 
 @torch.no_grad()
-def differing_replicas(layers: Sequence[HeldLayer], world: World) -> list[Difference]:
+def differing_replicas(stacks: Sequence[ExpertStack], world: World) -> list[Difference]:
     """The experts whose replicas differ in a bit, in order, the same on every rank; collective.
 
     Two differences that cancel in the sum of all bits of an expert would go unseen until the next step.
     """
-    sums_T = _sums(layers, world.device)
+    sums_T = _sums(stacks, world.device)
     bounds_2T = torch.stack([sums_T, torch.where(sums_T == _ABSENT, _ABSENT, ~sums_T)])  # least, and not of greatest
     dist.all_reduce(bounds_2T, op=dist.ReduceOp.MIN, group=world.dense)
     differs_T = bounds_2T[0] != ~bounds_2T[1]
     differs_T &= bounds_2T[0] != _ABSENT
     if not differs_T.any():
         return []
-    places = [(index, expert) for index, layer in enumerate(layers) for expert in range(layer.num_experts)]
+    places = [(index, expert) for index, stack in enumerate(stacks) for expert in range(stack.num_experts)]
     found = torch.nonzero(differs_T).flatten()
     told_NF = all_gather_counts(sums_T[found], world)
     return [
@@ -70,17 +56,17 @@ def differing_replicas(layers: Sequence[HeldLayer], world: World) -> list[Differ
     ]
 
 
-def _sums(layers: Sequence[HeldLayer], device: torch.device) -> Tensor:
+def _sums(stacks: Sequence[ExpertStack], device: torch.device) -> Tensor:
     """int64 [T]: a sum over the bits of each expert's rows, `_ABSENT` where this rank does not hold it."""
     tables = []
-    for layer in layers:
-        sums_S = torch.zeros(len(layer.slot_experts), dtype=torch.int64, device=device)
-        for number, stack in enumerate(layer.stacks):
-            rows = stack.detach().contiguous().view(_BITS[stack.element_size()]).flatten(1)
+    for stack in stacks:
+        sums_S = torch.zeros(len(stack.slot_experts), dtype=torch.int64, device=device)
+        for number, parameter in enumerate(stack.parameters.values()):
+            rows = parameter.detach().contiguous().view(_BITS[parameter.element_size()]).flatten(1)
             sums_S += (2 * number + 1) * rows.sum(dim=1, dtype=torch.int64)
-        table_E = torch.full((layer.num_experts,), _ABSENT, dtype=torch.int64, device=device)
-        held = [slot for slot, expert in enumerate(layer.slot_experts) if expert >= 0]
-        table_E[[layer.slot_experts[slot] for slot in held]] = sums_S[held]
+        table_E = torch.full((stack.num_experts,), _ABSENT, dtype=torch.int64, device=device)
+        held = list(stack.held())
+        table_E[[expert for _, expert in held]] = sums_S[[slot for slot, _ in held]]
         tables.append(table_E)
     return torch.cat(tables)
 

@@ -10,7 +10,7 @@ exchange, so where that holds for all, or little is sent at all, each holder add
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,23 +19,12 @@ from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
 from moe_lightning.algorithms.parts import cut
-from moe_lightning.algorithms.placement import Placement
 from moe_lightning.comm.exchange import PendingExchange
 from moe_lightning.comm.world import World
+from moe_lightning.state.expert_stacks import ExpertStack
 
 _LITTLE_BYTES = 16 << 10
 """What a rank may send more to save an exchange."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StackedParameter:
-    """A parameter [S, ...] whose row s belongs to expert slot_experts[s] (-1: a vacant slot) of a layer with this
-    placement.
-    """
-
-    parameter: nn.Parameter
-    slot_experts: tuple[int, ...]
-    placement: Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +54,17 @@ class ReplicaSum:
     """Adds replica gradients in place; built once for a placement, used after every backward pass.
 
     Args:
-        parameters: the stacked expert parameters of all layers, in the same order on every rank.
+        stacks: of all layers, in the same order on every rank.
         world: the ranks that the placements speak of.
     """
 
-    def __init__(self, parameters: Iterable[StackedParameter], world: World) -> None:
+    def __init__(self, stacks: Sequence[ExpertStack], world: World) -> None:
         self._world = world
-        self._parameters: list[nn.Parameter] = []
-        self._pieces: list[_Piece] = []
-        self._has_replicas = False  # on any rank, so that all ranks call the exchanges or none does
-        stacks = list(parameters)
+        self._parameters = [parameter for stack in stacks for parameter in stack.parameters.values()]
+        self._pieces = [piece for stack in stacks for piece in _replicated_rows(stack)]
+        # On any rank, so that all ranks call the exchanges or none does.
+        self._has_replicas = any(stack.placement.is_replicated for stack in stacks)
         self._sends_whole = _whole_copies_are_cheap(stacks, world.size)
-        for stacked in stacks:
-            holders = (stacked.placement.replicas > 0).sum(axis=1)
-            self._has_replicas |= bool((holders > 1).any())
-            self._parameters.append(stacked.parameter)
-            self._pieces.extend(_replicated_rows(stacked))
 
     def __call__(self) -> None:
         """Sum now; a parameter that got no gradient on this rank counts as zero, a frozen one is left alone."""
@@ -144,17 +128,18 @@ class ReplicaSum:
         return PendingExchange(flat, sizes_out, sizes_in, self._world).wait()
 
 
-def _whole_copies_are_cheap(stacks: Sequence[StackedParameter], num_ranks: int) -> bool:
+def _whole_copies_are_cheap(stacks: Sequence[ExpertStack], num_ranks: int) -> bool:
     """Whether the rank that sends most sends little more in one exchange of whole copies than in two of pieces; the
     same on every rank.
     """
     whole, pieces = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
-    for stacked in stacks:
-        held_EN = (stacked.placement.replicas > 0).astype(np.int64)
+    for stack in stacks:
+        held_EN = (stack.placement.replicas > 0).astype(np.int64)
         others_E = held_EN.sum(axis=1, keepdims=True) - 1
-        row_bytes = stacked.parameter.shape[1:].numel() * stacked.parameter.element_size()
-        whole += (held_EN * others_E * row_bytes).sum(axis=0)
-        pieces += (held_EN * (2 * others_E * row_bytes // (others_E + 1).clip(1))).sum(axis=0)
+        for parameter in stack.parameters.values():
+            row_bytes = parameter.shape[1:].numel() * parameter.element_size()
+            whole += (held_EN * others_E * row_bytes).sum(axis=0)
+            pieces += (held_EN * (2 * others_E * row_bytes // (others_E + 1).clip(1))).sum(axis=0)
     return bool(whole.max() <= max(pieces.max(), _LITTLE_BYTES))
 
 
@@ -162,14 +147,13 @@ def _is_trained(parameter: nn.Parameter) -> bool:
     return parameter.requires_grad
 
 
-def _replicated_rows(stacked: StackedParameter) -> list[_Piece]:
-    rows = []
-    for slot, expert in sorted(enumerate(stacked.slot_experts), key=lambda pair: pair[1]):
-        holders = stacked.placement.holders(expert) if expert >= 0 else ()
-        if len(holders) > 1:
-            bounds = cut(stacked.parameter[slot].numel(), len(holders))
-            rows.append(_Piece(parameter=stacked.parameter, slot=slot, holders=holders, bounds=bounds))
-    return rows
+def _replicated_rows(stack: ExpertStack) -> Iterator[_Piece]:
+    for parameter in stack.parameters.values():
+        for slot, expert in sorted(stack.held(), key=lambda pair: pair[1]):
+            holders = stack.placement.holders(expert)
+            if len(holders) > 1:
+                bounds = cut(parameter[slot].numel(), len(holders))
+                yield _Piece(parameter=parameter, slot=slot, holders=holders, bounds=bounds)
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

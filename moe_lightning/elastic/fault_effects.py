@@ -49,9 +49,9 @@ def damage_snapshots(arenas: Path | None, rank: int) -> int:
             f"corrupt_arena: rank {rank} has no snapshots at this step: use callbacks=partial_experts, or a later step"
         )
     arena = Arena(arena_path(arenas, rank))
-    blocks = {placed.block: placed for table in arena.tables() for placed in table.placed if placed.piece.nbytes}
-    for placed in blocks.values():
-        arena.payload(placed)[placed.piece.nbytes // 2] ^= 0xFF
+    blocks = {piece.at.data_offset: piece for table in arena.tables() for piece in table.placed if piece.nbytes}
+    for piece in blocks.values():
+        arena.payload(piece)[piece.nbytes // 2] ^= 0xFF
     arena.close()
     return len(blocks)
 

@@ -10,10 +10,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.algorithms.recovery_planner import RecoveryPlan
 from moe_lightning.algorithms.repair import Repair, repair_placements
-from moe_lightning.checkpoint.live_state import adopt_optimizers, broadcast_dense, optimizer_schema
+from moe_lightning.checkpoint.live_state import broadcast_dense, share_optimizers
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import fetch
-from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.world import World
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 
@@ -33,7 +32,7 @@ def inventory_of(
         is_prepared: it was ready for the update after that.
     """
     experts, owners, before = strategy.experts, strategy.shard_owners, strategy.world.rank
-    held = [(la, e) for la, layer in enumerate(experts.layers) for e in layer.experts.slot_experts if e >= 0]
+    held = [(layer, expert) for layer, stack in enumerate(experts.stacks) for _, expert in stack.held()]
     return RankInventory(
         rank=rank,
         node=node,
@@ -89,13 +88,10 @@ def share_state(strategy: ExpertParallelStrategy, plan: RecoveryPlan, world: Wor
     newcomers = newcomers_of(plan, world)
     if not (newcomers or plan.apply_prepared):
         return
-    source, layouts = plan.live_ranks[0], strategy.optimizer_layouts()
-    schema = broadcast_object(optimizer_schema(layouts), source, world)
-    if world.rank in newcomers or world.rank in plan.apply_prepared:
-        adopt_optimizers(layouts, schema)
+    source, state = plan.live_ranks[0], strategy.training_state()
+    share_optimizers(state, {*newcomers, *plan.apply_prepared}, world, source)
     if newcomers:
-        assert strategy.lightning_module is not None
-        broadcast_dense(strategy.lightning_module, layouts, world, source)
+        broadcast_dense(state, world, source)
 
 
 def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:

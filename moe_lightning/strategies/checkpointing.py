@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning.checkpoint.full_state import (
-    OptimizerLayout,
     full_model_state,
     full_optimizer_state,
     load_local_optimizer_state,
@@ -38,7 +37,7 @@ from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.mending import find_usable, mended
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.sealing import check_file
-from moe_lightning.checkpoint.training_state import ExpertLayer, TrainingState
+from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -88,11 +87,13 @@ class CheckpointingStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # a checkpoint is cut to the slots, so the slots must exist
 
-    def _layout(self, optimizer: Optimizer) -> OptimizerLayout:
+    def _number_of(self, optimizer: Optimizer) -> int:
         bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        index = next(i for i, known in enumerate(self.optimizers) if known is bare)
-        owners = self._shards.owners if self._shards is not None else {}
-        return OptimizerLayout(groups=self._optimizer_groups[index], experts=self.experts.rows, owners=owners)
+        return next(i for i, known in enumerate(self.optimizers) if known is bare)
+
+    def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """What an optimizer updates on some rank, in an order that all ranks share."""
+        return [parameter for group in self._optimizer_groups[self._number_of(optimizer)] for parameter in group]
 
     # ------------------------------------------------------------------ one file
 
@@ -121,8 +122,7 @@ class CheckpointingStrategy(DDPStrategy):
         """The whole optimizer state on rank 0 as a single process would have it; empty on the others."""
         if self._without_state:
             return {}
-        bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return full_optimizer_state(bare, self._layout(bare), self.world)
+        return full_optimizer_state(self.training_state(), self._number_of(optimizer), self.world)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -199,8 +199,9 @@ class CheckpointingStrategy(DDPStrategy):
                 f"the checkpoint holds {len(states)} optimizers, the module has {len(self.optimizers)}: "
                 "use the configuration it was written with"
             )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            load_local_optimizer_state(optimizer, self._layout(optimizer), state)
+        own = self.training_state()
+        for index, state in enumerate(states):
+            load_local_optimizer_state(own, index, state)
 
     # ------------------------------------------------------------------ directories
 
@@ -280,14 +281,13 @@ class CheckpointingStrategy(DDPStrategy):
     def training_state(self) -> TrainingState:
         """The live tensors of the run under their checkpoint keys."""
         assert self.lightning_module is not None
-        layers = []
-        for layer in self.experts.layers:
-            parameters = layer.experts.stacked_parameters()
-            rows = self.experts.rows[next(iter(parameters.values()))]
-            layers.append(ExpertLayer(parameters=parameters, rows=rows))
-        optimizers = [(optimizer, self._layout(optimizer)) for optimizer in self.optimizers]
         return TrainingState(
-            self.lightning_module, layers, optimizers, rank=self.world.rank, world_size=self.world.size
+            self.lightning_module,
+            self.experts.stacks,
+            list(zip(self.optimizers, self._optimizer_groups, strict=False)),
+            keepers=self._shards.owners if self._shards is not None else {},
+            rank=self.world.rank,
+            world_size=self.world.size,
         )
 
     def training_objects(self) -> dict[str, Any]:
@@ -302,8 +302,8 @@ class CheckpointingStrategy(DDPStrategy):
             # Lightning looks for both keys before it asks the strategy, which reads them from the directory.
             kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self.optimizers]}
             kept[LOADERS_KEY] = loader_states(trainer.train_dataloader)
-            objects["trainer"] = kept
-        return objects | self.training_state().objects()
+            objects |= {"trainer": kept} | self.training_state().objects()
+        return objects
 
     @contextmanager
     def _leave_state_out(self) -> Generator[None, None, None]:

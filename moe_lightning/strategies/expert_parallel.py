@@ -402,7 +402,7 @@ class ExpertParallelStrategy(SteppingStrategy):
         super().setup_optimizers(trainer)
         self._optimizer_groups = [[list(g["params"]) for g in optimizer.param_groups] for optimizer in self.optimizers]
         if self.world.size > 1 or self._elastic is not None:
-            require_updates_by_expert(self.optimizers, self.experts.rows)
+            require_updates_by_expert(self.optimizers, self.experts.stack_of)
         self._shard_optimizers()
 
     @override

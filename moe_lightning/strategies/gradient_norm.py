@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.checkpoint.full_state import ExpertRows
 from moe_lightning.comm.world import World, all_reduce_
+from moe_lightning.state.expert_stacks import ExpertStack
 
 
 @torch.no_grad()
 def global_gradient_norm(
-    parameters: Iterable[nn.Parameter], experts: Mapping[nn.Parameter, ExpertRows], world: World
+    parameters: Iterable[nn.Parameter], stack_of: Mapping[nn.Parameter, ExpertStack], world: World
 ) -> Tensor:
     """The 2-norm over the model, bit-identical on every rank.
 
@@ -23,16 +23,16 @@ def global_gradient_norm(
     Args:
         parameters: all parameters of the optimizer on all ranks, expert stacks included, in an order that all ranks
             share.
-        experts: rows of those that are expert stacks.
+        stack_of: those that are expert stacks.
 
     Returns:
         A float32 scalar on the world's device.
     """
     dense, stacks = [], []
     for parameter in parameters:
-        rows = experts.get(parameter)
-        if rows is not None:
-            stacks.append(_squared_norms(parameter, rows))
+        stack = stack_of.get(parameter)
+        if stack is not None:
+            stacks.append(_squared_norms(parameter, stack))
         elif parameter.grad is not None:
             dense.append(_norm(parameter.grad).square())
     total = torch.stack(dense).sum() if dense else torch.zeros((), device=world.device)
@@ -59,10 +59,10 @@ def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
     return norm.float()
 
 
-def _squared_norms(parameter: nn.Parameter, rows: ExpertRows) -> Tensor:
-    squares_E = torch.zeros(rows.placement.num_experts, dtype=torch.float32, device=parameter.device)
+def _squared_norms(parameter: nn.Parameter, stack: ExpertStack) -> Tensor:
+    squares_E = torch.zeros(stack.num_experts, dtype=torch.float32, device=parameter.device)
     if parameter.grad is not None:
         per_slot = _norm(parameter.grad.flatten(1), dim=1).square()
-        for slot, expert in rows.owned():
+        for slot, expert in stack.owned():
             squares_E[expert] = per_slot[slot]
     return squares_E

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.modules.ended_world import EndedWorld
+from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.placed_experts import PlacedExperts
 
 _MOST_BYTES = 1 << 30
@@ -33,28 +34,13 @@ class KeptExperts:
 
     def keep(self, most_bytes: int) -> None:
         """Collective; keeps nothing where the experts take more than the least of the ranks allows."""
-        layers, world = self._experts.layers, self._experts.world
-        needed = sum(
-            layer.num_experts * parameter[:1].nbytes
-            for layer in layers
-            for parameter in layer.experts.stacked_parameters().values()
-        )
+        stacks, world = self._experts.stacks, self._experts.world
+        needed = sum(stack.num_experts * p[:1].nbytes for stack in stacks for p in stack.parameters.values())
         if needed > min(all_gather_json(most_bytes, world)):
             return
         self._stacks = [
-            {name: self._whole(parameter, world) for name, parameter in layer.experts.stacked_parameters().items()}
-            for layer in layers
+            {name: _whole(parameter, stack, world) for name, parameter in stack.parameters.items()} for stack in stacks
         ]
-
-    @torch.no_grad()
-    def _whole(self, parameter: nn.Parameter, world: World) -> Tensor:
-        """[E, ...] on the host: each expert's row from the one rank that speaks for it, and zeros from the others."""
-        rows = self._experts.rows[parameter]
-        whole = parameter.new_zeros(rows.placement.num_experts, *parameter.shape[1:])
-        for slot, expert in rows.owned():
-            whole[expert] = parameter[slot]
-        all_reduce_(whole, world)
-        return whole.cpu()
 
     def hand_out(self) -> None:
         """The Trainer has ended: let the layers do without the other ranks, where they can."""
@@ -71,6 +57,16 @@ class KeptExperts:
             layer.ended = None
         if weights_change:
             self._stacks = None
+
+
+@torch.no_grad()
+def _whole(parameter: nn.Parameter, stack: ExpertStack, world: World) -> Tensor:
+    """[E, ...] on the host: each expert's row from the one rank that speaks for it, and zeros from the others."""
+    whole = parameter.new_zeros(stack.num_experts, *parameter.shape[1:])
+    for slot, expert in stack.owned():
+        whole[expert] = parameter[slot]
+    all_reduce_(whole, world)
+    return whole.cpu()
 
 
 def room_for_experts(num_processes: int) -> int:

@@ -5,30 +5,30 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migration
 from moe_lightning.algorithms.placement import Placement, dispatch_groups, parse_placements, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan
-from moe_lightning.checkpoint.full_state import ExpertRows
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
-from moe_lightning.comm.expert_migration import MovingRows, migrate_rows, next_slots
-from moe_lightning.comm.replica_check import HeldLayer, differing_replicas
-from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
+from moe_lightning.comm.expert_migration import migrate_rows, next_slots
+from moe_lightning.comm.replica_check import differing_replicas
+from moe_lightning.comm.replica_sum import ReplicaSum
 from moe_lightning.comm.shadow_exchange import LayerVisits, StepVisits
 from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.state.expert_stacks import ExpertStack, stacked_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,8 @@ class PlacedExperts:
         layers: the model's MoE layers.
         placements: of each layer.
         room: slots of each rank, [L][N].
-        rows: for each expert parameter, where its rows belong.
+        stacks: of each layer, what lives in this rank's slots.
+        stack_of: the stack that each expert parameter is in.
         visits: the shadows of the running step; None where there are none.
 
     Raises:
@@ -86,7 +87,6 @@ class PlacedExperts:
         self.module = module
         self.layers = moe_layers(module)
         self.placements = list(placements)
-        self.rows: dict[nn.Parameter, ExpertRows] = {}
         self.visits: StepVisits | None = None
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
@@ -99,17 +99,21 @@ class PlacedExperts:
             layer.place(Dispatcher(placement, world, self._groups, quota, held, index, dispatch), world.device)
         ranks = range(world.size)
         self.room = [[len(_in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
-        self._index_rows()
+        self._take(self._stacks([layer.experts.slot_experts for layer in self.layers], placements))
 
-    def _index_rows(self) -> None:
-        """Note where all rows belong and who shares them."""
-        stacked = []
-        for layer, placement in zip(self.layers, self.placements, strict=True):
-            slots = layer.experts.slot_experts
-            for parameter in layer.experts.stacked_parameters().values():
-                self.rows[parameter] = ExpertRows(slot_experts=slots, placement=placement, rank=self.world.rank)
-                stacked.append(StackedParameter(parameter=parameter, slot_experts=slots, placement=placement))
-        self._replica_sum = ReplicaSum(stacked, self.world)
+    def _stacks(self, slots: Sequence[tuple[int, ...]], placements: Sequence[Placement]) -> list[ExpertStack]:
+        """The layers' parameters under these slots and placements."""
+        return [
+            ExpertStack(
+                parameters=layer.experts.stacked_parameters(), slot_experts=held, placement=p, rank=self.world.rank
+            )
+            for layer, held, p in zip(self.layers, slots, placements, strict=True)
+        ]
+
+    def _take(self, stacks: list[ExpertStack]) -> None:
+        self.stacks = stacks
+        self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
+        self._replica_sum = ReplicaSum(stacks, self.world)
 
     def sum_replica_gradients(self) -> None:
         """Bring the gradients of shadows home, then add those of each expert over its holders, in rank order."""
@@ -124,17 +128,9 @@ class PlacedExperts:
         Raises:
             ReplicasDifferError: on every rank, some are not alike.
         """
-        if not any((placement.replicas > 0).sum(axis=1).max() > 1 for placement in self.placements):
+        if not any(placement.is_replicated for placement in self.placements):
             return
-        held = [
-            HeldLayer(
-                stacks=list(layer.experts.stacked_parameters().values()),
-                slot_experts=layer.experts.slot_experts,
-                num_experts=layer.num_experts,
-            )
-            for layer in self.layers
-        ]
-        found = differing_replicas(held, self.world)
+        found = differing_replicas(self.stacks, self.world)
         if found:
             first, more = found[0], f" (and those of {len(found) - 1} other experts)" if len(found) > 1 else ""
             ranks = " and ".join(f"ranks {list(group)}" for group in first.groups)
@@ -240,19 +236,15 @@ class PlacedExperts:
     ) -> MigrationReport:
         """Carry rows to the placements' ranks and let the layers go on under their new dispatchers."""
         migration = plan_migration(held, placements, nodes)
-        moving = []
-        for layer, dispatcher, slots in zip(self.layers, dispatchers, before, strict=True):
-            parameters = layer.experts.stacked_parameters().values()
-            tensors = [tensor for parameter in parameters for tensor in _with_states(parameter, optimizers)]
-            moving.append(MovingRows(tensors=tensors, before=slots, after=dispatcher.slot_experts))
-            for parameter in parameters:
-                parameter.grad = None
-        sent_bytes = migrate_rows(moving, migration.transfers, self.world)
+        stacks = self._stacks([dispatcher.slot_experts for dispatcher in dispatchers], placements)
+        for parameter in self.stack_of:
+            parameter.grad = None
+        sent_bytes = migrate_rows(self._stacks(before, placements), stacks, optimizers, migration.transfers, self.world)
         for layer, dispatcher in zip(self.layers, dispatchers, strict=True):
             layer.experts.slot_experts = dispatcher.slot_experts
             layer.dispatcher = dispatcher
         self.placements = list(placements)
-        self._index_rows()
+        self._take(stacks)
         return MigrationReport(
             moved_states=len(migration.transfers),
             sent_bytes=sent_bytes,
@@ -321,10 +313,10 @@ class PlacedExperts:
         for layer in self.layers:
             layer.visits = layer.dispatcher.shadows = None
 
-    def keys(self, module: nn.Module) -> dict[str, ExpertRows]:
+    def keys(self, module: nn.Module) -> dict[str, ExpertStack]:
         """The state_dict keys of the expert parameters."""
         named = module.named_parameters(remove_duplicate=False)
-        return {name: self.rows[parameter] for name, parameter in named if parameter in self.rows}
+        return {name: self.stack_of[parameter] for name, parameter in named if parameter in self.stack_of}
 
 
 def resolve_placements(
@@ -374,23 +366,11 @@ def _grow(layer: MoELayer, slots: int, optimizers: Sequence[Optimizer]) -> None:
     if vacant <= 0:
         return
     for parameter in layer.experts.stacked_parameters().values():
-        for optimizer in optimizers:
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1]:
-                    state[name] = torch.cat([value, value.new_zeros(vacant, *value.shape[1:])])
+        for optimizer, name, value in list(stacked_states(parameter, optimizers)):
+            optimizer.state[parameter][name] = torch.cat([value, value.new_zeros(vacant, *value.shape[1:])])
         parameter.data = torch.cat([parameter.data, parameter.data.new_zeros(vacant, *parameter.shape[1:])])
         parameter.grad = None
     layer.experts.slot_experts += (VACANT,) * vacant
-
-
-def _with_states(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    """A stacked parameter and every optimizer state with a row for each of its slots."""
-    yield parameter.data
-    for optimizer in optimizers:
-        for _, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1]:
-                yield value
 
 
 def _take_rank_0_experts(layer: MoELayer, world: World) -> None:

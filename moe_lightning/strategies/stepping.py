@@ -199,7 +199,7 @@ class SteppingStrategy(WorldChangingStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._shards is not None:
-            self._shards.spread_updates(self._layout(optimizer).numbered())
+            self._shards.spread_updates(self.parameters_of(optimizer))
         self.after_update()
         if self._elastic is not None:
             self._elastic.commit()
@@ -211,8 +211,8 @@ class SteppingStrategy(WorldChangingStrategy):
             layer.router.update_bias()
 
     def _clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        parameters = self._layout(optimizer).numbered()
-        self.last_gradient_norm = global_gradient_norm(parameters, self.experts.rows, self.world)
+        parameters = self.parameters_of(optimizer)
+        self.last_gradient_norm = global_gradient_norm(parameters, self.experts.stack_of, self.world)
         scale_gradients(parameters, self.last_gradient_norm, float(clip_val))
 
 

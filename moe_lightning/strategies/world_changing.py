@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from moe_lightning.checkpoint.full_state import OptimizerLayout
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.comm.world import World
@@ -168,10 +167,6 @@ class WorldChangingStrategy(CheckpointingStrategy):
         """Whether the last change of the world went back to a saved state."""
         return self._elastic is not None and self._elastic.has_rolled_back
 
-    def optimizer_layouts(self) -> list[tuple[Optimizer, OptimizerLayout]]:
-        """The optimizers with what belongs where in them."""
-        return [(optimizer, self._layout(optimizer)) for optimizer in self.optimizers]
-
     def leave_world(self, own_forward: Any) -> None:
         """Let go of everything that belongs to the groups of the present world; values stay.
 
@@ -227,7 +222,7 @@ class WorldChangingStrategy(CheckpointingStrategy):
     def _dense_sharding(self) -> DenseSharding:
         """Of the dense parameters, among the ranks of the present world."""
         assert self.lightning_module is not None
-        dense = [p for p in self.lightning_module.parameters() if p.requires_grad and p not in self.experts.rows]
+        dense = [p for p in self.lightning_module.parameters() if p.requires_grad and p not in self.experts.stack_of]
         sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, self.world)
         return sharding
 
@@ -258,7 +253,7 @@ class WorldChangingStrategy(CheckpointingStrategy):
         if not self._dense_sharding().owners:
             return
         assert self.lightning_module is not None
-        dense = {name: p for name, p in self.lightning_module.named_parameters() if p not in self.experts.rows}
+        dense = {name: p for name, p in self.lightning_module.named_parameters() if p not in self.experts.stack_of}
         homes = {
             p: o for o, groups in zip(self.optimizers, self._optimizer_groups, strict=True) for g in groups for p in g
         }

@@ -240,15 +240,14 @@ def state_digests(strategy: ExpertParallelStrategy) -> dict[str, str]:
     for name, parameter in module.named_parameters():
         state = states.get(parameter, {})
         tensors = [parameter.detach(), *(v for _, v in sorted(state.items()) if torch.is_tensor(v) and v.ndim)]
-        rows = strategy.experts.rows.get(parameter)
+        stack = strategy.experts.stack_of.get(parameter)
         for tensor in tensors:
-            if rows is None:
+            if stack is None:
                 hashes["dense"].update(tensor.contiguous().numpy().tobytes())
                 continue
-            for slot, expert in enumerate(rows.slot_experts):
-                if expert >= 0:
-                    unit = f"{name.rsplit('.', 1)[0]}/{expert}"
-                    hashes[unit].update(tensor[slot].contiguous().numpy().tobytes())
+            for slot, expert in stack.held():
+                unit = f"{name.rsplit('.', 1)[0]}/{expert}"
+                hashes[unit].update(tensor[slot].contiguous().numpy().tobytes())
     return {unit: found.hexdigest() for unit, found in hashes.items()}
 
 

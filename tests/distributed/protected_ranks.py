@@ -14,12 +14,12 @@ from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import fetch
 from moe_lightning.checkpoint.node_inventory import local_inventory
-from moe_lightning.checkpoint.pieces import is_partial, parse_expert_key
 from moe_lightning.checkpoint.snapshot_protection import Protector
 from moe_lightning.checkpoint.snapshot_set import packed_bytes_of
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
+from moe_lightning.state.pieces import is_partial, parse_expert_key
 from tests.distributed.harness import connect
 from tests.unit.checkpoint_state import EXPERTS, LAYERS, expert_keys, state_of, whole_state
 
@@ -83,7 +83,7 @@ def protect(
         report = protector.finish()
         assert report is not None
         placed = snapshotter.arena.tables()[0].placed
-        result = vars(report) | {"snapshot_bytes": packed_bytes_of([item.piece for item in placed])}
+        result = vars(report) | {"snapshot_bytes": packed_bytes_of(placed)}
     for step in range(steps[-1] + 1, steps[-1] + 4):  # arenas hold three versions: none of them is protected
         snapshot(snapshotter, rank, world_size, step)
     protector.close()

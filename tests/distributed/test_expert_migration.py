@@ -11,11 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from moe_lightning.algorithms.migration import held_states, plan_migration
 from moe_lightning.algorithms.placement import Placement
-from moe_lightning.comm.expert_migration import MovingRows, migrate_rows, next_slots
+from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.expert_stacks import ExpertStack
 from tests.distributed.balanced_training import random_placement, train
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.test_same_loss import TOLERANCE, assert_same_training
@@ -51,21 +53,24 @@ def move_at_random(rank: int, world_size: int) -> int:
     experts = [next_slots([-1] * slots, placement.experts_on(rank)) for placement in placements]
     stacks = []
     for layer in range(num_layers):
-        stacks.append({name: torch.zeros(slots, *shape) for name, shape in SHAPES.items()})
-        stacks[-1]["moment"] = stacks[-1]["moment"].bfloat16()
+        stacks.append({name: nn.Parameter(torch.zeros(slots, *shape)) for name, shape in SHAPES.items()})
+        stacks[-1]["moment"].data = stacks[-1]["moment"].data.bfloat16()
         for slot, expert in enumerate(experts[layer]):
             for name, stack in stacks[-1].items():
                 if expert >= 0:
-                    stack[slot] = content(layer, expert, name)
+                    stack.data[slot] = content(layer, expert, name)
     for _ in range(8):
         planned = [random_placement(rng, world_size, slots) for _ in range(num_layers)]
         migration = plan_migration(held_states(placements), planned)
         after = [next_slots(old, new.experts_on(rank)) for old, new in zip(experts, planned, strict=True)]
-        layers = [
-            MovingRows(tensors=list(stack.values()), before=old, after=new)
-            for stack, old, new in zip(stacks, experts, after, strict=True)
-        ]
-        sent_bytes = migrate_rows(layers, migration.transfers, world)
+        old, new = (
+            [
+                ExpertStack(parameters=stack, slot_experts=held, placement=placement, rank=rank)
+                for stack, held, placement in zip(stacks, at, places, strict=True)
+            ]
+            for at, places in ((experts, placements), (after, planned))
+        )
+        sent_bytes = migrate_rows(old, new, (), migration.transfers, world)
         state_bytes = 6 * 4 + 6 * 2 + 4 * 4 + 4
         assert sent_bytes == state_bytes * sum(t.source == rank for t in migration.transfers)
         for layer, stack in enumerate(stacks):

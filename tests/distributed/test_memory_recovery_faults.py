@@ -81,7 +81,7 @@ def damage(path: Path, step: int) -> None:
     """Flip one byte of the first payload of a version."""
     arena = Arena(path)
     placed = next(table for table in arena.tables() if table.step == step).placed[0]
-    arena.memory[placed.block] ^= 1
+    arena.memory[placed.at.data_offset] ^= 1
     arena.close()
 
 

@@ -182,11 +182,11 @@ def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: 
 
 def flip_in(checkpoint: Checkpoint, key: str) -> None:
     """Flip a bit of a tensor in its file, which other checkpoints may be linked to."""
-    (item,) = checkpoint.items(key)
-    with open(checkpoint.path / item.file, "r+b") as file:
-        file.seek(item.data_offset)
+    (piece,) = checkpoint.stored(key)
+    with open(checkpoint.path / piece.at.file, "r+b") as file:
+        file.seek(piece.at.data_offset)
         byte = file.read(1)
-        file.seek(item.data_offset)
+        file.seek(piece.at.data_offset)
         file.write(bytes([byte[0] ^ 1]))
 
 

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from moe_lightning.comm.replica_check import Difference, HeldLayer, differing_replicas
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.comm.replica_check import Difference, differing_replicas
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
+from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
@@ -135,9 +138,10 @@ def test_a_fit_refuses_them_before_its_first_step() -> None:
 # ---------------------------------------------------------------------- the comparison
 
 
-def held(rank: int, change: dict[int, tuple[int, int, int]]) -> list[HeldLayer]:
+def held(rank: int, change: dict[int, tuple[int, int, int]]) -> list[ExpertStack]:
     """Two layers on three ranks: experts 0..3 in other slots on each, the second layer bf16 with a vacant slot."""
     slots = ((0, 1, 2), (2, 0, 3), (1, 3, 0))[rank]
+    placement = Placement(replicas=np.array([[1, 1, 1], [1, 0, 1], [1, 1, 0], [0, 1, 1]]))
     layers = []
     for index, dtype in enumerate((torch.float32, torch.bfloat16)):
         full = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(index)).to(dtype)
@@ -146,9 +150,10 @@ def held(rank: int, change: dict[int, tuple[int, int, int]]) -> list[HeldLayer]:
             _, expert, element = change[rank]
             bits = own[slots.index(expert)].view(torch.int16 if dtype is torch.bfloat16 else torch.int32)
             bits.view(-1)[element] ^= 1
-        layers.append(HeldLayer(stacks=[own, own.mean(dim=(1, 2))[:, None]], slot_experts=slots, num_experts=4))
-    vacant = HeldLayer(stacks=[torch.randn(1, 3)], slot_experts=(-1,), num_experts=4)
-    return [*layers, vacant]
+        parameters = {"w": nn.Parameter(own), "b": nn.Parameter(own.mean(dim=(1, 2))[:, None])}
+        layers.append(ExpertStack(parameters=parameters, slot_experts=slots, placement=placement, rank=rank))
+    nobody = {"w": nn.Parameter(torch.randn(1, 3))}
+    return [*layers, ExpertStack(parameters=nobody, slot_experts=(-1,), placement=placement, rank=rank)]
 
 
 def compare(rank: int, world_size: int, change: dict[int, tuple[int, int, int]]) -> list[Difference]:

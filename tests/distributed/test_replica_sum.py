@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.comm import replica_sum
-from moe_lightning.comm.replica_sum import ReplicaSum, StackedParameter
+from moe_lightning.comm.replica_sum import ReplicaSum
 from moe_lightning.comm.world import World
+from moe_lightning.state.expert_stacks import ExpertStack
 from tests.distributed.harness import connect, run_ranks
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1,), (7,), (3, 5), (2, 1, 3))
@@ -38,32 +39,37 @@ def gradient_of(seed: int, layer: int, rank: int, expert: int, shape: tuple[int,
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def stack(layers: Layers, seed: int, rank: int, silent: set[tuple[int, int]]) -> list[StackedParameter]:
+def stack(parameters: list[nn.Parameter], experts: tuple[int, ...], placement: Placement, rank: int) -> ExpertStack:
+    named = {str(number): parameter for number, parameter in enumerate(parameters)}
+    return ExpertStack(parameters=named, slot_experts=experts, placement=placement, rank=rank)
+
+
+def stacks(layers: Layers, seed: int, rank: int, silent: set[tuple[int, int]]) -> list[ExpertStack]:
     """This rank's parameters with gradients; (layer, rank) pairs in `silent` got none."""
-    parameters = []
+    found = []
     for index, (placement, shape, dtype) in enumerate(layers):
         experts = placement.experts_on(rank)
         parameter = nn.Parameter(torch.zeros(len(experts), *shape, dtype=dtype))
         if (index, rank) not in silent and experts:
             parameter.grad = torch.stack([gradient_of(seed, index, rank, e, shape, dtype) for e in experts])
-        parameters.append(StackedParameter(parameter=parameter, slot_experts=experts, placement=placement))
-    return parameters
+        found.append(stack([parameter], experts, placement, rank))
+    return found
 
 
 def sum_gradients(rank: int, world_size: int, seeds: range, little_bytes: int) -> list[list[dict[int, Tensor]]]:
     world = connect()
     replica_sum._LITTLE_BYTES = little_bytes  # type: ignore[attr-defined]
-    results = []
+    results: list[list[dict[int, Tensor]]] = []
     for seed in seeds:
         layers = random_layers(seed, world_size)
         silent = {(seed % 3, seed % world_size)}
-        parameters = stack(layers, seed, rank, silent)
-        ReplicaSum(parameters, world)()
-        for stacked in parameters:
-            assert stacked.parameter.grad is not None
-        results.append(
-            [{e: p.parameter.grad[slot] for slot, e in enumerate(p.slot_experts)} for p in parameters]  # type: ignore[index]
-        )
+        stacked = stacks(layers, seed, rank, silent)
+        ReplicaSum(stacked, world)()
+        results.append([])
+        for held in stacked:
+            gradient = held.parameters["0"].grad
+            assert gradient is not None
+            results[-1].append({expert: gradient[slot] for slot, expert in held.held()})
     return results
 
 
@@ -94,8 +100,7 @@ def layouts_and_frozen_rows(rank: int, world_size: int) -> tuple[bool, bool]:
     strided, frozen = nn.Parameter(torch.zeros(2, 3, 4)), nn.Parameter(torch.zeros(2, 3), requires_grad=False)
     strided.grad = torch.arange(24.0).view(2, 4, 3).transpose(1, 2)
     expected = strided.grad * world_size
-    stacked = [StackedParameter(parameter=p, slot_experts=(0, 1), placement=placement) for p in (strided, frozen)]
-    ReplicaSum(stacked, world)()
+    ReplicaSum([stack([strided, frozen], (0, 1), placement, rank)], world)()
     return torch.equal(strided.grad, expected), frozen.grad is None
 
 
@@ -106,5 +111,5 @@ def test_strided_gradients_are_summed_and_frozen_experts_left_alone() -> None:
 def test_one_rank_has_nothing_to_sum() -> None:
     parameter = nn.Parameter(torch.zeros(2, 3))
     placement = Placement(replicas=np.array([[1], [2]]))
-    ReplicaSum([StackedParameter(parameter=parameter, slot_experts=(0, 1), placement=placement)], World.single())()
+    ReplicaSum([stack([parameter], (0, 1), placement, 0)], World.single())()
     assert parameter.grad is None

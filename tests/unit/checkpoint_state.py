@@ -11,8 +11,8 @@ import torch
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.pieces import Rows, is_partial
 from moe_lightning.checkpoint.snapshotter import Snapshotter
+from moe_lightning.state.pieces import StatePiece, is_partial
 
 LAYERS, EXPERTS = 2, 4
 SHAPES = {"weight/w1": (6, 5), "exp_avg/w1": (6, 5), "weight/b": (5,)}
@@ -41,14 +41,13 @@ def whole_state(step: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def state_of(rank: int, world_size: int, step: int) -> dict[str, torch.Tensor | Rows]:
+def state_of(rank: int, world_size: int, step: int) -> dict[str, torch.Tensor | StatePiece]:
     """One rank's share: experts and dense tensors dealt round, the embedding cut by rows."""
-    mine: dict[str, torch.Tensor | Rows] = {}
+    mine: dict[str, torch.Tensor | StatePiece] = {}
     for i, (key, tensor) in enumerate(whole_state(step).items()):
         if key == "dense/embedding/weight":
             bounds = [r * 11 // world_size for r in range(world_size + 1)]
-            rows = tensor[bounds[rank] : bounds[rank + 1]]
-            mine[key] = Rows(tensor=rows, first_row=bounds[rank], num_rows=11)
+            mine[key] = StatePiece.of(key, tensor).rows(bounds[rank], bounds[rank + 1])
         elif (int(key.split("/")[2]) if is_partial(key) else i) % world_size == rank:
             mine[key] = tensor
     return mine

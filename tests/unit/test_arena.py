@@ -123,14 +123,13 @@ def test_every_snapshot_names_a_copy_of_every_expert(tmp_path: Path) -> None:
             versions[step % 4] = step
             made.snapshot(step, fresh=[step % 4])
             for table in made.ranks[0].arena.tables():
-                for placed in table.placed:
-                    piece = placed.piece
+                for piece in table.placed:
                     if piece.dtype == "object":
                         continue
                     bytes_then = whole_state(piece.version)[piece.key].contiguous().view(-1).view(torch.uint8)
-                    assert torch.equal(made.ranks[0].arena.payload(placed), bytes_then), (table.step, piece.key)
+                    assert torch.equal(made.ranks[0].arena.payload(piece), bytes_then), (table.step, piece.key)
             newest = made.ranks[0].arena.tables()[0]
-            experts = {p.piece.key: p.piece.version for p in newest.placed if p.piece.key.startswith("expert/")}
+            experts = {p.key: p.version for p in newest.placed if p.key.startswith("expert/")}
             assert experts == {key: versions[int(key.split("/")[2])] for key in experts}
             assert len(experts) == len(expert_keys(range(4)))
 
@@ -235,7 +234,7 @@ def test_an_arena_is_taken_over_with_its_snapshots(tmp_path: Path) -> None:
         assert arena.path.stat().st_ino == inode
         assert [t.step for t in arena.tables()] == [1], "memory recovery still finds the last persisted snapshot"
         made.snapshot(2, fresh=[0])
-        assert {p.piece.version for p in arena.tables()[0].placed} == {2}, "nothing is carried over between sessions"
+        assert {p.version for p in arena.tables()[0].placed} == {2}, "nothing is carried over between sessions"
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -285,7 +284,7 @@ def test_a_closed_window_holds_the_copy_and_the_update_releases_it(tmp_path: Pat
         assert report.copied_by_window[Window.COMPUTE] == report.copied_bytes, "it was hurried"
         (table,) = snapshotter.arena.tables()
         for placed in table.placed:
-            expected = whole_state(1)[placed.piece.key].contiguous().view(-1).view(torch.uint8)
+            expected = whole_state(1)[placed.key].contiguous().view(-1).view(torch.uint8)
             assert torch.equal(snapshotter.arena.payload(placed), expected)
 
 

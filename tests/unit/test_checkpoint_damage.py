@@ -236,7 +236,7 @@ def test_a_manifest_that_cannot_be_read_is_passed_over(two_checkpoints: Path) ->
 def test_coverage_names_the_hole(two_checkpoints: Path) -> None:
     stored = list(Checkpoint(two_checkpoints / "step-00000001").manifest.stored)
     check_coverage(stored)
-    rows = [s for s in stored if s.piece.key == "dense/embedding/weight"]
+    rows = [s for s in stored if s.key == "dense/embedding/weight"]
     assert len(rows) == 2
     with pytest.raises(CheckpointError, match=r"rows 0 to 5 of dense/embedding/weight"):
         check_coverage([s for s in stored if s is not rows[0]])
@@ -244,12 +244,12 @@ def test_coverage_names_the_hole(two_checkpoints: Path) -> None:
         check_coverage([s for s in stored if s is not rows[1]])
     with pytest.raises(CheckpointError, match="missing or there twice"):
         check_coverage([*stored, rows[1]])
-    scalar = next(s for s in stored if s.piece.key == "dense/step")
+    scalar = next(s for s in stored if s.key == "dense/step")
     with pytest.raises(CheckpointError, match="dense/step is there 2 times"):
         check_coverage([*stored, scalar])
     gone = "expert/1/2/weight/b"
     with pytest.raises(CheckpointError, match="expert 2 of layer 1 lacks weight/b"):
-        check_coverage([s for s in stored if s.piece.key != gone])
+        check_coverage([s for s in stored if s.key != gone])
     with pytest.raises(CheckpointError, match="layer 2 are missing"):
         check_coverage(stored, extra={"num_layers": 3})
 

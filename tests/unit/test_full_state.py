@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,6 @@ from torch import Tensor, nn
 
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import (
-    ExpertRows,
-    OptimizerLayout,
     full_model_state,
     full_optimizer_state,
     load_local_optimizer_state,
@@ -20,12 +19,14 @@ from moe_lightning.checkpoint.full_state import (
 )
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.table import State
 
 TABLE = Placement(replicas=np.array([[1, 0, 1], [0, 2, 0], [1, 1, 1], [0, 0, 1]]))
 
 
-def rows_on(rank: int) -> ExpertRows:
-    return ExpertRows(slot_experts=TABLE.experts_on(rank), placement=TABLE, rank=rank)
+def rows_on(rank: int) -> ExpertStack:
+    return ExpertStack(parameters={}, slot_experts=TABLE.experts_on(rank), placement=TABLE, rank=rank)
 
 
 def whole() -> dict[str, Tensor]:
@@ -84,7 +85,7 @@ def test_without_strictness_only_shapes_must_agree() -> None:
 
 def test_one_rank_writes_what_it_has() -> None:
     placement = Placement(replicas=np.ones((4, 1), dtype=np.int64))
-    rows = ExpertRows(slot_experts=(0, 1, 2, 3), placement=placement, rank=0)
+    rows = ExpertStack(parameters={}, slot_experts=(0, 1, 2, 3), placement=placement, rank=0)
     state: dict[str, Any] = {**whole(), "note": {"plain": "value"}}
     full = full_model_state(state, {"w": rows}, World.single())
     assert list(full) == list(state)
@@ -115,17 +116,19 @@ OPTIMIZERS = [
 ]
 
 
-def layout_of(parameters: list[nn.Parameter], rows: ExpertRows) -> OptimizerLayout:
-    return OptimizerLayout(groups=[parameters], experts={parameters[0]: rows}, owners={})
+def state_of(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], rows: ExpertStack) -> State:
+    stack = replace(rows, parameters={"w": parameters[0]})
+    module = nn.ParameterList(parameters)
+    return State(module, [stack], [(optimizer, [parameters])], keepers={}, rank=rows.rank, world_size=1)
 
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
 def test_optimizer_states_survive_the_way_through_a_full_one(kind: Any, options: dict[str, Any]) -> None:
     one = Placement(replicas=np.ones((4, 1), dtype=np.int64))
-    rows = ExpertRows(slot_experts=(0, 1, 2, 3), placement=one, rank=0)
+    rows = ExpertStack(parameters={}, slot_experts=(0, 1, 2, 3), placement=one, rank=0)
     parameters = [nn.Parameter(torch.randn(4, 2, 3)), nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(()))]
     optimizer = trained(kind, parameters, **options)
-    full = full_optimizer_state(optimizer, layout_of(parameters, rows), World.single())
+    full = full_optimizer_state(state_of(optimizer, parameters, rows), 0, World.single())
     stock = optimizer.state_dict()
     assert full["param_groups"] == stock["param_groups"]
     for index, entry in stock["state"].items():
@@ -140,7 +143,7 @@ def test_optimizer_states_survive_the_way_through_a_full_one(kind: Any, options:
             *(nn.Parameter(torch.zeros_like(p)) for p in parameters[1:]),
         ]
         fresh = kind(local, **{"lr": 7.0} | options)
-        load_local_optimizer_state(fresh, layout_of(local, rows_on(rank)), full)
+        load_local_optimizer_state(state_of(fresh, local, rows_on(rank)), 0, full)
         assert fresh.param_groups[0]["lr"] == 0.1
         for index, parameter in enumerate(local):
             for name, value in stock["state"].get(index, {}).items():
@@ -151,10 +154,10 @@ def test_optimizer_states_survive_the_way_through_a_full_one(kind: Any, options:
 
 def test_other_parameter_groups_are_refused() -> None:
     one = Placement(replicas=np.ones((4, 1), dtype=np.int64))
-    rows = ExpertRows(slot_experts=(0, 1, 2, 3), placement=one, rank=0)
+    rows = ExpertStack(parameters={}, slot_experts=(0, 1, 2, 3), placement=one, rank=0)
     parameters = [nn.Parameter(torch.randn(4, 2, 3)), nn.Parameter(torch.randn(5))]
     optimizer = trained(torch.optim.AdamW, parameters)
-    full = full_optimizer_state(optimizer, layout_of(parameters, rows), World.single())
+    full = full_optimizer_state(state_of(optimizer, parameters, rows), 0, World.single())
     fewer = parameters[:1]
     with pytest.raises(CheckpointError, match=r"groups of \[2\] tensors, this one of \[1\]: use the configuration"):
-        load_local_optimizer_state(torch.optim.AdamW(fewer), layout_of(fewer, rows), full)
+        load_local_optimizer_state(state_of(torch.optim.AdamW(fewer), fewer, rows), 0, full)

@@ -17,9 +17,9 @@ from moe_lightning.checkpoint.loader import Checkpoint, Found
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.mending import find_usable, mended
-from moe_lightning.checkpoint.pieces import is_partial, parse_expert_key
 from moe_lightning.checkpoint.recovery_sources import storage_inventory
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import is_partial, parse_expert_key
 from tests.unit.checkpoint_state import EXPERTS, assert_holds, node, whole_state
 
 STEPS = {1: None, 2: [0, 1], 3: [2]}
@@ -39,8 +39,8 @@ def root(tmp_path: Path) -> Iterator[Path]:
 def places(root: Path, step: int, key: str) -> tuple[Path, int, int]:
     """(file, first byte, bytes) of a tensor in a checkpoint."""
     checkpoint = Checkpoint(root / f"step-{step:08d}")
-    (item,) = checkpoint.items(key)
-    return checkpoint.path / checkpoint.manifest.files[item.file].path, item.data_offset, item.piece.nbytes
+    (item,) = checkpoint.stored(key)
+    return checkpoint.path / checkpoint.manifest.files[item.at.file].path, item.at.data_offset, item.nbytes
 
 
 def flip(path: Path, position: int) -> None:
@@ -143,8 +143,8 @@ def test_what_is_no_expert_is_read_from_the_checkpoint_before(root: Path, kind: 
 
 def test_bytes_between_the_tensors_cost_nothing(root: Path) -> None:
     checkpoint = Checkpoint(root / "step-00000003")
-    (item,) = checkpoint.items("expert/1/2/weight/w1")
-    flip(checkpoint.path / item.file, item.offset + 5)
+    (item,) = checkpoint.stored("expert/1/2/weight/w1")
+    flip(checkpoint.path / item.at.file, item.at.offset + 5)
     flip(checkpoint.path / METADATA, 100)
     found = find_usable(root)
     assert found.checkpoint is not None

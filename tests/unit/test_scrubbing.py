@@ -49,7 +49,7 @@ def file_of(root: Path, expert: int) -> Path:
     """The file that the newest checkpoint has an expert in."""
     checkpoint = newest(root)
     return next(
-        checkpoint.path / i.file for i in checkpoint.manifest.stored if i.piece.key.startswith(f"expert/0/{expert}/")
+        checkpoint.path / i.at.file for i in checkpoint.manifest.stored if i.key.startswith(f"expert/0/{expert}/")
     )
 
 

@@ -78,7 +78,7 @@ def test_partial_checkpoints_carry_experts_over(tmp_path: Path, links: bool, mon
             for key, tensor in read.items():
                 assert torch.equal(tensor, checkpoint.read(key)), key
             assert checkpoint.expert_versions().tolist() == [[versions[e] for e in range(EXPERTS)]] * 2
-            experts = [item.piece for item in checkpoint.manifest.stored if item.piece.key.startswith("expert/")]
+            experts = [item for item in checkpoint.manifest.stored if item.key.startswith("expert/")]
             new_bytes = sum(piece.nbytes for piece in experts if piece.version == step)
             assert new_bytes * EXPERTS == sum(piece.nbytes for piece in experts)
         assert len(checkpoints(made.root)) == 2, "older directories were deleted, the newest still reads"
@@ -97,7 +97,7 @@ def test_persist_less_than_the_snapshot_holds(tmp_path: Path) -> None:
         made.snapshot(2, fresh=[0, 1], persist=[1])
         made.persist()
         assert_holds(newest(made.root), {0: 1, 1: 2, 2: 1, 3: 1})
-        in_memory = {p.piece.key: p.piece.version for p in made.ranks[0].arena.tables()[0].placed}
+        in_memory = {p.key: p.version for p in made.ranks[0].arena.tables()[0].placed}
         assert in_memory["expert/0/0/weight/w1"] == 2, "memory holds the fresher copy"
         assert in_memory["expert/0/2/weight/w1"] == 1
 

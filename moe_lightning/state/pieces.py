@@ -1,0 +1,263 @@
+"""The vocabulary of checkpointed state: pieces of tensors under keys, and their description as JSON.
+
+Keys (see the design of the checkpoint): `expert/{layer}/{expert}/{weight|master|exp_avg|exp_avg_sq}/{name}` for
+experts, which partial checkpoints may carry over from an older version, and any other key (`dense/...`, `trainer`,
+`rng/{rank}`, ...) for state that every checkpoint holds anew.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self
+
+import torch
+
+from moe_lightning.errors import ConfigurationError
+
+WEIGHTS = ("weight", "master", "buffer")
+"""Scopes that are no state of an optimizer."""
+
+OBJECT = "object"
+"""The dtype of a piece that is a serialised object instead of a tensor."""
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+Shapes = Mapping[str, tuple[str, Sequence[int]]]
+"""Dtype and shape of tensors, by key or scope."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Part of a tensor.
+
+    Attributes:
+        offsets: where it begins in the whole tensor, in each dimension.
+        sizes: of the part.
+        whole: shape of the whole tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Iterable[int]) -> Self:
+        """All of a tensor."""
+        shape = tuple(shape)
+        return cls(offsets=(0,) * len(shape), sizes=shape, whole=shape)
+
+    @classmethod
+    def of_rows(cls, sizes: Iterable[int], first_row: int, num_rows: int) -> Self:
+        """Rows of a tensor of `num_rows`; of a scalar all there is."""
+        sizes = tuple(sizes)
+        if not sizes:
+            return cls.of(())
+        return cls(offsets=(first_row, *[0] * (len(sizes) - 1)), sizes=sizes, whole=(num_rows, *sizes[1:]))
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether it is cut in its first dimension only."""
+        return self.sizes[1:] == self.whole[1:]
+
+    def common(self, other: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """What two blocks of a tensor share, as slices of each; None where that is nothing."""
+        low = [max(pair) for pair in zip(self.offsets, other.offsets, strict=True)]
+        high = [min(pair) for pair in zip(self._ends, other._ends, strict=True)]
+        if any(begin >= end for begin, end in zip(low, high, strict=True)):
+            return None
+        return tuple(
+            tuple(slice(begin - at, end - at) for begin, end, at in zip(low, high, block.offsets, strict=True))
+            for block in (self, other)
+        )  # type: ignore[return-value]
+
+    @property
+    def _ends(self) -> list[int]:
+        return [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StatePiece:
+    """A live tensor of a run's state, or part of one.
+
+    Attributes:
+        key: see the top of the file.
+        tensor: a view of the live values.
+        block: what of the whole tensor it is.
+        holders: the ranks that have the same values.
+    """
+
+    key: str
+    tensor: torch.Tensor
+    block: Block
+    holders: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, key: str, tensor: torch.Tensor, holders: tuple[int, ...] = ()) -> Self:
+        """A whole tensor."""
+        return cls(key=key, tensor=tensor, block=Block.of(tensor.shape), holders=holders)
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether an older version may stand in for it in a checkpoint."""
+        return is_partial(self.key)
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is a state of an optimizer, not a value of the module."""
+        scope = self.key.split("/", 4)[3] if is_partial(self.key) else self.key.rpartition("/")[2]
+        return scope not in WEIGHTS
+
+    def rows(self, first_row: int, last_row: int) -> Self:
+        """Some rows of a whole tensor."""
+        part = self.tensor[first_row:last_row]
+        return replace(self, tensor=part, block=Block.of_rows(part.shape, first_row, self.tensor.shape[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """Where the bytes of a stored piece lie.
+
+    Attributes:
+        data_offset: of the payload, in an arena's memory or in a file.
+        file: its name; "" in an arena.
+        offset, length: of what torch reads in the file, the payload in its frame.
+    """
+
+    data_offset: int
+    file: str = ""
+    offset: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What is stored under a key by one rank.
+
+    Attributes:
+        key: see the top of the file.
+        dtype: name in `DTYPES`, or `OBJECT`.
+        block: what of the whole tensor it is; () for an object.
+        version: the step after which this state was taken.
+        group: pieces of a rank with the same group are written into one file.
+        nbytes: payload bytes.
+        xxh3: hexadecimal digest of the payload.
+        location: None where it lies nowhere yet, or with another rank.
+        due: of a piece in an arena, the last step at which it was its turn to be written; a checkpoint is to have what
+            was due since the one before it, so that a snapshot which is never written costs no turn.
+    """
+
+    key: str
+    dtype: str
+    block: Block
+    version: int
+    group: str
+    nbytes: int
+    xxh3: str = ""
+    location: Location | None = None
+    due: int = -1
+
+    @property
+    def at(self) -> Location:
+        """Its location, which it must have."""
+        assert self.location is not None
+        return self.location
+
+    def to_json(self) -> dict[str, Any]:
+        """With the location, as arenas and manifests list it."""
+        block, at = self.block, self.location
+        values = {name: getattr(self, name) for name in _PLAIN} | {"shape": block.sizes}
+        if block.is_rows:
+            values |= {"first_row": sum(block.offsets[:1]), "num_rows": sum(block.whole[:1])}
+        else:
+            values |= {"offsets": block.offsets, "whole": block.whole}
+        if at is not None:
+            values |= vars(at) if at.file else {"block": at.data_offset, "due": self.due}
+        return values
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], lies: Literal["arena", "file"] | None = None) -> Self:
+        """What was listed.
+
+        Args:
+            lies: the kind of location that must be given.
+
+        Raises:
+            KeyError, TypeError: entries are missing.
+        """
+        shape, location = tuple(data["shape"]), None
+        if "offsets" in data:
+            block = Block(offsets=tuple(data["offsets"]), sizes=shape, whole=tuple(data["whole"]))
+        else:
+            block = Block.of_rows(shape, data["first_row"], data["num_rows"])
+        if lies == "arena":
+            location = Location(data_offset=data["block"])
+        elif lies == "file":
+            location = Location(**{field.name: data[field.name] for field in fields(Location)})
+        due = data["due"] if lies == "arena" else -1
+        return cls(**{name: data[name] for name in _PLAIN}, block=block, location=location, due=due)
+
+
+_PLAIN = ("key", "dtype", "version", "group", "nbytes", "xxh3")
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """As in `DTYPES`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def describe(live: StatePiece, *, version: int, group: str) -> Piece:
+    """What a live piece will be stored as.
+
+    Raises:
+        ConfigurationError: a dtype that cannot be stored.
+    """
+    dtype = dtype_name(live.tensor)
+    if dtype not in DTYPES:
+        raise ConfigurationError(
+            f"{live.key} has dtype {dtype}, which checkpoints cannot hold: use one of {sorted(DTYPES)}"
+        )
+    return Piece(key=live.key, dtype=dtype, block=live.block, version=version, group=group, nbytes=live.tensor.nbytes)
+
+
+def by_key(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """The pieces of each key, by their offsets."""
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for piece in sorted(pieces, key=lambda piece: piece.block.offsets):
+        found[piece.key].append(piece)
+    return dict(found)
+
+
+def is_partial(key: str) -> bool:
+    """Whether a checkpoint may carry the key over from an older one."""
+    return key.startswith("expert/")
+
+
+def parse_expert_key(key: str) -> tuple[int, int, str, str]:
+    """(layer, expert, scope, name) of an expert's key.
+
+    Raises:
+        ConfigurationError: the key is not of the form expert/{layer}/{expert}/{scope}/{name}.
+    """
+    parts = key.split("/", 4)
+    if len(parts) != 5 or parts[0] != "expert" or not (parts[1].isdecimal() and parts[2].isdecimal()):
+        raise ConfigurationError(f"{key!r} is no expert's key: use expert/LAYER/EXPERT/SCOPE/NAME")
+    return int(parts[1]), int(parts[2]), parts[3], parts[4]

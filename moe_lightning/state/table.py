@@ -1,0 +1,188 @@
+"""The state table: every piece of a run's state under its key, and who holds it.
+
+Snapshots, checkpoints in one file and in directories, broadcasts to newcomers, sharded optimizers and inventories read
+it; nobody else knows what a run consists of. Keys are those of `pieces.py` and do not depend on ranks: a scope is
+"weight", "master", "buffer" or the name of an optimizer state ("exp_avg", ...).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_partial, parse_expert_key
+
+Groups = Sequence[Sequence[nn.Parameter]]
+"""The parameters of an optimizer's param_groups before any sharding."""
+
+
+class State:
+    """The live tensors of a module and its optimizers under their keys.
+
+    Args:
+        module: the model.
+        stacks: the experts of its MoE layers in order.
+        optimizers: with their groups.
+        keepers: rank that keeps the optimizer state of a dense parameter (ZeRO-1); that of others is on every rank.
+        rank, world_size: of this process.
+
+    Attributes:
+        dense: parameters by name that every rank has.
+        stack_of: the stack that each other parameter is in.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stacks: Sequence[ExpertStack],
+        optimizers: Sequence[tuple[Optimizer, Groups]],
+        *,
+        keepers: Mapping[nn.Parameter, int],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.module, self.stacks, self.optimizers, self.keepers = module, stacks, optimizers, keepers
+        self.rank, self.world_size = rank, world_size
+        self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
+        self.dense = {name: p for name, p in module.named_parameters() if p not in self.stack_of}
+
+    def numbered(self, index: int) -> list[nn.Parameter]:
+        """The parameters of an optimizer, numbered as in a run of one process."""
+        return [parameter for group in self.optimizers[index][1] for parameter in group]
+
+    # ------------------------------------------------------------------ the table
+
+    def pieces(self, *, transient: bool = False) -> Iterator[StatePiece]:
+        """Every tensor that this rank holds.
+
+        Args:
+            transient: also buffers that no checkpoint keeps.
+
+        Raises:
+            ConfigurationError: an optimizer state of experts that has no row for each of them.
+        """
+        for index, stack in enumerate(self.stacks):
+            for slot, expert in stack.held():
+                yield from self.rows(index, slot, expert, stack.placement.holders(expert))
+        everyone = tuple(range(self.world_size))
+        for name, parameter in self.dense.items():
+            yield StatePiece.of(f"dense/{name}/weight", parameter.detach(), everyone)
+            holders = (self.keepers[parameter],) if parameter in self.keepers else everyone
+            for scope, tensor in self.moments(parameter).items():
+                yield StatePiece.of(f"dense/{name}/{scope}", tensor, holders)
+        saved = set() if transient else set(self.module.state_dict(keep_vars=True))
+        for name, buffer in self.module.named_buffers():
+            if transient or name in saved:
+                yield StatePiece.of(f"dense/{name}/buffer", buffer, everyone)
+
+    def rows(self, layer: int, slot: int, expert: int, holders: tuple[int, ...] = ()) -> Iterator[StatePiece]:
+        """The pieces of the expert in a slot."""
+        for name, parameter in self.stacks[layer].parameters.items():
+            scopes = {_weight_scope(parameter): parameter.detach()} | self.moments(parameter)
+            for scope, stack in scopes.items():
+                if stack.shape[0] != parameter.shape[0]:
+                    raise ConfigurationError(
+                        f"the optimizer's {scope!r} of {name} has shape {list(stack.shape)}, which cannot be cut by "
+                        "expert: use an optimizer whose states have a row for each row of the parameter, such as AdamW"
+                    )
+                yield StatePiece.of(f"expert/{layer}/{expert}/{scope}/{name}", stack[slot], holders)
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The optimizer's tensors for a parameter, scalars left out."""
+        return {name: t for name, t in sorted(self._state_of(parameter).items()) if _is_moment(t)}
+
+    def _state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        return next((o.state[parameter] for o, _ in self.optimizers if parameter in o.state), {})
+
+    def objects(self) -> dict[str, Any]:
+        """What is no tensor: hyperparameters of the groups and scalar states by parameter number."""
+        result = {}
+        for index, (optimizer, _) in enumerate(self.optimizers):
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            scalars = {
+                number: {
+                    name: v.cpu() if isinstance(v, Tensor) else v
+                    for name, v in optimizer.state[parameter].items()
+                    if not _is_moment(v)
+                }
+                for number, parameter in enumerate(self.numbered(index))
+                if parameter in optimizer.state
+            }
+            result[f"optimizer/{index}"] = {"param_groups": groups, "scalars": scalars}
+        return result
+
+    # ------------------------------------------------------------------ optimizers that have made no states yet
+
+    def moment_shapes(self) -> Shapes:
+        """The optimizer states that this rank has."""
+        found = {
+            f"dense/{name}/{scope}": (dtype_name(tensor), tuple(tensor.shape))
+            for name, parameter in self.dense.items()
+            for scope, tensor in self.moments(parameter).items()
+        }
+        return found | {
+            f"expert/{layer}/0/{scope}/{name}": (dtype_name(tensor), tuple(tensor.shape[1:]))
+            for layer, stack in enumerate(self.stacks)
+            for name, parameter in stack.parameters.items()
+            for scope, tensor in self.moments(parameter).items()
+        }
+
+    @torch.no_grad()
+    def adopt(self, objects: Mapping[str, Any], shapes: Shapes) -> None:
+        """Take over hyperparameters and scalars, and make the states that are missing, filled with zeros.
+
+        Args:
+            objects, shapes: of who has made them. What neither tells of stays as it is.
+        """
+        moments = self._by_parameter(shapes)
+        for index, (optimizer, _) in enumerate(self.optimizers):
+            told = objects[f"optimizer/{index}"]
+            for group, values in zip(optimizer.param_groups, told["param_groups"], strict=True):
+                group.update(values)
+            kept = {p for group in optimizer.param_groups for p in group["params"]}
+            common: Mapping[str, Any] = next(iter(told["scalars"].values()), {})  # of a shard that others keep
+            for number, parameter in enumerate(self.numbered(index)):
+                described = moments.get(parameter, {})
+                scalars = told["scalars"].get(number, common if described else {})
+                if parameter in kept and (scalars or described):
+                    known = optimizer.state[parameter]
+                    optimizer.state[parameter] = {
+                        name: value.clone() if isinstance(value, Tensor) else value for name, value in scalars.items()
+                    } | {scope: _made(known.get(scope), *entry, parameter) for scope, entry in described.items()}
+
+    def _by_parameter(self, shapes: Shapes) -> Mapping[nn.Parameter, dict[str, tuple[str, tuple[int, ...]]]]:
+        """Scope -> (dtype, shape) of the states that belong to parameters of this rank, whose stacks may be longer."""
+        found: dict[nn.Parameter, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
+        for key, (dtype, shape) in shapes.items():
+            if is_partial(key):
+                layer, _, scope, name = parse_expert_key(key)
+                parameter = self.stacks[layer].parameters.get(name) if layer < len(self.stacks) else None
+                shape = shape if parameter is None else (parameter.shape[0], *shape)
+            else:
+                name, _, scope = key.removeprefix("dense/").rpartition("/")
+                parameter = self.dense.get(name)
+            if parameter is not None and scope not in WEIGHTS:
+                found[parameter][scope] = dtype, tuple(shape)
+        return found
+
+
+def _weight_scope(parameter: Tensor) -> str:
+    """A float32 parameter is its own master copy."""
+    return "master" if parameter.element_size() >= 4 else "weight"
+
+
+def _is_moment(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _made(known: object, dtype: str, shape: tuple[int, ...], parameter: nn.Parameter) -> Tensor:
+    if isinstance(known, Tensor) and (known.shape, known.dtype) == (shape, DTYPES[dtype]):
+        return known
+    return torch.zeros(shape, dtype=DTYPES[dtype], device=parameter.device)

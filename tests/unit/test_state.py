@@ -1,0 +1,138 @@
+"""The state table: pieces under keys, who holds them, and states that a newcomer makes; blocks of any shape."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.checkpoint.manifest import check_coverage
+from moe_lightning.errors import CheckpointError
+from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.pieces import Block, Location, Piece, StatePiece, describe
+from moe_lightning.state.table import State
+
+PLACEMENT = Placement(replicas=np.array([[1, 0], [1, 1], [0, 1]]))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 2))
+        self.dense = nn.Linear(2, 3)
+        self.frozen = nn.Parameter(torch.randn(2))
+        self.register_buffer("counts", torch.ones(2))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+
+def state_of(module: Model, *, steps: int = 1, keepers: dict[nn.Parameter, int] | None = None) -> State:
+    """Of rank 0 of two, with experts 1 and 0 in three slots."""
+    stack = ExpertStack(parameters={"w": module.experts}, slot_experts=(1, -1, 0), placement=PLACEMENT, rank=0)
+    groups = [list(module.parameters())]
+    optimizer = torch.optim.AdamW(groups[0], lr=0.1)
+    for _ in range(steps):
+        for parameter in (module.experts, *module.dense.parameters()):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return State(module, [stack], [(optimizer, groups)], keepers=keepers or {}, rank=0, world_size=2)
+
+
+def test_every_piece_has_its_key_and_holders() -> None:
+    module = Model()
+    pieces = {p.key: p for p in state_of(module, keepers={module.dense.bias: 1}).pieces()}
+    scopes = ("master", "exp_avg", "exp_avg_sq")
+    experts: dict[str, tuple[int, ...]] = {}
+    for expert, held in ((1, (0, 1)), (0, (0,))):
+        experts |= {f"expert/0/{expert}/{scope}/w": held for scope in scopes}
+    dense: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("frozen/weight", "dense.weight/weight", "dense.weight/exp_avg"), (0, 1)
+    )
+    dense |= {"dense.weight/exp_avg_sq": (0, 1), "dense.bias/weight": (0, 1), "counts/buffer": (0, 1)}
+    dense |= {"dense.bias/exp_avg": (1,), "dense.bias/exp_avg_sq": (1,)}
+    assert {key: piece.holders for key, piece in pieces.items()} == experts | {
+        f"dense/{k}": h for k, h in dense.items()
+    }
+    assert {key for key, piece in pieces.items() if piece.is_replaceable} == set(experts)
+    moments = {key for key, piece in pieces.items() if piece.is_moment}
+    assert moments == {key for key in pieces if "exp_avg" in key}
+    assert torch.equal(pieces["expert/0/0/master/w"].tensor, module.experts[2])
+    assert pieces["expert/0/0/master/w"].tensor.data_ptr() == module.experts[2].data_ptr(), "a view, not a copy"
+
+
+def test_a_newcomer_makes_the_states_that_others_have() -> None:
+    told, new = state_of(Model(), steps=2), state_of(Model(), steps=0)
+    new.adopt(told.objects(), told.moment_shapes())
+    shapes = [{p.key: p.tensor.shape for p in state.pieces()} for state in (told, new)]
+    assert shapes[0] == shapes[1]
+    optimizer, _ = new.optimizers[0]
+    assert optimizer.state[new.dense["dense.bias"]]["step"] == 2
+    assert not optimizer.state[new.dense["dense.bias"]]["exp_avg"].any()
+    assert new.dense["frozen"] not in optimizer.state
+
+
+def test_scalars_of_a_shard_that_others_keep_are_those_of_all_but_nobody_gets_half_a_state() -> None:
+    told, new = state_of(Model()), state_of(Model(), steps=0)
+    objects: dict[str, Any] = told.objects()
+    kept_elsewhere = told.dense["dense.bias"]
+    (number,) = (number for number, parameter in enumerate(told.numbered(0)) if parameter is kept_elsewhere)
+    del objects["optimizer/0"]["scalars"][number]
+    new.adopt(objects, told.moment_shapes())
+    optimizer, _ = new.optimizers[0]
+    assert set(optimizer.state[new.dense["dense.bias"]]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert new.dense["frozen"] not in optimizer.state
+    for parameter in new.numbered(0):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def piece_of(block: Block) -> Piece:
+    live = StatePiece(key="dense/w/weight", tensor=torch.zeros(block.sizes), block=block)
+    return describe(live, version=3, group="dense")
+
+
+def columns(first: int, last: int) -> Block:
+    return Block(offsets=(0, first), sizes=(4, last - first), whole=(4, 6))
+
+
+def test_columns_are_pieces_too() -> None:
+    left, right = piece_of(columns(0, 2)), piece_of(columns(2, 6))
+    check_coverage([left, right])
+    for pieces in ([left], [left, right, right], [left, piece_of(columns(1, 6))]):
+        with pytest.raises(CheckpointError, match="parts of dense/w/weight are missing or there twice"):
+            check_coverage(pieces)
+    for piece in (left, right):
+        assert Piece.from_json(json.loads(json.dumps(piece.to_json()))) == piece
+
+
+def test_what_blocks_share() -> None:
+    rows = Block.of_rows((2, 6), 1, 4)
+    assert rows.common(columns(2, 6)) == ((slice(0, 2), slice(2, 6)), (slice(1, 3), slice(0, 4)))
+    assert rows.common(Block.of_rows((1, 6), 3, 4)) is None
+    assert Block.of(()).common(Block.of(())) == ((), ())
+
+
+@pytest.mark.parametrize("location", [None, Location(data_offset=64), Location(data_offset=9, file="f", length=40)])
+def test_rows_are_listed_as_they_always_were(location: Location | None) -> None:
+    piece = Piece(
+        key="dense/w/weight",
+        dtype="float32",
+        block=Block.of_rows((2, 3), 5, 7),
+        version=1,
+        group="dense",
+        nbytes=24,
+        location=location,
+        due=4 if location is not None and not location.file else -1,
+    )
+    listed = piece.to_json()
+    assert {name: listed[name] for name in ("shape", "first_row", "num_rows")} == {
+        "shape": (2, 3),
+        "first_row": 5,
+        "num_rows": 7,
+    }
+    kind: Any = None if location is None else "file" if location.file else "arena"
+    assert Piece.from_json(json.loads(json.dumps(listed)), kind) == piece
