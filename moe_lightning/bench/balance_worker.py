@@ -47,8 +47,8 @@ class PaddedStrategy(ExpertParallelStrategy):
     """Expert parallelism with padded exchanges."""
 
     @override
-    def _place_experts(self, module: nn.Module) -> PlacedExperts:
-        experts = super()._place_experts(module)
+    def place_experts(self, module: nn.Module) -> PlacedExperts:
+        experts = super().place_experts(module)
         for layer in experts.layers:
             layer.dispatcher = PaddedDispatcher.like(layer.dispatcher)
         return experts
