@@ -56,7 +56,7 @@ class WorldDDPStrategy(DDPStrategy):
         collectives_timeout: longest wait for a peer in any collective.
 
     Raises:
-        ConfigurationError: processes that are forked or spawned, or a communication hook.
+        ConfigurationError: processes that are forked or spawned, or, when it is set up, a communication hook.
     """
 
     def __init__(self, *, timeout_s: float, **kwargs: Any) -> None:
@@ -65,8 +65,7 @@ class WorldDDPStrategy(DDPStrategy):
                 f"start_method={kwargs['start_method']!r} would bring back one rank's experts as the whole model: "
                 "use 'popen', torchrun or moe-train"
             )
-        if kwargs.get("ddp_comm_hook") is not None:
-            raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
+        self._has_comm_hook = kwargs.get("ddp_comm_hook") is not None
         self.collectives_timeout = timedelta(seconds=timeout_s)
         super().__init__(timeout=self.collectives_timeout, **kwargs)
         stock = inspect.signature(DDPStrategy.__init__).parameters
@@ -229,6 +228,8 @@ class WorldDDPStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if self._has_comm_hook:
+            raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
         if self.world.is_connected or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
