@@ -42,7 +42,7 @@ _HOMES = {
     "ConfigurationError": "errors",
     "DynamicK": "callbacks.dynamic_k",
     "ExpertModelSummary": "callbacks.model_summary",
-    "ExpertParallelStrategy": "strategies",
+    "ExpertParallelStrategy": "strategies.expert_parallel",
     "FaultRecovery": "callbacks.fault_recovery",
     "ForcedRouting": "modules.forced_routing",
     "GPT": "models.gpt",
@@ -106,4 +106,4 @@ def __getattr__(name: str) -> Any:
 
 
 if "lightning.pytorch" in sys.modules:
-    importlib.import_module(f"{__name__}.strategies")
+    importlib.import_module(f"{__name__}.strategies.expert_parallel")

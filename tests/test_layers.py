@@ -122,6 +122,25 @@ def test_rooms_import_only_what_lies_below() -> None:
     assert not wrong
 
 
+def test_files_of_the_strategy_do_not_know_each_other_in_circles() -> None:
+    """Nor by what only type checkers see."""
+    files = {path for path, _ in source_files(rooms={"strategies"}) if path.name != "__init__.py"}
+    known = {path.stem: {name.split(".")[2] for _, name in names_used(path) if is_strategy(name)} for path in files}
+    while known:
+        free = {name for name, others in known.items() if not others & known.keys()}
+        assert free, f"a circle among {sorted(known)}"
+        known = {name: others for name, others in known.items() if name not in free}
+
+
+def is_strategy(name: str) -> bool:
+    return is_under(name, "moe_lightning.strategies") and name.count(".") > 1
+
+
+def test_no_file_of_the_strategy_is_long() -> None:
+    long = [path.name for path, _ in source_files(rooms={"strategies"}) if len(path.read_text().splitlines()) > 400]
+    assert not set(long) - {"placed_experts.py"}
+
+
 def test_only_the_rooms_for_it_communicate() -> None:
     wrong = [
         f"{path}:{line}: {room} may not use {name}"
@@ -233,7 +252,7 @@ def test_no_object_travels_as_a_pickle() -> None:
     """Nor by Lightning, which sends objects by the strategy's broadcast alone: ours has its own."""
     for path, _ in source_files():
         assert not calls_of(OBJECT_COLLECTIVES, path), f"{path}: objects travel by comm.collect"
-    assert ExpertParallelStrategy.broadcast.__module__ == "moe_lightning.strategies.expert_parallel"
+    assert ExpertParallelStrategy.broadcast.__module__ == "moe_lightning.strategies.world_ddp"
     for package in (lightning.pytorch, lightning.fabric):
         folder = Path(package.__path__[0])
         for path in sorted(folder.rglob("*.py")):

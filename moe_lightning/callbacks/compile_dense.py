@@ -22,6 +22,7 @@ from typing_extensions import override
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.strategies import seams
 from moe_lightning.values import validated
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -73,7 +74,7 @@ class CompileDense(Callback):
 
     def _compile(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Once for a module; later calls find it compiled."""
-        parts = [(name, part) for name, part in dense_parts(pl_module) if part._compiled_call_impl is None]
+        parts = [(name, part) for name, part in dense_parts(pl_module) if not seams.is_compiled(part)]
         if parts and self._backend == "inductor":
             check_inductor(trainer.strategy.root_device)
         for name, part in parts:

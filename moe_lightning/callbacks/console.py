@@ -26,6 +26,7 @@ from moe_lightning.data.text import TextData
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.strategies import seams
 from moe_lightning.values import validated
 
 _WIDE = 100
@@ -79,9 +80,9 @@ class Console(ProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._enabled or trainer.fit_loop._should_accumulate():
+        if not self._enabled or seams.is_accumulating(trainer):
             return
-        logs = trainer._logger_connector.should_update_logs
+        logs = seams.logs_now(trainer)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=trainer.global_step)
             if logs:

@@ -36,6 +36,7 @@ from moe_lightning.algorithms.faults import (
 )
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.world import World
 from moe_lightning.elastic import fault_effects
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import cap_nodes, read_trace
@@ -101,7 +102,7 @@ class FaultInjection(Callback):
         self._began = 0.0
         self._peers: tuple[int, ...] = ()
         self._hooks: list[RemovableHandle] = []
-        self._entered: Callable[[], None] | None = None
+        self._trainer: pl.Trainer | None = None
         self._clock: _Clock | None = None
 
     # ------------------------------------------------------------------ places
@@ -112,8 +113,8 @@ class FaultInjection(Callback):
         if stage != "fit":
             return
         self._marks.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._entered = partial(self._strike, trainer, "recovery")
-        strategy.entered_world.append(self._entered)
+        self._trainer = trainer
+        strategy.worlds.listeners.append(self)
         if self._trace is not None:
             absences = self._own_absences(strategy)
             self._wait_for_node(absences)
@@ -123,7 +124,7 @@ class FaultInjection(Callback):
         strategy = _strategy(trainer)
         if any(fault.kind == "drop_node" for fault in self.faults):
             pids = all_gather_json(os.getpid(), strategy.world)
-            self._peers = tuple(pids[rank] for rank in strategy.node_peers)
+            self._peers = tuple(pids[rank] for rank in strategy.worlds.node_peers)
         if not self._hooks:
             updated = partial(self._updated, trainer)
             self._hooks = [optimizer.register_step_post_hook(updated) for optimizer in trainer.optimizers]
@@ -179,8 +180,16 @@ class FaultInjection(Callback):
             self._clock.close()
             self._clock = None
         strategy = _strategy(trainer)
-        if self._entered in strategy.entered_world:
-            strategy.entered_world.remove(self._entered)
+        if self in strategy.worlds.listeners:
+            strategy.worlds.listeners.remove(self)
+
+    def leave(self) -> None:
+        """Nothing is struck between worlds."""
+
+    def enter(self, world: World) -> None:
+        """Another world has begun."""
+        assert self._trainer is not None, "only a fit has listeners"
+        self._strike(self._trainer, "recovery")
 
     # ------------------------------------------------------------------ faults
 

@@ -19,6 +19,7 @@ from moe_lightning.algorithms.protection import PROTECTIONS, ProtectionLayout, c
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.recovery_table import log_table
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies import seams
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.leaving import WorldChanged
@@ -93,7 +94,7 @@ class FaultRecovery(Callback):
             raise ConfigurationError(f"FaultRecovery needs strategy='expert_parallel', not {type(strategy).__name__}")
         if stage != "fit":
             return
-        strategy.require_replicas(self._min_replicas)
+        strategy.placing.require_replicas(self._min_replicas, strategy.world_size)
         if strategy.elastic is None:
             rank_zero_info(
                 "FaultRecovery: no elastic launcher started these ranks, so a fault ends the run; "
@@ -123,8 +124,7 @@ class FaultRecovery(Callback):
             elastic.planner.sources = checkpoint.recovery_sources(_strategy(trainer))
             elastic.planner.publish_snapshots = checkpoint.settle_snapshots
             elastic.count_stale = checkpoint.count_stale
-        loop = trainer.fit_loop
-        loop.run = partial(elastic.run, loop.run)  # type: ignore[method-assign]
+        seams.run_fit_by(trainer, elastic.run)
 
     def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
         """Who protects whose snapshots in the present world."""
@@ -134,11 +134,13 @@ class FaultRecovery(Callback):
         holders = [p.holders(e) for p in strategy.experts.placements for e in range(p.num_experts)]
         replicated = all(len({node_of[rank] for rank in ranks}) > self._failures for ranks in holders)
         failures = min(self._failures, len(set(node_of)) - 1)
-        return choose_protection(node_of, replicated=replicated and not strategy.shards_optimizers, failures=failures)
+        return choose_protection(
+            node_of, replicated=replicated and not strategy.state.shards_optimizers, failures=failures
+        )
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        trainer.fit_loop.__dict__.pop("run", None)
+        seams.run_fit_as_usual(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -153,9 +155,9 @@ class FaultRecovery(Callback):
     def _replay_next_rank(self, trainer: pl.Trainer) -> None:
         """Begin to repeat the updates of the next rank's shard, from its present state; collective."""
         strategy = _strategy(trainer)
-        if strategy.shards_optimizers:
-            strategy.replay_peer((strategy.world.rank + 1) % strategy.world.size, trainer.global_step)
-            strategy.verify_replay(trainer.global_step)
+        if strategy.state.shards_optimizers:
+            strategy.state.replay_peer((strategy.world.rank + 1) % strategy.world.size, trainer.global_step)
+            strategy.state.verify_replay(trainer.global_step)
 
     @override
     def on_train_batch_start(
@@ -175,7 +177,8 @@ class FaultRecovery(Callback):
         elastic.keep_progress(after_step=True)
         self._committed = trainer.global_step
         if self._replays and trainer.global_step % self._verify_every == 0:
-            pl_module.log("recovery/replay_corrections", float(_strategy(trainer).verify_replay(trainer.global_step)))
+            corrections = _strategy(trainer).state.verify_replay(trainer.global_step)
+            pl_module.log("recovery/replay_corrections", float(corrections))
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -192,8 +195,8 @@ class FaultRecovery(Callback):
     def _note(self, trainer: pl.Trainer, report: RecoveryReport) -> None:
         self.reports.append(report)
         for logger in trainer.loggers if trainer.is_global_zero else ():
-            if isinstance(logger, CSVLogger) and logger._experiment is None:
-                logger._version = None  # another process logged into the version that this one saw at its start
+            if isinstance(logger, CSVLogger):
+                seams.forget_version(logger)
         if trainer.is_global_zero:
             bar = trainer.progress_bar_callback
             (print if bar is None else bar.print)(_sentence(report))

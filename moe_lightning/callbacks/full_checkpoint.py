@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from moe_lightning.strategies import seams
 from moe_lightning.values import PositiveInt, validated
 
 
@@ -37,5 +38,4 @@ class LatestCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._last_global_step_saved != trainer.global_step:
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        seams.save_as_last(self, trainer)

@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from moe_lightning.strategies import seams
+
 
 class GracefulStop(Callback):
     """Takes SIGINT while training runs: the ranks agree at the next logging step to stop, and callbacks save what they
@@ -38,7 +40,7 @@ class GracefulStop(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.fit_loop._should_accumulate():
+        if seams.is_accumulating(trainer):
             return
         interval = trainer.log_every_n_steps if trainer.world_size > 1 else 1  # type: ignore[attr-defined]
         if trainer.global_step % max(1, interval) == 0:

@@ -13,7 +13,7 @@ from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.export import Export, check_target, copy_companions, plan_export
 from moe_lightning.models.huggingface.module import HuggingFaceModule
-from moe_lightning.strategies.checkpointing import CheckpointingStrategy
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.values import validated
 
 
@@ -61,7 +61,7 @@ def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str |
             model that transformers has no class for.
     """
     module, path = _checked(trainer.lightning_module), Path(path)
-    if not isinstance(trainer.strategy, CheckpointingStrategy) and trainer.world_size > 1:
+    if not isinstance(trainer.strategy, ExpertParallelStrategy) and trainer.world_size > 1:
         raise ConfigurationError(
             f"{type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot be exported: "
             "use ExpertParallelStrategy"
@@ -84,7 +84,7 @@ def _stacks(trainer: pl.Trainer, module: HuggingFaceModule, export: Export) -> I
     for block in export.blocks:
         parameters = module.architecture.layers[block].experts.stacked_parameters()
         local = {name: parameter.detach() for name, parameter in parameters.items()}
-        if not isinstance(strategy, CheckpointingStrategy):
+        if not isinstance(strategy, ExpertParallelStrategy):
             yield local
             continue
         rows = {name: strategy.experts.stack_of[parameter] for name, parameter in parameters.items()}

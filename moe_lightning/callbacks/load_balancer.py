@@ -29,6 +29,7 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.shadow_exchange import StepVisits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.strategies import seams
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.svg_pictures import time_line
@@ -216,7 +217,7 @@ class LoadBalancer(Callback):
     ) -> None:
         if self.planner is None:
             return
-        self._is_last_micro_batch = not trainer.fit_loop._should_accumulate()
+        self._is_last_micro_batch = not seams.is_accumulating(trainer)
         if self._is_new_step:
             self._is_new_step = False
             self._counts = [{} for _ in self._counts]
@@ -273,14 +274,14 @@ class LoadBalancer(Callback):
             return
         if self._clock is not None:
             self._clock.end_micro_batch(keep=self._steps in _DENSE_STEPS)
-        if trainer.fit_loop._should_accumulate():
+        if seams.is_accumulating(trainer):
             return
         self._is_new_step = True
         self._steps += 1
         self._steps_since_log += 1
         if self._clock is not None and self._steps == _DENSE_STEPS.stop:
             self._take_dense_times(trainer, self.planner, self._clock)
-        if trainer._logger_connector.should_update_logs:
+        if seams.logs_now(trainer):
             pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner)), trainer))
 
     def _take_dense_times(self, trainer: pl.Trainer, planner: BalancePlanner, clock: DenseClock) -> None:
@@ -356,7 +357,7 @@ def _cluster(strategy: ExpertParallelStrategy, ranks_per_node: int | None) -> Cl
 
 def _min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
     """Nodes that hold each expert: what is wanted, but never less than what recovery relies on."""
-    promised = strategy.promised_replicas
+    promised = strategy.placing.promised_replicas
     if wanted is not None and wanted < promised:
         raise ConfigurationError(
             f"LoadBalancer's min_replicas={wanted} would move experts away from nodes that FaultRecovery's "

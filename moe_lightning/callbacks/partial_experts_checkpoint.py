@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
@@ -34,14 +33,16 @@ from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.recovery_sources import RecoverySources
 from moe_lightning.checkpoint.session import CheckpointSession, CheckpointSettings
 from moe_lightning.checkpoint.store import checkpoints, run_of
+from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.strategies import seams
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.values import Coefficient, PositiveInt, Seconds, validated
 
 
 @validated
-class PartialExpertsCheckpoint(ModelCheckpoint):
+class PartialExpertsCheckpoint(seams.ResumableFrom):
     """Saves directories `step-...` under `dirpath`, whole or not at all; resume with `ckpt_path=` such a directory,
     `dirpath` or "last".
 
@@ -119,8 +120,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
     # ------------------------------------------------------------------ resuming
 
     @override
-    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
-        """What ckpt_path="last" may choose from, the same on every rank; collective."""
+    def last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         strategy = trainer.strategy
         if not isinstance(strategy, ExpertParallelStrategy):
             return set()  # `setup` says that it needs another one
@@ -147,7 +147,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         elastic = strategy.elastic
         is_member = elastic is None or (elastic.members is not None and not elastic.is_newcomer)
         if is_member and strategy.is_global_zero and self._root.is_dir() and run_of(self._root) is not None:
-            number = strategy.world_number or self._world_number or next_world(self._root)
+            number = strategy.worlds.number or self._world_number or next_world(self._root)
             enter_world(self._root, number)
             self._world_number = number if strategy.elastic is None else 0
 
@@ -159,11 +159,10 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self._strategy = trainer.strategy
         if self._strategy.elastic is not None:  # a rank that joined for the end saves with those that were there
             self._is_interrupted = self.session is None
-        if self._settle not in trainer.strategy.before_replacing:
-            trainer.strategy.before_replacing.append(self._settle)
-            trainer.strategy.entered_world.append(self._enter_world)
+        if self not in trainer.strategy.worlds.listeners:
+            trainer.strategy.worlds.listeners.append(self)
 
-    def _settle(self) -> None:
+    def leave(self) -> None:
         """Experts are about to move: finish the copy of their rows. Others may write them from now on."""
         if self.session is not None:
             self.session.wait_before_update()
@@ -180,7 +179,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         return RecoverySources(
             root=self._root.absolute(),
             name=self._run_name,
-            node=strategy.node_name,
+            node=strategy.worlds.node,
             fallback=Path(self.settings.fallback_dir or self._root.absolute()),
             report=rank_zero_warn,
             enter=partial(self.enter_root, strategy),
@@ -209,13 +208,13 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
     def _run_name(self) -> str:
         return self._root.absolute().parent.name or "run"
 
-    def _enter_world(self) -> None:
+    def enter(self, world: World) -> None:
         """Other ranks write from now on: the session ends where it is, and the next checkpoint opens another."""
         self._close(wait=False)
         self._experts_moved = False
         self._is_interrupted = True
-        assert self._strategy is not None
-        if self._strategy.has_rolled_back:
+        elastic = self._strategy.elastic if self._strategy is not None else None
+        if elastic is not None and elastic.has_rolled_back:
             self.checkpoint_ledger, self._counts, self._lost_plt = None, None, 0.0
 
     @override
@@ -265,7 +264,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._count(pl_module)
-        is_update = not trainer.fit_loop._should_accumulate()
+        is_update = not seams.is_accumulating(trainer)
         if self._windows is not None:
             (self._windows.updated if is_update else self._windows.end_batch)()
         if trainer.global_step == self._saved_at or not is_update:
@@ -315,7 +314,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
     def _reassign(self, strategy: ExpertParallelStrategy) -> None:
         """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""
         if self.session is not None:
-            owners = self.session.reassign(strategy.training_state())
+            owners = self.session.reassign(strategy.state.training_state())
             if owners is None:
                 self._close(wait=True)
             elif self.checkpoint_ledger is not None:
@@ -325,15 +324,13 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
         """What is saved beside tensors; collective."""
         self._is_saving = True
         try:
-            return strategy.training_objects()
+            return strategy.checkpoints.training_objects()
         finally:
             self._is_saving = False
 
     def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy, counted: Any) -> None:
-        state = strategy.training_state()
-        restored = (
-            strategy.restored_checkpoint if self.checkpoint_ledger is None and self._received_ledger is None else None
-        )
+        state = strategy.state.training_state()
+        restored = strategy.state.restored if self.checkpoint_ledger is None and self._received_ledger is None else None
         if self.checkpoint_ledger is not None:
             self.checkpoint_ledger.reassign(state.owners())
         elif state.num_experts and counted is not None:
@@ -354,11 +351,11 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
             self.settings,
             objects=self._objects(strategy),
             ledger_bytes=self.checkpoint_ledger.largest_dump_bytes if self.checkpoint_ledger is not None else 0,
-            node_peers=strategy.node_peers,
-            node=strategy.node_name,
+            node_peers=strategy.worlds.node_peers,
+            node=strategy.worlds.node,
             layout=self._layout(strategy) if self._layout is not None else None,
             experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
-            world_number=strategy.world_number or self._world_number,
+            world_number=strategy.worlds.number or self._world_number,
         )
         if strategy.elastic is None:
             self._world_number = self.session.world_number
@@ -367,7 +364,7 @@ class PartialExpertsCheckpoint(ModelCheckpoint):
                 self._lost_plt += count_losses(self.checkpoint_ledger, restored)
             self._choose_k(trainer, self._lost_plt)
             self._lost_plt = 0.0
-        strategy.release_restored()
+        strategy.checkpoints.release()
 
     def _choose_k(self, trainer: pl.Trainer, lost: float) -> None:
         assert self.session is not None

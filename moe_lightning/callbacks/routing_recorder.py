@@ -16,6 +16,7 @@ from typing_extensions import override
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.strategies import seams
 from moe_lightning.values import PositiveInt, validated
 
 
@@ -69,7 +70,7 @@ class RoutingRecorder(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        accumulating = trainer.fit_loop._should_accumulate()
+        accumulating = seams.is_accumulating(trainer)
         iteration = trainer.global_step + 1 if accumulating else trainer.global_step
         if (iteration - 1) % self._every or not trainer.is_global_zero:
             return

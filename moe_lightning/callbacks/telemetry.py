@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from moe_lightning.callbacks.wandb_logger import log_histograms
@@ -30,6 +29,7 @@ from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.strategies import seams
 from moe_lightning.values import Range, validated
 
 Reduction = Literal["same", "sum", "mean", "max"]
@@ -134,11 +134,11 @@ class Telemetry(Callback):
         if not getattr(trainer.strategy, "is_stand_in", False):
             self._tokens += _num_tokens(batch)
             self._flops += getattr(pl_module, "flops_per_batch", None) or 0
-        if trainer.fit_loop._should_accumulate():
+        if seams.is_accumulating(trainer):
             return
         self._steps += 1
         self._watch_exchanges(trainer)
-        if not trainer._logger_connector.should_update_logs:
+        if not seams.logs_now(trainer):
             return
         self._warn_of_nan(trainer, outputs)
         layers = moe_layers(pl_module)
@@ -245,7 +245,7 @@ def _num_tokens(batch: Any) -> int | Tensor:
     """Elements of the batch's first tensor where it holds token ids [B, L], without the padding that a mask beside it
     names: a bool tensor of the same shape, or the entry attention_mask. Else its samples.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in seams.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if not tensors or not tensors[0].ndim:
         return 0
     masks = [t for t in tensors[1:] if t.dtype is torch.bool and t.shape == tensors[0].shape]

@@ -20,6 +20,8 @@ from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning.strategies import seams
+
 _MOST_BINS = 512
 
 
@@ -54,7 +56,7 @@ class QuietWandbLogger(WandbLogger):
         options |= {"group": group} if group is not None else {}
         options |= {"tags": list(tags)} if tags else {}
         super().__init__(project=project, name=name, save_dir=save_dir, offline=offline, log_model=log_model, **options)
-        self._wandb_init.pop("anonymous", None)  # W&B warns of it, even of its default
+        seams.drop_wandb_option(self, "anonymous")
         self._parameters: list[dict[str, Any] | Namespace] = []
 
     @property
@@ -64,23 +66,21 @@ class QuietWandbLogger(WandbLogger):
         """W&B's run; the same one for every process that logs into this directory, one after the other. Lightning asks
         for it before it has checked anything, so the run begins when something is asked of it.
         """
-        return _NotBegun(self) if self._experiment is None else self._experiment
+        return _NotBegun(self) if seams.wandb_run(self) is None else super().experiment
 
     @override
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Keep them until the run begins."""
-        if self._experiment is None:
+        if seams.wandb_run(self) is None:
             self._parameters.append(params)
         else:
             super().log_hyperparams(params)
 
     def begin(self) -> Any:
         """W&B's run, from now on."""
-        if self._wandb_init.get("id") is None:
-            # An agent of a sweep names the run that it starts.
-            run_id = os.environ.get("WANDB_RUN_ID") or lasting_run_id(Path(str(self._save_dir)))
-            self._wandb_init["id"] = self._id = run_id
+        # An agent of a sweep names the run that it starts.
+        seams.name_wandb_run(self, lambda folder: os.environ.get("WANDB_RUN_ID") or lasting_run_id(folder))
         run = super().experiment
         kept, self._parameters = self._parameters, []
         for params in kept:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,6 +25,7 @@ from torch.utils.data import (
 from moe_lightning.data.sampler_order import SamplerOrder
 from moe_lightning.data.step_sampler import StandIn, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies import seams
 
 _KEPT_OPTIONS = (
     "num_workers",
@@ -252,7 +252,7 @@ def _with_plain_mistakes(batches: Iterable[Any]) -> Iterator[Any]:
         raise ConfigurationError(str(error).rpartition("ConfigurationError: ")[2].rstrip()) from cause
 
 
-class _SeenIndices(_IndexBatchSamplerWrapper):
+class _SeenIndices(seams.BatchIndices):
     """What Lightning's prediction writers ask for the indices of this rank's samples; a stand-in is none of them."""
 
     def __next__(self) -> list[int]:
@@ -291,8 +291,8 @@ def reason_not_to_cut(loader: DataLoader[Any]) -> str | None:
 
 def _batches_of(loader: DataLoader[Any]) -> Any:
     batches: object = loader.batch_sampler
-    if isinstance(batches, _IndexBatchSamplerWrapper):  # what Lightning makes of a loader it predicts with
-        batches = batches._batch_sampler
+    if isinstance(batches, seams.BatchIndices):  # what Lightning makes of a loader it predicts with
+        batches = seams.batches_of(batches)
     return batches
 
 

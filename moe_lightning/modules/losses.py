@@ -112,7 +112,10 @@ def global_sum(module: nn.Module, loss: Tensor) -> Tensor:
 
 def _strategy_of(module: nn.Module) -> Any | None:
     """The strategy that runs a module, where it weighs losses by samples."""
-    trainer = getattr(module, "_trainer", None)
+    try:
+        trainer = getattr(module, "trainer", None)
+    except RuntimeError:  # Lightning's way of saying that no Trainer runs the module
+        return None
     strategy = getattr(trainer, "strategy", None)
     return strategy if hasattr(strategy, "weigh") else None
 

@@ -1,9 +1,18 @@
-"""The Lightning strategy; importing this room registers it under the name "expert_parallel"."""
+"""The Lightning strategy; `moe_lightning.strategies.expert_parallel` registers it under the name "expert_parallel"."""
 
-from lightning.pytorch.strategies import StrategyRegistry
+from __future__ import annotations
 
-from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from typing import TYPE_CHECKING, Any
 
-ExpertParallelStrategy.register_strategies(StrategyRegistry)
+if TYPE_CHECKING:
+    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 __all__ = ["ExpertParallelStrategy"]
+
+
+def __getattr__(name: str) -> Any:  # on first use: rooms below need the seams of this one only
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from moe_lightning.strategies import expert_parallel
+
+    return getattr(expert_parallel, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -14,24 +13,23 @@ from moe_lightning.checkpoint.live_state import broadcast_dense, share_optimizer
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import fetch
 from moe_lightning.comm.world import World
+from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
-
-if TYPE_CHECKING:
-    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 
 def inventory_of(
-    strategy: ExpertParallelStrategy, *, rank: int, node: str, version: int, counts: bool, is_prepared: bool
+    state: RankState, *, before: int, rank: int, node: str, version: int, counts: bool, is_prepared: bool
 ) -> RankInventory:
     """What a rank holds as it leaves its former world.
 
     Args:
+        before: its rank there.
         rank, node: its place in the new one.
         version: committed optimizer steps of its live state.
         counts: whether that state is whole and of this run.
         is_prepared: it was ready for the update after that.
     """
-    experts, owners, before = strategy.experts, strategy.shard_owners, strategy.world.rank
+    experts, owners = state.experts, state.shard_owners
     held = [(layer, expert) for layer, stack in enumerate(experts.stacks) for _, expert in stack.held()]
     return RankInventory(
         rank=rank,
@@ -41,8 +39,8 @@ def inventory_of(
         experts=tuple(held),
         sharded_dense=tuple(sorted(owners)),
         owned_dense=tuple(sorted(name for name, owner in owners.items() if owner == before)),
-        replayed_dense=strategy.replay.names if strategy.replay is not None else (),
-        replay_version=strategy.replay.version if strategy.replay is not None and counts else -1,
+        replayed_dense=state.replay.names if state.replay is not None else (),
+        replay_version=state.replay.version if state.replay is not None and counts else -1,
     )
 
 
@@ -83,15 +81,15 @@ def fetch_missing(
     return fetch(plan, world, planner.sources.arenas, needed, storage=planner.storage)
 
 
-def share_state(strategy: ExpertParallelStrategy, plan: RecoveryPlan, world: World) -> None:
+def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
     """Newcomers get what every rank has; those that made up for an update get what went with it; collective."""
     newcomers = newcomers_of(plan, world)
     if not (newcomers or plan.apply_prepared):
         return
-    source, state = plan.live_ranks[0], strategy.training_state()
-    share_optimizers(state, {*newcomers, *plan.apply_prepared}, world, source)
+    source, own = plan.live_ranks[0], state.training_state()
+    share_optimizers(own, {*newcomers, *plan.apply_prepared}, world, source)
     if newcomers:
-        broadcast_dense(state, world, source)
+        broadcast_dense(own, world, source)
 
 
 def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:

@@ -16,11 +16,10 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.inventory import RankInventory
@@ -37,21 +36,24 @@ from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.brought_state import fetch_missing, inventory_of, newcomers_of, repaired, share_state
 from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_up_data, shared_progress
-from moe_lightning.strategies.leaving import WorldChanged, hand_over, wait_for_ranks
+from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_over, wait_for_ranks
+from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 from moe_lightning.strategies.recovery_report import RecoveryReport, Stopwatch
 from moe_lightning.strategies.world_faults import is_worlds_fault, reason_of, scrub
-
-if TYPE_CHECKING:
-    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.worlds import WorldListener, Worlds
 
 
 class ElasticWorlds:
-    """Joins worlds for a strategy and brings its state across.
+    """Joins worlds and brings the state of this rank across.
 
     Args:
-        strategy: whose world it is.
+        worlds: learns the present one.
+        state: what crosses.
+        wrapped: left before the state crosses and entered after it: the module with what surrounds it.
+        take_place: tell Lightning of this rank's place in a world.
         engine: membership, monitor and sockets.
+        device, backend, timeout: of the groups.
 
     Attributes:
         min_replicas: nodes that shall hold each expert.
@@ -67,14 +69,25 @@ class ElasticWorlds:
         report: of the last recovery; None before the first.
     """
 
-    def __init__(self, strategy: ExpertParallelStrategy, engine: Membership) -> None:
-        self._strategy, self.engine = strategy, engine
-        self.members: Members | None = None
+    def __init__(
+        self,
+        worlds: Worlds,
+        state: RankState,
+        wrapped: WorldListener,
+        take_place: Callable[[World], None],
+        engine: Membership,
+        *,
+        device: torch.device,
+        backend: str,
+        timeout: timedelta,
+    ) -> None:
+        self._worlds, self._state, self._wrapped, self._take_place = worlds, state, wrapped, take_place
+        self._device, self._backend, self._timeout = device, backend, timeout
+        self.engine, worlds.node = engine, engine.node
         self.min_replicas = 1
         self.max_recoveries = 1000
         self.version = 0
-        self.is_newcomer = False
-        self.change_is_due = False
+        self.is_newcomer = self.change_is_due = False
         self.observers: list[Callable[[RecoveryReport], None]] = []
         self.planner = RecoveryPlanner()
         self.count_stale: Callable[[Mapping[tuple[int, int], int]], None] = lambda stale: None
@@ -84,7 +97,6 @@ class ElasticWorlds:
         self._progress: FitProgress | None = None
         self._recoveries = 0
         self._is_torn = False
-        self._own_forward: Any = None
         self._cause: str | None = None
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
@@ -102,10 +114,6 @@ class ElasticWorlds:
         task = self.engine.task
         return World.offline(min(task.slot, task.expected - 1), task.expected, self._device)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._strategy.root_device
-
     def _join(self, watch: Stopwatch) -> World:
         with watch.phase("rendezvous"):
             members = self.engine.join(is_ready=True)
@@ -121,13 +129,13 @@ class ElasticWorlds:
             store=self.engine.store,
             rank=members.rank,
             size=members.size,
-            backend=self._strategy.collectives_backend,
-            timeout=self._strategy.collectives_timeout,
+            backend=self._backend,
+            timeout=self._timeout,
             build_timeout_s=self.engine.settings.build_timeout_s,
             device=self._device,
             guard=lambda cut: self.engine.guard(members, cut),
         )
-        self.members = members
+        self._worlds.members = members
         if world.rank == 0:
             take_over_terminal()
         return world
@@ -138,11 +146,9 @@ class ElasticWorlds:
         self.engine.close()
 
     @property
-    def node_peers(self) -> tuple[int, ...]:
-        """The ranks of this rank's node, ascending."""
-        members = self._require_members()
-        mine = members.nodes[members.rank]
-        return tuple(rank for rank, node in enumerate(members.nodes) if node == mine)
+    def members(self) -> Members | None:
+        """Of the present world; None before the first."""
+        return self._worlds.members
 
     def _require_members(self) -> Members:
         assert self.members is not None, "join first"
@@ -155,9 +161,9 @@ class ElasticWorlds:
         changes before the next step."""
         self._pending = optimizer
         self.engine.made_progress()
-        wishes = torch.tensor([self.engine.newcomers(), self.engine.notice is not None], dtype=torch.int32)
-        wishes = wishes.to(self._device)
-        all_reduce_(wishes, self._strategy.world)
+        asked = [self.engine.newcomers(), self.engine.notice is not None]
+        wishes = torch.tensor(asked, dtype=torch.int32, device=self._device)
+        all_reduce_(wishes, self._worlds.present)
         self.change_is_due = bool(wishes.any())
 
     def begin_update(self) -> None:
@@ -173,7 +179,7 @@ class ElasticWorlds:
 
     def keep_progress(self, *, after_step: bool) -> None:
         """Remember how far the fit loop is, after a committed step or at the start."""
-        trainer = self._strategy.trainer
+        trainer = self._state.trainer
         if after_step or self._progress is None:  # what was restored stays the place to go back to
             self._progress = FitProgress.of(trainer, after_step=after_step)
         self.version = trainer.global_step
@@ -186,7 +192,7 @@ class ElasticWorlds:
     def epoch_ended(self) -> None:
         """Another epoch begins."""
         if self._progress is not None:
-            self._progress = self._progress.after_epoch(self._strategy.trainer)
+            self._progress = self._progress.after_epoch(self._state.trainer)
 
     # ------------------------------------------------------------------ recovering
 
@@ -198,21 +204,20 @@ class ElasticWorlds:
             RunFinished: this process comes too late.
             WorldTooSmall: fewer than `min_ranks` ranks are left, and no others came; the state is saved.
         """
-        assert self._strategy.lightning_module is not None
-        self._own_forward = self._strategy.lightning_module.__dict__.get("forward")
+        self._state.remember_forward()
         fault: BaseException | None = None
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
-        set_up_data(self._strategy.trainer)
+        trainer = self._state.trainer
+        set_up_data(trainer)
         is_first, self._progress = not self.is_newcomer, None
-        self.version = self._strategy.trainer.global_step
-        loop = self._strategy.trainer.fit_loop
+        self.version, loop = trainer.global_step, trainer.fit_loop
         while True:
             must_recover = fault is not None or self.is_newcomer
             if must_recover:
                 self._recover(fault)
             try:
                 if must_recover:
-                    self._finish_step()
+                    finish_step(trainer, self._progress, with_newcomers=self._has_newcomers)
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
                     loop.on_run_start()
                     loop.on_run_end()
@@ -231,25 +236,19 @@ class ElasticWorlds:
                 if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
                     is_first, self.is_newcomer = False, self.version == 0
 
-    def _finish_step(self) -> None:
-        """The validation and the end of an epoch that a fault kept from following on the last step."""
-        assert self._progress is not None, "a recovery restored it"
-        finish_step(self._strategy.trainer, self._progress, with_newcomers=self._has_newcomers)
-
     def _wait_for_ranks(self) -> None:
         """Nobody trains below `min_ranks`: wait for others, and end with a checkpoint where none come."""
-        if self._strategy.world.size >= self.engine.settings.min_ranks:
+        if self._worlds.present.size >= self.engine.settings.min_ranks:
             return
-        trainer = self._strategy.trainer
-        too_small = wait_for_ranks(self._strategy.world, self.engine)
+        too_small, loop = wait_for_ranks(self._worlds.present, self.engine), self._state.trainer.fit_loop
         if self.version > 0:
-            trainer.fit_loop.on_run_start()
-            trainer.fit_loop.on_run_end()
+            loop.on_run_start()
+            loop.on_run_end()
         raise too_small
 
     def _follows_a_lost_world(self) -> bool:
         """Whether this first world of its ranks follows one that nobody survived: what was saved is then taken up."""
-        starts = all_gather_json(self.engine.task.starts, self._strategy.world)
+        starts = all_gather_json(self.engine.task.starts, self._worlds.present)
         return self.planner.sources is not None and max(starts) > 1
 
     def _recover(self, fault: BaseException | None) -> None:
@@ -257,7 +256,7 @@ class ElasticWorlds:
         self._cause = None
         reason = self._reason(fault)
         scrub(fault)
-        before, version = (0 if self.is_newcomer else self._strategy.world.size), self.version
+        before, version = (0 if self.is_newcomer else self._worlds.present.size), self.version
         former = self._require_members().ids if before else ()
         while True:
             self._recoveries += 1
@@ -268,7 +267,8 @@ class ElasticWorlds:
             watch = Stopwatch()
             try:
                 if isinstance(fault, WorldChanged):
-                    hand_over(self._strategy, self.engine, self._require_members().nodes, self.min_replicas)
+                    nodes = self._require_members().nodes
+                    hand_over(self._state, self._worlds.present, self.engine, nodes, self.min_replicas, self._timeout)
                 with watch.phase("leaving"):
                     self._leave(reason)
                 plan, repair = self._settle_in(watch)
@@ -279,14 +279,13 @@ class ElasticWorlds:
                 fault, reason = error, self._reason(error)
                 scrub(error)
         seconds = watch.seconds | {"total": time.perf_counter() - began}
-        is_agreed = isinstance(fault, WorldChanged) or before == 0
         self.report = RecoveryReport(
-            reason=reason if is_agreed else self._cause or reason,
+            reason=reason if isinstance(fault, WorldChanged) or before == 0 else self._cause or reason,
             step=self.version,
             steps_lost=max(0, version - self.version) if before else 0,
             lost_ranks=tuple(rank for rank, id in enumerate(former) if id not in self._require_members().ids),
             ranks_before=before,
-            ranks_after=self._strategy.world.size,
+            ranks_after=self._worlds.present.size,
             restored=plan.describe(),
             stale_experts=len(plan.stale),
             min_replicas=repair.min_replicas,
@@ -302,22 +301,23 @@ class ElasticWorlds:
     def _leave(self, reason: str) -> None:
         """Give the old world up: everybody hears of it, and nothing waits on its connections any more."""
         self.engine.break_up(reason)
-        self._strategy.leave_world(self._own_forward)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # What a failed backward pass left in autograd's queue of this thread goes with the next pass; until then it
-        # keeps the gradient accumulators of parameters alive, which remember the old number of slots.
-        torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-        gc.collect()  # what is still tied to the old groups: graphs of the failed step, their threads and connections
+        self._wrapped.leave()
+        drop_groups()
 
     def _settle_in(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""
-        strategy = self._strategy
-        layers = strategy.experts.layers
+        layers = self._state.experts.layers
         world = self._join(watch)
-        inventories = [
-            RankInventory.from_json(entry) for entry in all_gather_json(self._brought(world).to_json(), world)
-        ]
+        own = inventory_of(
+            self._state,
+            before=self._worlds.present.rank,
+            rank=world.rank,
+            node=self._require_members().nodes[world.rank],
+            version=self.version,
+            counts=not (self.is_newcomer or self._is_torn),
+            is_prepared=self._pending is not None,
+        )
+        inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
         while True:
             with watch.phase("plan"):
                 plan, inventories = self.planner.plan(
@@ -329,7 +329,7 @@ class ElasticWorlds:
                     has_trained=self.version > 0 or self._is_torn,
                 )
                 nodes = self._require_members().nodes
-                repair = repaired(plan, nodes, min_replicas=self.min_replicas, max_slots=strategy.slots_limit)
+                repair = repaired(plan, nodes, min_replicas=self.min_replicas, max_slots=self._state.max_slots)
             try:
                 with watch.phase("movement"):
                     self._move(plan, repair, world)
@@ -342,64 +342,53 @@ class ElasticWorlds:
                 self.count_stale(plan.stale)
             self._has_newcomers = bool(newcomers_of(plan, world))
             self._share_progress(plan, world)
-            strategy.enter_world(world)
+            self._wrapped.enter(world)
             assert self._progress is not None
-            self._progress.restore(strategy.trainer)
+            self._progress.restore(self._state.trainer)
             if self.has_rolled_back:
-                self._progress = self._progress.with_dues(strategy.trainer)
+                self._progress = self._progress.with_dues(self._state.trainer)
         self.is_newcomer = self.change_is_due = self._is_torn = False
         self._pending = None
         return plan, repair
 
     def _move(self, plan: RecoveryPlan, repair: Repair, world: World) -> None:
         """Bring the state of the plan's version to where the placements want it."""
-        strategy = self._strategy
+        state = self._state
         if world.rank in plan.apply_prepared:
             self._make_up()
         saved = fetch_missing(self.planner, plan, repair, world)
         if plan.level == "live":
-            share_state(strategy, plan, world)
+            share_state(state, plan, world)
         # Another fault in this exchange leaves live rows as they were; what follows does not wait for peers, except
         # where optimizer shards change hands.
         self._is_torn |= plan.level != "live"
-        strategy.experts.enter_world(world, repair.placements, plan.held, strategy.optimizers, plan.nodes)
+        state.experts.enter_world(world, repair.placements, plan.held, state.optimizers, plan.nodes)
         self._is_torn = True
-        strategy.take_place(world)
+        self._take_place(world)
         if plan.level == "live" and saved is not None:
             missing = {(la, e) for la, e in np.argwhere(~plan.held.any(axis=2)).tolist()}
-            strategy.training_state().restore_experts(saved, missing)
-        strategy.reshard(plan.shards if plan.level == "live" else ())
+            state.training_state().restore_experts(saved, missing)
+        state.reshard(plan.shards if plan.level == "live" else ())
         if plan.level != "live":
             assert saved is not None
-            strategy.training_state().restore_model(saved)
-            strategy.training_state().restore_optimizers(saved)
-            strategy.restored_checkpoint = saved
+            state.training_state().restore_model(saved)
+            state.training_state().restore_optimizers(saved)
+            state.restored = saved
         self._is_torn = False
-
-    def _brought(self, world: World) -> RankInventory:
-        """What this rank brings along."""
-        return inventory_of(
-            self._strategy,
-            rank=world.rank,
-            node=self._require_members().nodes[world.rank],
-            version=self.version,
-            counts=not (self.is_newcomer or self._is_torn),
-            is_prepared=self._pending is not None,
-        )
 
     def _make_up(self) -> None:
         """Apply the update that this rank was prepared for and others have applied."""
         assert self._pending is not None
         self._pending.step()
-        self._strategy.after_update()
+        self._state.after_update()
         self._pending = None
         self.version += 1
 
     def _share_progress(self, plan: RecoveryPlan, world: World) -> None:
         """The fit loop's progress at the version, from whoever has it."""
-        trainer = self._strategy.trainer
+        trainer = self._state.trainer
         if plan.level != "live":
-            saved = self._strategy.restored_checkpoint
+            saved = self._state.restored
             assert isinstance(saved, MemoryCheckpoint)
             self._progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
             saved.release()

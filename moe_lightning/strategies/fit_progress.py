@@ -11,16 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.trainer import call
-from torch.utils import _pytree as pytree
 
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.checkpointing import LOADERS_KEY
-from moe_lightning.strategies.step_data import loader_states
+from moe_lightning.strategies import seams
+from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
 
 _LOOPS, _LOADERS, _CALLBACKS = "loops", "loaders", "callbacks"
 _SCHEDULERS, _NEXT_SCHEDULERS = "lr_schedulers", "lr_schedulers_next_epoch"
@@ -53,7 +50,7 @@ class FitProgress:
         """Of a trainer in `on_train_batch_end` after an optimizer step, or in `on_train_start`."""
         loop = trainer.fit_loop
         return cls(
-            validation_is_due=after_step and loop.epoch_loop._should_check_val_fx(_fetcher(trainer)),
+            validation_is_due=after_step and seams.is_validation_due(trainer),
             epoch_is_over=after_step and loop.epoch_loop.batch_progress.is_last_batch,
             step=trainer.global_step,
             loops=copy.deepcopy(loop.state_dict()),
@@ -73,14 +70,14 @@ class FitProgress:
             _LOADERS: self.loaders,
             _SCHEDULERS: self.lr_schedulers,
             _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
-            _CALLBACKS: call._call_callbacks_state_dict(trainer),
+            _CALLBACKS: seams.callback_states(trainer),
         }
 
     @classmethod
     def adopt(cls, dump: dict[str, Any], trainer: pl.Trainer, *, with_callbacks: bool) -> FitProgress:
         """Take over another rank's progress, and the state of its callbacks where this rank has none of the run."""
         if with_callbacks:
-            call._call_callbacks_load_state_dict(trainer, dump)
+            seams.load_callbacks(trainer, dump, is_checkpoint=False)
         return cls(
             step=dump["step"],
             loops=dump[_LOOPS],
@@ -93,8 +90,7 @@ class FitProgress:
     def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
         """The progress in a checkpoint of Lightning's, with the state of the callbacks taken over; `restore` it, then
         ask for `with_dues`."""
-        call._call_callbacks_on_load_checkpoint(trainer, dump)
-        call._call_callbacks_load_state_dict(trainer, dump)
+        seams.load_callbacks(trainer, dump, is_checkpoint=True)
         return cls(
             step=dump["global_step"],
             loops=dump["loops"]["fit_loop"],
@@ -108,8 +104,7 @@ class FitProgress:
         batches: Any = loop.batch_progress
         if batches.total.completed == batches.total.processed:  # saved at the end of training
             return self
-        by_time = getattr(trainer, "_val_check_time_interval", None) is not None  # clocks of ranks differ
-        is_due = not by_time and loop._should_check_val_fx(_fetcher(trainer))
+        is_due = not seams.validates_by_time(trainer) and seams.is_validation_due(trainer)  # clocks of ranks differ
         return replace(self, validation_is_due=is_due, epoch_is_over=batches.is_last_batch)
 
     def restore(self, trainer: pl.Trainer) -> None:
@@ -120,14 +115,13 @@ class FitProgress:
         """
         loop = trainer.fit_loop
         if trainer.validating:  # the fault came in the middle of a validation
-            loop.epoch_loop.val_loop._on_evaluation_model_train()
-            trainer._logger_connector.reset_results()
+            seams.abandon_validation(trainer)
         trainer.training = True
         loop.load_state_dict(copy.deepcopy(self.loops))
         ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
         for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
-        loaders = list(pytree.tree_leaves(trainer.train_dataloader))
+        loaders = list(seams.tree_leaves(trainer.train_dataloader))
         if not all(isinstance(loader, StepLoader) for loader in loaders):
             raise ConfigurationError(
                 "in-process recovery needs training loaders that can go back to a step: return a torch DataLoader "
@@ -135,11 +129,10 @@ class FitProgress:
             )
         for loader, state in zip(loaders, self.loaders, strict=True):
             loader.load_state_dict(dict(state))
-        if loop._data_fetcher is not None:
-            iter(loop._data_fetcher)
+        seams.restart_loaders(trainer)
 
 
-def finish_step(trainer: pl.Trainer, progress: FitProgress, *, with_newcomers: bool) -> None:
+def finish_step(trainer: pl.Trainer, progress: FitProgress | None, *, with_newcomers: bool) -> None:
     """What was still to be done after the step that a fit was restored to; collective.
 
     Lightning itself, loaded in this place, takes both as done.
@@ -148,31 +141,19 @@ def finish_step(trainer: pl.Trainer, progress: FitProgress, *, with_newcomers: b
         with_newcomers: some ranks did not see the epoch; what its steps logged is dropped then, because the ranks
             could not reduce it together.
     """
-    loop = trainer.fit_loop
-    epoch_loop = loop.epoch_loop
+    assert progress is not None, "a recovery restored it"
     if progress.validation_is_due:
-        epoch_loop.val_loop.restarting = False
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        validation.restarting = False
         trainer.validating = True
-        epoch_loop.val_loop.run()
+        validation.run()
         trainer.training = True
     if progress.epoch_is_over:
-        if with_newcomers:
-            epoch_loop._results.clear()
-        # The next epoch begins as it does in a run without faults. The loop's own setter keeps True under max_steps.
-        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
-        epoch_loop.batch_progress.increment_completed()
-        epoch_loop._skip_next_val = True
-        epoch_loop.on_advance_end(_fetcher(trainer))
-        loop.on_advance_end()
+        seams.end_epoch(trainer, drop_logged=with_newcomers)
 
 
 def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
     return [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
-
-
-def _fetcher(trainer: pl.Trainer) -> Any:
-    assert trainer.fit_loop._data_fetcher is not None, "the loop has made its loaders"
-    return trainer.fit_loop._data_fetcher
 
 
 def shared_progress(

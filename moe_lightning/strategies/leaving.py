@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -19,9 +20,7 @@ from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.elastic.failure import Preempted
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.elastic.monitor import WorldTooSmall
-
-if TYPE_CHECKING:
-    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.rank_state import RankState
 
 _LOOK_S = 0.1
 
@@ -30,30 +29,31 @@ class WorldChanged(Exception):
     """The ranks agreed, between two steps, to form another world: somebody wants in, or leaves."""
 
 
-def hand_over(strategy: ExpertParallelStrategy, engine: Membership, nodes: Sequence[str], min_replicas: int) -> None:
+def hand_over(
+    state: RankState, world: World, engine: Membership, nodes: Sequence[str], min_replicas: int, timeout: timedelta
+) -> None:
     """Before ranks leave on notice, the others take over what only those hold. Nobody returns, and so breaks the world
     up, while another rank still needs it to hand over.
 
     Args:
         nodes: of all ranks.
         min_replicas: nodes that shall hold each expert.
+        timeout: longest wait for a peer.
 
     Raises:
         Preempted: on the ranks that leave.
     """
-    world = strategy.world
     notices = all_gather_json(engine.notice, world)
     staying = [rank for rank, notice in enumerate(notices) if notice is None]
     if 0 < len(staying) < world.size and world.is_connected:
-        held = np.stack([p.replicas > 0 for p in strategy.experts.placements])
+        held = np.stack([p.replicas > 0 for p in state.experts.placements])
         repair = repair_placements(
             held[..., staying],
             nodes=[nodes[rank] for rank in staying],
             min_replicas=min_replicas,
-            max_slots=strategy.slots_limit,
+            max_slots=state.max_slots,
         )
-        strategy.experts.hand_over(staying, repair.placements, strategy.optimizers, nodes)
-    timeout = strategy.collectives_timeout
+        state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
     meet(engine.store, "hand over", world.size, timeout.total_seconds())
     left = [f"left/{rank}" for rank in range(world.size) if rank not in staying]
     notice = notices[world.rank]
@@ -63,6 +63,16 @@ def hand_over(strategy: ExpertParallelStrategy, engine: Membership, nodes: Seque
         raise Preempted(notice)
     if left:
         engine.store.wait(left, timeout)
+
+
+def drop_groups() -> None:
+    """Let go of the groups of a world that has ended, and of what is tied to them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # What a failed backward pass left in autograd's queue of this thread goes with the next pass; until then it keeps
+    # the gradient accumulators of parameters alive, which remember the old number of slots.
+    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    gc.collect()  # graphs of the failed step, their threads and connections
 
 
 def wait_for_ranks(world: World, engine: Membership) -> WorldTooSmall:

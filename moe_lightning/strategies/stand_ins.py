@@ -7,15 +7,17 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
+
+from moe_lightning.strategies import seams
 
 _NOT_THE_USERS = frozenset(vars(nn.Module())) | frozenset(vars(pl.LightningModule()))
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
@@ -50,37 +52,26 @@ def without_traces(module: pl.LightningModule) -> Generator[None, None, None]:
         undo()
     for metric in _reduced(trainer):
         if id(metric) not in seen:
-            _give_back(metric, {name: _copy(value) for name, value in metric._defaults.items()})
+            values = {name: _copy(value) for name, value in seams.initial_values(metric).items()}
+            seams.set_values(metric, values, updates=metric.update_count)
 
 
 def nothing_of(prediction: Any) -> Any:
     """A prediction with the rows of no sample."""
-    return pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, prediction)
+    return seams.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, prediction)
 
 
 # ---------------------------------------------------------------------- metrics
 
 
 def _undo_of_metric(metric: Metric) -> Undo:
-    values, count = {name: _copy(getattr(metric, name)) for name in metric._defaults}, metric._update_count
-
-    def undo() -> None:
-        _give_back(metric, values)
-        metric._update_count = count
-
-    return undo
-
-
-def _give_back(metric: Metric, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(metric, name, value)
-    metric._computed = None
+    values = {name: _copy(value) for name, value in metric.metric_state.items()}
+    return partial(seams.set_values, metric, values, updates=metric.update_count)
 
 
 def _reduced(trainer: pl.Trainer) -> list[Metric]:
     """Logged values that become a mean, sum or extreme over an epoch and over ranks."""
-    results: Any = trainer._results
-    values = results.values() if results is not None else ()
+    values = seams.logged_values(trainer)
     return [value for value in values if value.is_tensor and value.meta.on_epoch and value.meta.sync.should]
 
 
@@ -109,7 +100,7 @@ def _is_users(value: object) -> bool:
 
 def _undo_of_module(module: nn.Module, known: dict[int, Undo]) -> Undo:
     attributes = _undo_of_names(vars(module), known, but=_NOT_THE_USERS)
-    buffers = _undo_of_names(module._buffers, known)
+    buffers = _undo_of_names(seams.buffers_of(module), known)
 
     def undo() -> None:
         attributes()

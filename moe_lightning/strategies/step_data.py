@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _Stateful
-from torch.utils import _pytree as pytree
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
 from moe_lightning.data.step_loader import StepLoader, reason_not_to_cut
 from moe_lightning.data.step_sampler import StepSampler, StepSlice
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies import seams
+
+LOADERS_KEY = "step_loaders"
+"""Where a checkpoint keeps the position of each training loader."""
 
 
 class StepData:
@@ -66,13 +69,13 @@ class StepData:
     def enter_world(self, *, rank: int, world_size: int, loaders: object) -> None:
         """Cut for other ranks from now on, also what is under way."""
         self._world = {"rank": rank, "world_size": world_size}
-        for loader in pytree.tree_leaves(loaders):
+        for loader in seams.tree_leaves(loaders):
             if isinstance(loader, StepLoader):
                 loader.bind(**self._world)
 
     def restore(self, states: Sequence[dict[str, Any]], loaders: object) -> None:
         """Set the training loaders to these positions: those that are cut, or else those that will be cut next."""
-        cut = [loader for loader in pytree.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+        cut = [loader for loader in seams.tree_leaves(loaders) if isinstance(loader, StepLoader)]
         self._restored = [] if cut else list(states)
         for loader, state in zip(cut, states, strict=False):
             loader.load_state_dict(state)
@@ -80,12 +83,12 @@ class StepData:
 
 def loader_states(loaders: object) -> list[dict[str, Any]]:
     """The positions of the StepLoaders in a collection of loaders."""
-    return [loader.state_dict() for loader in pytree.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+    return [loader.state_dict() for loader in seams.tree_leaves(loaders) if isinstance(loader, StepLoader)]
 
 
 def states_of_stateful(loaders: object) -> list[dict[str, Any]]:
     """The positions of the loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
-    stateful = [loader for loader in pytree.tree_leaves(loaders) if isinstance(loader, _Stateful)]
+    stateful = [loader for loader in seams.tree_leaves(loaders) if isinstance(loader, Stateful)]
     return [loader.state_dict() for loader in stateful if not getattr(loader, "replaces_stock", False)]
 
 
@@ -95,7 +98,7 @@ def training_slice(loaders: object) -> StepSlice | None:
     Raises:
         ConfigurationError: ranks and micro-batches take unlike shares of the loaders, so that no weight fits them all.
     """
-    stepping = [loader for loader in pytree.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+    stepping = [loader for loader in seams.tree_leaves(loaders) if isinstance(loader, StepLoader)]
     if len(stepping) > 1:
         _require_common_weight([loader.step_sampler for loader in stepping])
     return stepping[0].current if stepping else None
@@ -119,6 +122,6 @@ def _require_common_weight(samplers: Sequence[StepSampler]) -> None:
 
 def running_slice(loaders: object, index: int) -> StepSlice | None:
     """Which samples the batch holds that a loader yielded last; None where the loader does not know."""
-    flat = pytree.tree_leaves(loaders)
+    flat = seams.tree_leaves(loaders)
     loader = flat[index] if index < len(flat) else None
     return loader.current if isinstance(loader, StepLoader) else None

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.losses import IGNORED_TARGET
+from moe_lightning.strategies import seams
 
 _WATCHED_STEPS = 100
 """Batches that are searched for ignored targets, before the module is taken to have none."""
@@ -107,7 +107,7 @@ class StepWeights:
         if self._is_told or self._watched >= _WATCHED_STEPS:
             return
         self._watched += 1
-        if any(_ignores_unevenly(leaf) for leaf in pytree.tree_leaves(arguments)):
+        if any(_ignores_unevenly(leaf) for leaf in seams.tree_leaves(arguments)):
             self._is_told = True
             rank_zero_warn(
                 f"the samples of a batch hold unlike numbers of targets {IGNORED_TARGET}, but the loss of a rank "

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from moe_lightning.algorithms.sharding import longest_processing_time
 from moe_lightning.comm.world import World, broadcast_
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.registry import Registry
 
 
@@ -38,6 +39,18 @@ class DenseFactory(Protocol):
 
     def __call__(self, parameters: Sequence[nn.Parameter], world: World, /) -> DenseSharding:
         """Of dense parameters, in an order that all ranks share."""
+
+
+def dense_sharding_name(dense: str, *, zero1: bool) -> str:
+    """What a user chose: `zero1` is short for dense="zero1".
+
+    Raises:
+        ConfigurationError: two choices, or an unknown one.
+    """
+    if zero1 and dense not in ("ddp", "zero1"):
+        raise ConfigurationError(f"zero1=true is short for dense=zero1, but dense={dense!r}: give one of them")
+    DENSE_SHARDINGS.find(dense)
+    return "zero1" if zero1 else dense
 
 
 class ReplicatedDense:

@@ -128,7 +128,8 @@ class KnownNodes:
         layer = SimpleNamespace(num_experts=EXPERTS, dispatcher=SimpleNamespace(groups=[range(4)]))
         self.experts = SimpleNamespace(layers=[layer], room=[[3] * 4])
         self.world = SimpleNamespace(size=4)
-        self.node_of, self.elastic, self.promised_replicas = (0, 1, 0, 1), elastic, promised
+        self.node_of, self.elastic = (0, 1, 0, 1), elastic
+        self.placing = SimpleNamespace(promised_replicas=promised)
 
 
 def test_failure_domains_are_the_nodes_of_the_run_and_not_consecutive_ranks() -> None:

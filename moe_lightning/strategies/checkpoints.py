@@ -1,0 +1,324 @@
+"""How the state of a run goes into checkpoints and comes back: single files as stock Lightning writes them, and
+directories.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from moe_lightning.checkpoint.full_state import (
+    full_model_state,
+    full_optimizer_state,
+    load_local_optimizer_state,
+    local_model_state,
+    read_checkpoint,
+)
+from moe_lightning.checkpoint.lease import Lease
+from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.mending import find_usable, mended
+from moe_lightning.checkpoint.reader import CheckpointSource
+from moe_lightning.checkpoint.sealing import check_file
+from moe_lightning.comm.collect import all_gather_json, broadcast_object
+from moe_lightning.comm.world import World
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.strategies import seams
+from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states, states_of_stateful
+from moe_lightning.strategies.worlds import Worlds
+
+T = TypeVar("T")
+
+_LONGEST_SEARCH_S = 60.0
+
+
+class Checkpoints:
+    """Saves and restores the state of a run.
+
+    Args:
+        worlds: whose ranks hold it.
+        state: of this rank.
+    """
+
+    def __init__(self, worlds: Worlds, state: RankState) -> None:
+        self._worlds, self._state = worlds, state
+        self._leases = ExitStack()
+        self._without_state = False
+
+    # ------------------------------------------------------------------ saving
+
+    def model_state(self, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The whole model on rank 0, expert stacks [E, ...], of the ranks' own; empty on the others. Collective."""
+        if self._without_state:
+            return {}
+        return full_model_state(local(), self._state.experts.keys(self._state.module), self._worlds.present)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer state on rank 0 as a single process would have it; empty on the others. Collective."""
+        if self._without_state:
+            return {}
+        state = self._state.training_state()
+        return full_optimizer_state(state, self._state.number_of(optimizer), self._worlds.present)
+
+    def add_positions(self, checkpoint: dict[str, Any]) -> None:
+        """Put the position of the training data into a checkpoint: Lightning itself leaves it out between epochs."""
+        loaders = self._state.trainer.train_dataloader
+        checkpoint[LOADERS_KEY] = loader_states(loaders)
+        loop = _fit_loop_state(checkpoint)
+        if "combined_loader" in loop:  # stock Lightning looks for the positions of loaders that have one there
+            loop["combined_loader"] = states_of_stateful(loaders)
+
+    def training_objects(self) -> dict[str, Any]:
+        """What this rank adds to a directory checkpoint beside tensors; collective, as Lightning's own dump is."""
+        trainer, rank = self._state.trainer, self._worlds.present.rank
+        with self._leave_state_out():
+            dump = seams.dump_trainer(trainer)
+        objects: dict[str, Any] = {f"rng/{rank}": _random_state()}
+        if rank == 0:
+            kept = {key: value for key, value in dump.items() if key not in ("state_dict", "optimizer_states")}
+            # Lightning looks for both keys before it asks the strategy, which reads them from the directory.
+            kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self._state.optimizers]}
+            kept[LOADERS_KEY] = loader_states(trainer.train_dataloader)
+            objects |= {"trainer": kept} | self._state.training_state().objects()
+        return objects
+
+    @contextmanager
+    def _leave_state_out(self) -> Generator[None, None, None]:
+        self._without_state = True
+        try:
+            yield
+        finally:
+            self._without_state = False
+
+    # ------------------------------------------------------------------ restoring
+
+    def open(self, path: Path, world: World) -> dict[str, Any]:
+        """What Lightning restores from a file, a checkpoint directory, or a directory of these; collective.
+
+        Args:
+            world: the ranks that can be spoken to by now.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
+        """
+        if not decided(path.is_dir, world):
+            return self._read_file(path, world)
+        restored = self._newest_for_all(path, world)
+        self._state.restored = restored
+        checkpoint: dict[str, Any] = restored.read_object("trainer")
+        return checkpoint
+
+    def _read_file(self, path: Path, world: World) -> dict[str, Any]:
+        problem = None
+        try:
+            check_file(path)
+        except CheckpointError as error:
+            problem = str(error)
+        self._raise_together(path, problem, world)
+        return read_checkpoint(path)
+
+    def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Give the module its state."""
+        if self._state.restored is not None:
+            self._state.training_state().restore_model(self._state.restored)
+            return
+        if "state_dict" not in checkpoint:
+            raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
+        module = self._state.module
+        keys = self._state.experts.keys(module)
+        local = local_model_state(checkpoint["state_dict"], module.state_dict(), keys, strict=strict)
+        module.load_state_dict(local, strict=strict)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the optimizers their states, and from a directory the random generators theirs."""
+        if self._state.restored is not None:
+            self._state.training_state().restore_optimizers(self._state.restored)
+            _restore_random_state(self._state.restored, self._worlds.present)
+            return
+        states, number = checkpoint["optimizer_states"], len(self._state.optimizers)
+        if len(states) != number:
+            raise CheckpointError(
+                f"the checkpoint holds {len(states)} optimizers, the module has {number}: "
+                "use the configuration it was written with"
+            )
+        own = self._state.training_state()
+        for index, state in enumerate(states):
+            load_local_optimizer_state(own, index, state)
+
+    def _newest_for_all(self, path: Path, world: World) -> Checkpoint:
+        """The checkpoint that rank 0 chooses, verified by every rank, under a lease until `release`. Rank 0 looks for
+        all: an agent may commit and prune there meanwhile.
+
+        Raises:
+            CheckpointError: on every rank, where there is none or one of them finds it damaged.
+        """
+        self.release()
+        own: Checkpoint | None = None
+
+        def look() -> list[Any]:
+            nonlocal own
+            own, self._leases = _leased(path, report=rank_zero_warn)
+            return [str(own.path), own.substitutes]
+
+        place, substitutes = decided(look, world)
+        chosen, problem = Path(place), None
+        if own is None:
+            try:
+                own, self._leases = _leased(chosen, report=lambda _: None)
+                if own.substitutes != substitutes:
+                    problem = f"rank {world.rank} finds other damage in it than rank 0"
+            except CheckpointError as error:
+                problem = str(error)
+        self._raise_together(chosen, problem, world)
+        assert own is not None
+        return own
+
+    def _raise_together(self, path: Path, problem: str | None, world: World) -> None:
+        """Refuse what one of the ranks cannot read; collective.
+
+        Raises:
+            CheckpointError: on every rank, the first problem.
+        """
+        told = next((problem for problem in all_gather_json(problem, world) if problem is not None), None)
+        if told is not None:
+            self.release()
+            raise CheckpointError(told if str(path) in told else f"not every rank can read {path}: {told}")
+
+    def release(self) -> None:
+        """The checkpoint that this run came from is not read any more: it may be pruned."""
+        self._leases.close()
+
+
+def decided(look: Callable[[], T], world: World) -> T:
+    """What rank 0 finds, on every rank; collective.
+
+    Args:
+        look: called on rank 0; returns plain values.
+
+    Raises:
+        ConfigurationError, CheckpointError: on every rank, what kept rank 0 from an answer.
+    """
+    found: T | None = None
+    problem: ConfigurationError | CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            found = look()
+        except (ConfigurationError, CheckpointError) as error:
+            problem = error
+        except OSError as error:
+            problem = CheckpointError(f"{error.filename or 'storage'} cannot be read ({error.strerror or error})")
+    told = found, None if problem is None else (isinstance(problem, ConfigurationError), str(problem))
+    found, refusal = broadcast_object(told, 0, world)
+    if problem is not None:
+        raise problem
+    if refusal is not None:
+        raise (ConfigurationError if refusal[0] else CheckpointError)(refusal[1])
+    return found
+
+
+def _fit_loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Of Lightning's fit loop itself, without its parts; empty where a checkpoint holds weights only."""
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+def take_positions(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The positions of the training loaders in a checkpoint, which Lightning then need not restore."""
+    positions: list[dict[str, Any]] = checkpoint.get(LOADERS_KEY, [])
+    if positions:
+        _fit_loop_state(checkpoint).pop("combined_loader", None)  # Lightning would restore some of them once more
+    _leave_ended_epoch(checkpoint)
+    return positions
+
+
+def _leave_ended_epoch(checkpoint: Mapping[str, Any]) -> None:
+    """Let a run that was saved at or after the end of an epoch go on with the first batch of the next one.
+
+    Under `max_steps` Lightning's loop would count on in the batches of the old epoch and leave the new one after the
+    first.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    batches, epochs = loops.get("epoch_loop.batch_progress"), loops.get("epoch_progress")
+    if not batches or not epochs or not batches.get("is_last_batch"):
+        return
+    if batches["total"]["completed"] < batches["total"]["ready"]:
+        return  # the epoch's last step is not done with
+    if epochs["total"]["processed"] < epochs["total"]["ready"]:
+        return  # a validation may follow on it
+    for count in (epochs["total"], epochs["current"]):
+        count["completed"] = count["processed"]
+    for progress in (batches, loops["epoch_loop.scheduler_progress"]):
+        progress["current"] = dict.fromkeys(progress["current"], 0)
+    batches["is_last_batch"] = False
+
+
+def _leased(path: Path, *, report: Callable[[str], None]) -> tuple[Checkpoint, ExitStack]:
+    """The newest checkpoint in a directory that can be used, or that directory itself; all that is read for it is kept
+    from being pruned.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    deadline = time.monotonic() + _LONGEST_SEARCH_S
+    while True:
+        checkpoint = _newest_usable(path, report)
+        leases = ExitStack()
+        try:
+            for directory in checkpoint.directories:
+                leases.callback(Lease(directory).release)
+        except FileNotFoundError as error:  # pruned meanwhile: a newer one is there
+            leases.close()
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{checkpoint.path} is being deleted: name another checkpoint") from error
+            time.sleep(0.01)
+        else:
+            return checkpoint, leases
+
+
+def _newest_usable(path: Path, report: Callable[[str], None]) -> Checkpoint:
+    if (path / MANIFEST).exists():
+        return mended(path, report=report)
+    found = find_usable(path, report=report)
+    if found.checkpoint is None:
+        raise CheckpointError(
+            f"{path} holds no whole checkpoint: name a .ckpt file or a directory of step-... directories, or start anew"
+        )
+    return found.checkpoint
+
+
+def _random_state() -> dict[str, Any]:
+    """The global random generators of this process as tensors and plain values."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(checkpoint: CheckpointSource, world: World) -> None:
+    """Continue this rank's generators; a rank that the checkpoint does not know keeps its own."""
+    key = f"rng/{world.rank}"
+    if key not in checkpoint.keys("rng/"):
+        return
+    state = checkpoint.read_object(key)
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

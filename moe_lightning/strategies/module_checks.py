@@ -1,0 +1,58 @@
+"""What the strategy refuses of a Trainer and its module before it trains."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies import seams
+
+
+def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Warn where the loss would depend on the number of ranks in spite of all.
+
+    Raises:
+        ConfigurationError: what cannot be trained the same on any number of ranks.
+    """
+    precision = trainer.precision
+    if str(precision).startswith("16"):
+        raise ConfigurationError(
+            f"precision='{precision}' scales the loss, and ranks with different experts "
+            "would skip different steps: use 'bf16-mixed' or '32-true'"
+        )
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+    if any(len(set(s.scheduling.values())) > 1 for s in schedules):
+        raise ConfigurationError(
+            "GradientAccumulationScheduler changes the global batch during the run: "
+            "use a constant accumulate_grad_batches"
+        )
+    averaging = next((c for c in callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)), None)
+    if averaging is not None:
+        raise ConfigurationError(
+            f"{type(averaging).__name__} copies the module before experts have their places: average checkpoints "
+            "after training"
+        )
+    if seams.was_compiled(module):
+        raise ConfigurationError(
+            "torch.compile of the whole module cannot follow tokens, whose numbers are known at run time only: "
+            "give the Trainer the module itself, and CompileDense() among the callbacks"
+        )
+    if trainer.world_size > 1 and any(
+        isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) for m in module.modules()
+    ):
+        rank_zero_warn(
+            "BatchNorm takes its statistics from each rank's part of the batch, so the loss depends on the number "
+            "of ranks: use LayerNorm or GroupNorm, or on GPUs sync_batchnorm=True"
+        )
+
+
+def identical_buffers(module: nn.Module) -> list[str]:
+    """Buffers of our own layers: every rank computes the same values, so DDP need not broadcast them before each
+    forward pass.
+    """
+    ours = [f"{name}." for name, m in module.named_modules() if type(m).__module__.startswith("moe_lightning.")]
+    return [name for name, _ in module.named_buffers() if any(name.startswith(prefix) for prefix in ours)]

@@ -1,0 +1,233 @@
+"""What a rank holds of a run: the module, experts in slots, optimizers, and the optimizer states that it keeps for
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
+from moe_lightning.checkpoint.optimizer_shards import move_shards
+from moe_lightning.checkpoint.reader import CheckpointSource
+from moe_lightning.checkpoint.training_state import TrainingState
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.worlds import Worlds
+from moe_lightning.strategies.zero import DENSE_SHARDINGS, DenseSharding
+
+
+class RankState:
+    """The live state of this rank, whatever its world.
+
+    Args:
+        worlds: which world it is in.
+        dense: who keeps the optimizer states of dense parameters, a name of DENSE_SHARDINGS.
+        max_slots: experts that a rank can hold in a layer, where the user set a limit.
+
+    Attributes:
+        max_slots: as given.
+        optimizers: of the running fit.
+        replay: of another rank's optimizer shard; None where none is kept.
+        restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
+    """
+
+    def __init__(self, worlds: Worlds, *, dense: str, max_slots: int | None) -> None:
+        self._worlds, self._dense, self.max_slots = worlds, dense, max_slots
+        self._module: pl.LightningModule | None = None
+        self._experts: PlacedExperts | None = None
+        self._groups: list[list[list[nn.Parameter]]] = []
+        self._shards: DenseSharding | None = None
+        self._own_forward: Any = None
+        self.optimizers: Sequence[Optimizer] = ()
+        self.replay: AdamWReplay | None = None
+        self.restored: CheckpointSource | None = None
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The user's module."""
+        assert self._module is not None, "the strategy is not set up"
+        return self._module
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer that runs it."""
+        return self.module.trainer
+
+    @property
+    def experts(self) -> PlacedExperts:
+        """The experts under their placements."""
+        assert self._experts is not None, "the strategy is not set up"
+        return self._experts
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether the experts are those of a module in the present world."""
+        known = self._experts
+        return known is not None and known.module is module and known.world is self._worlds.present
+
+    def take(self, module: pl.LightningModule, experts: PlacedExperts) -> None:
+        """Hold a module whose experts have their places."""
+        self._module, self._experts = module, experts
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Hold the optimizers that a fit has made."""
+        self.optimizers = optimizers
+        self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._shard()
+
+    def training_state(self) -> TrainingState:
+        """The live tensors of the run under their checkpoint keys."""
+        world = self._worlds.present
+        return TrainingState(
+            self.module,
+            self.experts.stacks,
+            list(zip(self.optimizers, self._groups, strict=True)),
+            keepers=self._shards.owners if self._shards is not None else {},
+            rank=world.rank,
+            world_size=world.size,
+        )
+
+    def number_of(self, optimizer: Optimizer) -> int:
+        """Which of the optimizers it is."""
+        bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return next(i for i, known in enumerate(self.optimizers) if known is bare)
+
+    def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """What an optimizer updates on some rank, in an order that all ranks share."""
+        return [parameter for group in self._groups[self.number_of(optimizer)] for parameter in group]
+
+    # ------------------------------------------------------------------ a step
+
+    def spread_update(self, optimizer: Optimizer) -> None:
+        """After an update: what one rank has computed for all reaches the others; then `after_update`."""
+        if self._shards is not None:
+            self._shards.spread_updates(self.parameters_of(optimizer))
+        self.after_update()
+
+    def after_update(self) -> None:
+        """What follows every update of the parameters, on each rank by itself."""
+        for layer in self.experts.layers:
+            layer.router.update_bias()
+
+    def remember_forward(self) -> None:
+        """Note the module's own attribute `forward`, where it has another one than its class: Lightning leaves its own
+        there when DDP fails.
+        """
+        self._own_forward = self.module.__dict__.get("forward")
+
+    def forget_step(self) -> None:
+        """Let go of what a step that will not end has left in the module."""
+        self.module.__dict__.pop("forward", None)
+        if self._own_forward is not None:
+            self.module.forward = self._own_forward  # type: ignore[method-assign]
+        self.experts.forget_step()
+
+    def begin_world(self) -> None:
+        """No gradients and no counts are left of the former world."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        for layer in self.experts.layers:
+            layer.router.forget_counts()
+
+    # ------------------------------------------------------------------ sharded optimizer states
+
+    @property
+    def shards_optimizers(self) -> bool:
+        """Whether one rank keeps the optimizer state of each dense parameter for all."""
+        return self._shards is not None
+
+    @property
+    def shard_owners(self) -> dict[str, int]:
+        """The rank that keeps the optimizer state of each dense parameter, by name; empty without sharding."""
+        if self._shards is None:
+            return {}
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return {names[parameter]: rank for parameter, rank in self._shards.owners.items()}
+
+    def _dense_sharding(self) -> DenseSharding:
+        """Of the dense parameters, among the ranks of the present world."""
+        dense = [p for p in self.module.parameters() if p.requires_grad and p not in self.experts.stack_of]
+        sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, self._worlds.present)
+        return sharding
+
+    def _shard(self) -> None:
+        """Leave each rank the optimizer state of its share of the dense parameters."""
+        sharding = self._dense_sharding()
+        if self._worlds.present.size == 1 or not sharding.owners:
+            return
+        self._shards = sharding
+        for optimizer in self.optimizers:
+            self._shards.shard(optimizer)
+
+    def reshard(self, sources: Sequence[tuple[str, int]]) -> None:
+        """Share the optimizer state of dense parameters among the ranks of the present world; collective.
+
+        Args:
+            sources: (name, rank) of every parameter whose state a rank has, live or replayed; the others are read
+                from elsewhere by who keeps them from now on.
+        """
+        if not self._dense_sharding().owners:
+            return
+        world = self._worlds.present
+        dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
+        homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
+        mine = {name for name, rank in sources if rank == world.rank}
+        local = {name: self._held_states(name, homes[dense[name]].state.get(dense[name])) for name in mine}
+        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = list(parameters)
+        self._shards = None
+        self._shard()
+        owners = self.shard_owners or dict.fromkeys(dense, 0)
+        for parameter in dense.values():
+            homes[parameter].state.pop(parameter, None)
+        for name, states in move_shards(sources, owners, local, world).items():
+            homes[dense[name]].state[dense[name]] = {
+                scope: value if scope == "step" else value.to(dense[name].device) for scope, value in states.items()
+            }
+        self.replay = None  # of a rank of the former world
+
+    def _held_states(self, name: str, live: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """A parameter's optimizer state, live or else as it was replayed for a lost peer."""
+        if live or self.replay is None:
+            return live or {}
+        return {scope: value for scope, value in self.replay.states(name).items() if scope != "weight"}
+
+    def replay_peer(self, peer: int, version: int) -> None:
+        """Keep the optimizer state of another rank's dense parameters on the host, by repeating its updates (REFT's
+        AOR).
+
+        Raises:
+            ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
+        """
+        if self._shards is None or len(self.optimizers) != 1:
+            raise ConfigurationError("updates of a peer can be repeated for one optimizer under dense=zero1 only")
+        owners = self.shard_owners
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        groups = [
+            {names[id(p)]: p.detach() for p in group if owners.get(names[id(p)]) == peer} for group in self._groups[0]
+        ]
+        self.replay = AdamWReplay(self.optimizers[0], groups, version=version)
+
+    def replay_update(self, optimizer: Optimizer) -> None:
+        """Repeat the update that a peer is about to make."""
+        if self.replay is not None:
+            parameters = self.module.named_parameters()
+            self.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)
+
+    def verify_replay(self, version: int) -> int:
+        """Compare every repeated shard with its owner; the number of corrections. Collective."""
+        if self.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
+            return 0
+        world, owners, optimizer = self._worlds.present, self.shard_owners, self.optimizers[0]
+        owned = {
+            name: {"weight": p.detach(), **optimizer.state[p]}
+            for name, p in self.module.named_parameters()
+            if owners.get(name) == world.rank and p in optimizer.state
+        }
+        return sum(len(names) for names in verify_replays(self.replay, owned, version, world).values())

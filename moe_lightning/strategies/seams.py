@@ -1,0 +1,297 @@
+"""Every touch of what Lightning, torchmetrics and torch keep private, and so may change in any release: look here first
+when a new version breaks something. `tests/unit/test_seams.py` says which name changed.
+
+Each seam says why it is there, and what public name would make it go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as BatchIndices
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+from torchmetrics import Metric
+from typing_extensions import override
+
+__all__ = ["BatchIndices", "SubprocessLauncher", "tree_leaves", "tree_map"]
+# BatchIndices: a loader of a prediction is told from others, and cut, by this class; a public one would do.
+# SubprocessLauncher: Ctrl-C and signals reach the ranks of this class only; a public launcher would do.
+# tree_leaves, tree_map: torch has no public pytree as of 2.13.
+
+
+def batches_of(indices: BatchIndices) -> object:
+    """The batch sampler that Lightning has wrapped."""
+    return indices._batch_sampler
+
+
+# ---------------------------------------------------------------------- a step
+
+
+@contextmanager
+def before_update(precision: Precision, act: Callable[[], object]) -> Generator[None, None, None]:
+    """Inside, `act` comes after the hooks and the clipping of an optimizer step and before its update.
+
+    Lightning's last hook, on_before_optimizer_step, comes before clipping, which may talk to other ranks; a hook after
+    it would do.
+    """
+    after_closure = precision._after_closure
+
+    def then_act(model: pl.LightningModule, optimizer: Any) -> None:
+        after_closure(model, optimizer)
+        act()
+
+    precision._after_closure = then_act  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del precision._after_closure
+
+
+def clip_with(precision: Precision, clip: Callable[[Optimizer, float], None]) -> None:
+    """Clip by norm in another way until `unclip`: stock clipping knows this rank's gradients only.
+
+    Overriding the plugin's method would do where Lightning let a strategy choose the class of the plugin.
+    """
+    precision.clip_grad_by_norm = clip  # type: ignore[method-assign, assignment]
+
+
+def unclip(precision: Precision) -> None:
+    """The plugin clips as stock Lightning again."""
+    precision.__dict__.pop("clip_grad_by_norm", None)
+
+
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Whether the running micro-batch is followed by another one of the same step. No public property says it."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def logs_now(trainer: pl.Trainer) -> bool:
+    """Whether what is logged in this step reaches the loggers. No public property says it."""
+    return trainer._logger_connector.should_update_logs
+
+
+# ---------------------------------------------------------------------- the fit loop
+
+
+def run_fit_by(trainer: pl.Trainer, run: Callable[[Callable[[], None]], None]) -> None:
+    """Let `run(fit)` run the fit loop, as often as it takes, until `run_fit_as_usual`. Lightning has no public loop to
+    put in the place of its own.
+    """
+    trainer.fit_loop.run = partial(run, trainer.fit_loop.run)  # type: ignore[method-assign]
+
+
+def run_fit_as_usual(trainer: pl.Trainer) -> None:
+    """Undo `run_fit_by`."""
+    trainer.fit_loop.__dict__.pop("run", None)
+
+
+def forget_restart(trainer: pl.Trainer) -> None:
+    """Without it a resumed fit leaves out what schedulers of plateaus do at the end of the first epoch. The loop's own
+    setter keeps True under `max_steps`; one that does not would do.
+    """
+    trainer.fit_loop._restarting = False
+
+
+def _fetcher(trainer: pl.Trainer) -> Any:
+    assert trainer.fit_loop._data_fetcher is not None, "the loop has made its loaders"
+    return trainer.fit_loop._data_fetcher
+
+
+def is_validation_due(trainer: pl.Trainer) -> bool:
+    """Whether a validation follows on the last batch. No public property says it."""
+    return trainer.fit_loop.epoch_loop._should_check_val_fx(_fetcher(trainer))
+
+
+def validates_by_time(trainer: pl.Trainer) -> bool:
+    """Whether `val_check_interval` is a time. The Trainer keeps it to itself."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+def abandon_validation(trainer: pl.Trainer) -> None:
+    """Leave a validation that failed in the middle, which Lightning does at its end only."""
+    trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
+    trainer._logger_connector.reset_results()
+
+
+def restart_loaders(trainer: pl.Trainer) -> None:
+    """Fetch from the training loaders' present positions. The fetcher of a loop has no public name."""
+    if trainer.fit_loop._data_fetcher is not None:
+        iter(trainer.fit_loop._data_fetcher)
+
+
+def end_epoch(trainer: pl.Trainer, *, drop_logged: bool) -> None:
+    """What follows on the last step of an epoch, for a loop that was restored to the moment after that step: Lightning
+    takes it as done. The next epoch then begins as it does in a run without faults.
+
+    Args:
+        drop_logged: forget what the epoch's steps logged.
+    """
+    loop = trainer.fit_loop
+    epoch_loop = loop.epoch_loop
+    if drop_logged:
+        epoch_loop._results.clear()
+    _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # see forget_restart
+    epoch_loop.batch_progress.increment_completed()
+    epoch_loop._skip_next_val = True
+    epoch_loop.on_advance_end(_fetcher(trainer))
+    loop.on_advance_end()
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def dump_trainer(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a checkpoint of Lightning's holds now; collective. `Trainer.save_checkpoint` gives it to files only."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def callback_states(trainer: pl.Trainer) -> dict[str, Any]:
+    """The state of every callback under its key. Public names reach them by writing a checkpoint only."""
+    return call._call_callbacks_state_dict(trainer)
+
+
+def load_callbacks(trainer: pl.Trainer, dump: dict[str, Any], *, is_checkpoint: bool) -> None:
+    """Give callbacks the states in a dump, after their hook on_load_checkpoint where it is a checkpoint."""
+    if is_checkpoint:
+        call._call_callbacks_on_load_checkpoint(trainer, dump)
+    call._call_callbacks_load_state_dict(trainer, dump)
+
+
+def save_as_last(saver: ModelCheckpoint, trainer: pl.Trainer) -> None:
+    """Save under the saver's own names, unless it has saved this step. ModelCheckpoint does so in hooks only."""
+    if saver._last_global_step_saved != trainer.global_step:
+        saver._save_topk_checkpoint(trainer, saver._monitor_candidates(trainer))
+
+
+class ResumableFrom(ModelCheckpoint):
+    """A callback that `ckpt_path="last"` asks for checkpoints: Lightning asks this class only."""
+
+    def last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        """What may be chosen from, the same on every rank; collective."""
+        raise NotImplementedError
+
+    @override
+    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        return self.last_checkpoints(trainer)
+
+
+# ---------------------------------------------------------------------- modules
+
+
+def keep_from_ddp(module: nn.Module, names: Iterable[str]) -> None:
+    """Parameters and buffers that DDP neither broadcasts nor sums. torch documents no other way."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))  # type: ignore[no-untyped-call]
+
+
+def keep_samplers(trainer: pl.Trainer) -> None:
+    """Leave the samplers to the strategy: `Trainer(use_distributed_sampler=False)`, which a strategy cannot ask for."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:
+    """The public property raises where there is none."""
+    return None if module is None else module._trainer
+
+
+def was_compiled(module: pl.LightningModule) -> bool:
+    """Whether the Trainer was given torch.compile(module), which it unpacks without a public trace."""
+    return module._compiler_ctx is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called; torch keeps that to itself."""
+    return module._compiled_call_impl is not None
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers, to be changed in place. Public names give copies of the dictionary."""
+    return module._buffers
+
+
+# ---------------------------------------------------------------------- what is logged
+
+
+def logged_values(trainer: pl.Trainer) -> list[Any]:
+    """Lightning's collection of what the running loop has logged, each value a Metric with `meta`."""
+    return list(trainer._results.values()) if trainer._results is not None else []
+
+
+def initial_values(metric: Metric) -> dict[str, Any]:
+    """The states of a metric that has seen nothing; `reset` would set them and more."""
+    return metric._defaults
+
+
+def set_values(metric: Metric, values: dict[str, Any], updates: int) -> None:
+    """Give a metric states back, and the number of updates that they hold; torchmetrics counts up only."""
+    for name, value in values.items():
+        setattr(metric, name, value)
+    metric._computed = None
+    metric._update_count = updates
+
+
+def forget_version(logger: CSVLogger) -> None:
+    """Let a logger that has not written yet choose its folder when it does: another process has written since it was
+    made. A public way to choose again would do.
+    """
+    if logger._experiment is None:
+        logger._version = None
+
+
+def wandb_run(logger: WandbLogger) -> Any:
+    """W&B's run, None before it began: the public property begins it."""
+    return logger._experiment
+
+
+def name_wandb_run(logger: WandbLogger, make: Callable[[Path], str]) -> None:
+    """Choose the id of a run that has none, by its folder, just before it begins; WandbLogger takes one when it is made
+    only.
+    """
+    if logger._wandb_init.get("id") is None:
+        logger._wandb_init["id"] = logger._id = make(Path(str(logger._save_dir)))
+
+
+def drop_wandb_option(logger: WandbLogger, name: str) -> None:
+    """Leave out an option that W&B warns of, even of its default."""
+    logger._wandb_init.pop(name, None)
+
+
+class SummaryTable(ModelSummary):
+    """A summary whose columns a subclass may change; Lightning has no public hook for them."""
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """What is summed up."""
+        return self._model
+
+    def columns(self, stock: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+        """The columns to show, by those of Lightning's, each with its name."""
+        return stock
+
+    @override
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+        return self.columns(super()._get_summary_data())
+
+
+class SummaryShown(RichModelSummary):
+    """A callback that shows another class of summary; Lightning has no option for it."""
+
+    table: type[SummaryTable]
+
+    @override
+    def _summary(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> ModelSummary:
+        return self.table(pl_module, max_depth=self._max_depth)

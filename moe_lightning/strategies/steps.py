@@ -1,0 +1,178 @@
+"""Steps of training and evaluation, the same whatever the number of ranks: batches cut over the ranks, gradients of the
+mean over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.modules.stream import SampleStream
+from moe_lightning.strategies import seams
+from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
+from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.stand_ins import nothing_of, without_traces
+from moe_lightning.strategies.step_data import running_slice, training_slice
+from moe_lightning.strategies.step_weights import StepWeights
+from moe_lightning.strategies.worlds import Worlds
+
+
+class Steps:
+    """Follows the running batch, weighs its loss, and sums gradients.
+
+    Args:
+        worlds: whose ranks share a batch.
+        state: whose gradients they are.
+        check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
+
+    Attributes:
+        stream: what keyed randomness follows.
+        batch: which samples the running batch holds; None where the loader does not know, and between batches.
+        is_stand_in: the batch that runs, or ran last, is no sample of this rank.
+        last_gradient_norm: of the last clipped step, over the whole model.
+    """
+
+    def __init__(self, worlds: Worlds, state: RankState, *, check_replicas_every: int) -> None:
+        self._worlds, self._state = worlds, state
+        self._check_replicas_every, self._compared_step = check_replicas_every, -1
+        self._weights = StepWeights()
+        self._is_blocked = False
+        self.stream = SampleStream()
+        self.batch: StepSlice | None = None
+        self.is_stand_in = False
+        self.last_gradient_norm: Tensor | None = None
+
+    def leave_world(self) -> None:
+        """The step that runs will not end. Newcomers have not compared replicas yet, and all do it together."""
+        self._is_blocked, self.batch, self._compared_step = False, None, -1
+
+    # ------------------------------------------------------------------ batches
+
+    @contextmanager
+    def training(self, arguments: object) -> Generator[None, None, None]:
+        """Around the forward pass of a micro-batch with these arguments."""
+        trainer, module = self._state.trainer, self._state.module
+        self._compare_replicas(trainer.global_step)
+        self._enter(training_slice(trainer.train_dataloader))
+        seams.forget_restart(trainer)
+        self._weights.begin(self.batch)
+        with without_traces(module) if self.stream.is_stand_in else nullcontext():
+            yield
+        if self._worlds.present.size > 1:
+            self._weights.warn_of_ignored_targets(arguments)
+        if not module.automatic_optimization:
+            self._leave()
+
+    def evaluate(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
+        """A batch of validation, test or prediction; the prediction of a stand-in has no rows."""
+        index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
+        self._enter(running_slice(loaders, index))
+        try:
+            if not self.stream.is_stand_in:
+                return step(*args, **kwargs)
+            with without_traces(self._state.module):
+                return nothing_of(step(*args, **kwargs))
+        finally:
+            self._leave()
+
+    def _enter(self, batch: StepSlice | None) -> None:
+        """Learn which samples the running batch holds, and let keyed randomness follow them."""
+        self.batch = batch
+        self.is_stand_in = batch is not None and batch.count == 0
+        if batch is not None:
+            self.stream.advance(
+                step=self._state.trainer.global_step,
+                first_sample=batch.offset,
+                num_samples=batch.count,
+                total_samples=batch.micro_total,
+            )
+
+    def _leave(self) -> None:
+        self.batch = None
+        self.stream.is_stand_in = False
+
+    def _compare_replicas(self, step: int) -> None:
+        """Before a step whose number is a multiple of `check_replicas_every`; collective then.
+
+        Raises:
+            ReplicasDifferError: on every rank.
+        """
+        every = self._check_replicas_every
+        if every and step % every == 0 and step not in (0, self._compared_step):
+            self._compared_step = step
+            self._state.experts.compare_replicas(step)
+
+    # ------------------------------------------------------------------ losses
+
+    def weigh(self, loss: Tensor, weight: Tensor | float) -> Tensor:
+        """See `moe_lightning.modules.losses.global_mean`; collective."""
+        return self._weights.weigh(loss, weight, self.batch, self._worlds.present)
+
+    def scale_sum(self, loss: Tensor) -> Tensor:
+        """See `moe_lightning.modules.losses.global_sum`."""
+        return self._weights.scale_sum(loss, self.batch, self._worlds.present)
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """The loss times this rank's share of the step, undoing Lightning's division by the number of micro-batches."""
+        share: float | Tensor = 1.0 / self._worlds.present.size
+        if self.batch is not None and not self._state.module.automatic_optimization:
+            share = self.batch.count / self.batch.step_total
+        elif self.batch is not None:
+            share = self._weights.share(self.batch) * self._state.trainer.accumulate_grad_batches
+        return loss * torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+
+    # ------------------------------------------------------------------ gradients
+
+    @contextmanager
+    def accumulating(self) -> Generator[None, None, None]:
+        """Around micro-batches that others of the same step follow: nothing is summed over ranks yet."""
+        self._is_blocked = True
+        try:
+            yield
+        finally:
+            self._is_blocked = False
+
+    @contextmanager
+    def summing(self) -> Generator[None, None, None]:
+        """Around a backward pass, which sums dense gradients over ranks: then experts' are summed over their holders.
+
+        Under manual optimization what earlier calls left in the gradients is summed already: it steps aside.
+        """
+        module, experts = self._state.module, self._state.experts
+        earlier = {} if module.automatic_optimization else _take_gradients(module)
+        if experts.visits is not None:
+            experts.visits.is_last_backward = not self._is_blocked
+        yield
+        if module.automatic_optimization:
+            self._leave()
+        if not self._is_blocked:
+            experts.sum_replica_gradients()
+            if module.automatic_optimization:
+                self._weights.finish(module)
+        _add_gradients(earlier)
+
+    def clip(self, optimizer: Optimizer, most: float) -> None:
+        """Clip an optimizer's gradients by the norm of the whole model; collective."""
+        parameters = self._state.parameters_of(optimizer)
+        norm = global_gradient_norm(parameters, self._state.experts.stack_of, self._worlds.present)
+        self.last_gradient_norm = norm
+        scale_gradients(parameters, norm, float(most))
+
+
+def _take_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Empty the gradients of a module into copies, because DDP may write the next ones into the same memory."""
+    taken = {p: p.grad.clone() for p in module.parameters() if p.grad is not None}
+    for parameter in taken:
+        parameter.grad = None
+    return taken
+
+
+def _add_gradients(taken: Mapping[nn.Parameter, Tensor]) -> None:
+    for parameter, gradient in taken.items():
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -1,0 +1,264 @@
+"""Lightning's DDPStrategy over ranks that meet in worlds of ours; nothing here knows of experts."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from moe_lightning.comm.collect import broadcast_object
+from moe_lightning.comm.decision_check import check_versions
+from moe_lightning.comm.dense_sum import sum_over_ranks
+from moe_lightning.comm.object_collectives import carry_objects_without_pickle
+from moe_lightning.comm.world import World, join_local_world
+from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
+from moe_lightning.elastic.membership import Membership
+from moe_lightning.elastic.settings import ElasticTask, membership_from_environment
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies import seams
+from moe_lightning.strategies.checkpoints import decided
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.local_launch import PrivateLauncher, elastic_devices, meeting_of
+from moe_lightning.strategies.sealed_files import sealed
+from moe_lightning.strategies.world_faults import explained
+from moe_lightning.strategies.worlds import Worlds
+
+T = TypeVar("T")
+
+
+class WorldDDPStrategy(DDPStrategy):
+    """DDPStrategy for ranks that any launcher has started: they meet where no other user can reach them, in worlds that
+    may change, unpickle nothing that travels, and sum dense gradients over the present world.
+
+    Args:
+        timeout_s: longest wait for a peer in any collective.
+        kwargs: of DDPStrategy.
+
+    Attributes:
+        worlds: the present ranks.
+        elastic: changes of the world in a run that outlives its ranks; None where no elastic launcher started it.
+        collectives_timeout: longest wait for a peer in any collective.
+
+    Raises:
+        ConfigurationError: processes that are forked or spawned, or, when it is set up, a communication hook.
+    """
+
+    def __init__(self, *, timeout_s: float, **kwargs: Any) -> None:
+        if kwargs.get("start_method", "popen") != "popen":
+            raise ConfigurationError(
+                f"start_method={kwargs['start_method']!r} would bring back one rank's experts as the whole model: "
+                "use 'popen', torchrun or moe-train"
+            )
+        self._has_comm_hook = kwargs.get("ddp_comm_hook") is not None
+        self.collectives_timeout = timedelta(seconds=timeout_s)
+        super().__init__(timeout=self.collectives_timeout, **kwargs)
+        stock = inspect.signature(DDPStrategy.__init__).parameters
+        self._options = {name: value for name, value in kwargs.items() if name not in stock}
+        self.worlds = Worlds()
+        self.elastic: ElasticWorlds | None = None
+        self._own_launcher: PrivateLauncher | None = None
+        self._has_met = False
+
+    @property
+    def world(self) -> World:
+        """The ranks that train together; available once the strategy is set up."""
+        return self.worlds.present
+
+    @property
+    @override
+    def process_group_backend(self) -> str:
+        """Name of the process groups' backend."""
+        return super().process_group_backend or dist.get_default_backend_for_device(self.root_device)
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this machine's ranks; an elastic launcher says how many there are."""
+        return elastic_devices(self._devices)
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._devices = devices
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The place of this rank for a sampler of Lightning's, whatever the Trainer was told of devices and nodes."""
+        if self.elastic is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.world.size, "rank": self.global_rank}
+
+    @property
+    @override
+    def launcher(self) -> PrivateLauncher | None:
+        """None for one process, which starts no other: Lightning then runs it in notebooks and at the prompt."""
+        is_alone = self.num_processes * self.num_nodes == 1 and ElasticTask.from_environment() is None
+        if is_alone or self.cluster_environment is None:
+            return None
+        if self._own_launcher is None:
+            place = (self.cluster_environment, self.num_processes, self.num_nodes)
+            self._own_launcher = PrivateLauncher(*place, explained=self._explained)
+        return self._own_launcher
+
+    def _explained(self, error: Exception) -> Exception:
+        return error if self.elastic is None else explained(error, self.elastic.engine)
+
+    def meet(self) -> None:
+        """Join the other ranks, unless that has happened; Lightning itself does it after it has looked for
+        checkpoints. Collective."""
+        if not self._has_met:
+            self.setup_environment()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        trainer = seams.trainer_of(self.lightning_module)
+        if trainer is not None:  # a strategy may be set up without a Trainer
+            seams.keep_samplers(trainer)
+
+    @override
+    def setup_distributed(self) -> None:
+        reset_seed()
+        engine = membership_from_environment() if self.elastic is None else None
+        if engine is not None:
+            carry_objects_without_pickle()
+            self.elastic = self.elastic_worlds(engine)
+            self.take_place(self.elastic.enter())
+        if self.elastic is None:
+            self._join()
+        self.worlds.ranks_per_node = self.num_processes
+        self._has_met = True
+
+    @abstractmethod
+    def elastic_worlds(self, engine: Membership) -> ElasticWorlds:
+        """What brings a run from world to world."""
+
+    def _join(self) -> None:
+        """Meet ranks that stay together to the end."""
+        self.set_world_ranks()
+        if self.world_size == 1:
+            return  # nobody to talk to: no sockets, no process group
+        carry_objects_without_pickle()
+        if not join_local_world(
+            rank=self.global_rank,
+            size=self.world_size,
+            backend=self.process_group_backend,
+            timeout=self.collectives_timeout,
+            meeting=meeting_of(self.cluster_environment) if self.num_nodes == 1 else None,
+        ):
+            super().setup_distributed()
+
+    def build_groups(self) -> None:
+        """Build the groups of a world that stays to the end, unless this rank is in one; collective."""
+        if self.worlds.is_joined:
+            return
+        is_alone, device = self.world_size == 1, self.root_device
+        world = World.single(device) if is_alone else World.connect(device, self.collectives_timeout)
+        self.worlds.take_place(world)
+        check_versions(world)
+        leave_process_groups_at_exit()
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        task = ElasticTask.from_environment()
+        if task is not None and task.starts > 1:
+            rank_zero_only.rank = max(1, self.global_rank)  # type: ignore[attr-defined]  # others train already
+
+    def take_place(self, world: World) -> None:
+        """Take this process's rank and the number of ranks from a world, for Lightning too."""
+        assert self.cluster_environment is not None
+        self.worlds.take_place(world, self.cluster_environment)
+
+    @property
+    def reachable(self) -> World:
+        """The ranks that can be spoken to, whether or not the strategy is set up. A process that waits to join a
+        running world is alone: it will get what the others have.
+        """
+        # One that trained among others before may go on alone, and torch still knows them.
+        return World.single(self.root_device) if self.world_size == 1 else World.before_setup(self.root_device)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """The source rank's object on every rank; Lightning and its callbacks send paths, flags and results by it.
+
+        Raises:
+            ConfigurationError: the object is no plain value or tensor: nothing that travels is unpickled.
+            ForeignMessageError: what arrived was not sent by a rank of ours.
+        """
+        value: TBroadcast = broadcast_object(obj, src, self.reachable)
+        return value
+
+    def decide(self, look: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank: they meet first, where they have not met yet. Collective.
+
+        Args:
+            look: called on rank 0; returns plain values.
+
+        Raises:
+            ConfigurationError, CheckpointError: on every rank, what kept rank 0 from an answer.
+        """
+        self.meet()
+        return decided(look, self.reachable)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.world_size > 1:
+            super().barrier(*args, **kwargs)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads) if self.world_size > 1 else tensor
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self._has_comm_hook:
+            raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
+        if self.world.is_connected or trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None  # DDP's own would look for a process group
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.lightning_module)
+        self.model_to_device()
+        self.setup_precision_plugin()
+
+    @override
+    def configure_ddp(self) -> None:
+        """Sum dense gradients over the present world; a world of one is left as it is."""
+        if not self.world.is_connected:
+            return
+        devices = self.determine_ddp_device_ids()
+        assert self.model is not None
+        # On a stream of its own as in stock Lightning: https://pytorch.org/docs/stable/notes/cuda.html#id5
+        with nullcontext() if devices is None else torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            ddp = DistributedDataParallel(self.model, devices, process_group=self.world.dense, **self._options)
+        ddp.register_comm_hook(self.world.dense, sum_over_ranks)
+        self.model = ddp
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes files: durably and sealed, unless the user gave another way."""
+        return sealed(super().checkpoint_io)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        DDPStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]

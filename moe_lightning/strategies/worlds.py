@@ -1,0 +1,91 @@
+"""The world that this rank is in: its place there, and who hears when experts move or another world follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.utilities import rank_zero_only
+
+from moe_lightning.comm.world import World
+from moe_lightning.elastic.membership import Members
+
+
+class WorldListener(Protocol):
+    """Hears of what changes the rows of experts or the ranks; add it to `strategy.worlds.listeners`, once."""
+
+    def leave(self) -> None:
+        """Experts are about to move, in this world or on the way to another: from now on nobody may read their rows."""
+
+    def enter(self, world: World) -> None:
+        """This rank has entered another world and holds its state; the fit loop goes on next. Collective."""
+
+
+class Worlds:
+    """The present world, for us and for Lightning.
+
+    Attributes:
+        listeners: told, in this order, when experts move and when another world begins.
+        members: of the present world; None where worlds do not change.
+        ranks_per_node: where worlds do not change.
+        node: name of this rank's failure domain in an elastic run, where several may share a machine; else empty.
+    """
+
+    def __init__(self) -> None:
+        self._present: World | None = None
+        self.listeners: list[WorldListener] = []
+        self.members: Members | None = None
+        self.ranks_per_node = 1
+        self.node = ""
+
+    @property
+    def present(self) -> World:
+        """The ranks that train together."""
+        assert self._present is not None, "the strategy is not set up"
+        return self._present
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether this rank is in a world."""
+        return self._present is not None
+
+    def take_place(self, world: World, environment: ClusterEnvironment | None = None) -> None:
+        """Take this process's rank and the number of ranks from a world; Lightning learns them from its environment."""
+        self._present = world
+        if environment is None:
+            return
+        is_waiting = world.size > 1 and not world.is_connected  # while others train: one of them speaks for the run
+        environment.set_world_size(world.size)
+        environment.set_global_rank(max(1, world.rank) if is_waiting else world.rank)
+        rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """Tell the listeners that experts are about to move."""
+        for listener in self.listeners:
+            listener.leave()
+
+    def enter(self) -> None:
+        """Tell the listeners that this rank lives in another world."""
+        for listener in self.listeners:
+            listener.enter(self.present)
+
+    @property
+    def number(self) -> int:
+        """Of the present world, above those of all worlds before it; 0 where nobody numbers them."""
+        return int(getattr(self.members, "number", 0))
+
+    @property
+    def node_of(self) -> tuple[int, ...]:
+        """The number of each rank's node."""
+        nodes: Sequence[object] = [rank // self.ranks_per_node for rank in range(self.present.size)]
+        if self.members is not None:
+            nodes = self.members.nodes
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        return tuple(numbers[node] for node in nodes)
+
+    @property
+    def node_peers(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, ascending."""
+        node_of = self.node_of
+        return tuple(rank for rank, node in enumerate(node_of) if node == node_of[self.present.rank])

@@ -1,0 +1,258 @@
+"""What Lightning, torchmetrics and torch keep private stands in one file, and each name of it is still there.
+
+When a canary dies, a release has moved something: look at the seam of that name, whose comment says why it is there.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+import torchmetrics
+
+PACKAGE = Path(__file__).parents[2] / "moe_lightning"
+SEAMS = PACKAGE / "strategies" / "seams.py"
+
+SEEN = {"lightning": "2.6.6", "torch": "2.13.0", "torchmetrics": "1.9.0"}
+"""The releases in which the names below were seen."""
+
+METHODS = {
+    "lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints": "self, trainer",
+    "lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates": "self, trainer",
+    "lightning.pytorch.callbacks.ModelCheckpoint._save_topk_checkpoint": "self, trainer, monitor_candidates",
+    "lightning.pytorch.callbacks.RichModelSummary._summary": "self, trainer, pl_module",
+    "lightning.pytorch.loops.evaluation_loop._EvaluationLoop._on_evaluation_model_train": "self",
+    "lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate": "self",
+    "lightning.pytorch.loops.fit_loop._FitLoop.run": "self",
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx": "self, data_fetcher",
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.on_advance_end": "self, data_fetcher",
+    "lightning.pytorch.plugins.Precision._after_closure": "self, model, optimizer",
+    "lightning.pytorch.plugins.Precision.clip_grad_by_norm": "self, optimizer, clip_val",
+    "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher.launch": (
+        "self, function, args, trainer, kwargs"
+    ),
+    "lightning.pytorch.trainer.call._call_callbacks_load_state_dict": "trainer, checkpoint",
+    "lightning.pytorch.trainer.call._call_callbacks_on_load_checkpoint": "trainer, checkpoint",
+    "lightning.pytorch.trainer.call._call_callbacks_state_dict": "trainer",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint": (
+        "self, weights_only"
+    ),
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.reset_results": "self",
+    "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary._get_summary_data": "self",
+    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
+        "module, params_and_buffers_to_ignore"
+    ),
+    "torch.utils._pytree.tree_leaves": "tree, is_leaf",
+    "torch.utils._pytree.tree_map": "func, tree, rests, is_leaf",
+}
+"""What is called or overridden, with its arguments."""
+
+ATTRIBUTES = {
+    "lightning.pytorch.Trainer": {"_checkpoint_connector", "_logger_connector", "_accelerator_connector"},
+    "lightning.pytorch.LightningModule": {"_trainer", "_compiler_ctx"},
+    "lightning.pytorch.callbacks.ModelCheckpoint": {"_last_global_step_saved"},
+    "lightning.pytorch.callbacks.model_summary.ModelSummary": {"_max_depth"},
+    "lightning.pytorch.loggers.CSVLogger": {"_experiment", "_version"},
+    "lightning.pytorch.loggers.WandbLogger": {"_experiment", "_id", "_save_dir", "_wandb_init"},
+    "lightning.pytorch.loops.fit_loop._FitLoop": {"_data_fetcher"},
+    "lightning.pytorch.loops.loop._Loop": {"_restarting"},
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {"_results", "_skip_next_val"},
+    "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper": {"_batch_sampler"},
+    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {"use_distributed_sampler"},
+    "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary": {"_model"},
+    "torchmetrics.Metric": {"_computed", "_defaults", "_update_count"},
+}
+"""What objects are given when they are made, by class."""
+
+PROPERTIES = {
+    "lightning.pytorch.Trainer._results",
+    "lightning.pytorch.loops.loop._Loop.restarting",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.should_update_logs",
+}
+
+OF_TENSORS = {("ended_world.py", "_version")}
+"""What loggers of Lightning have too."""
+
+OTHERS = {"_buffers", "_compiled_call_impl", "_val_check_time_interval"}
+"""Tested below."""
+
+
+def found(name: str) -> object:
+    """A module, class or attribute by its dotted name.
+
+    Raises:
+        LookupError: it is not there, in a sentence that says where it was.
+    """
+    parts = name.split(".")
+    for size in range(len(parts), 0, -1):
+        try:
+            value: object = importlib.import_module(".".join(parts[:size]))
+        except ImportError:
+            continue
+        for part in parts[size:]:
+            if part not in dir(value):
+                raise LookupError(gone(name))
+            value = inspect.getattr_static(value, part)
+        return value
+    raise LookupError(gone(name))
+
+
+def gone(name: str, what: str = "is gone") -> str:
+    package = name.split(".")[0]
+    version = {"lightning": lightning, "torch": torch, "torchmetrics": torchmetrics}[package].__version__
+    return f"{name} {what} in {package} {version}; it was there in {SEEN[package]}: mend its seam in {SEAMS.name}"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_takes_what_it_took(name: str) -> None:
+    method = found(name)
+    method = method.__func__ if isinstance(method, staticmethod) else method
+    assert callable(method), gone(name, "is no method any more")
+    arguments = ", ".join(inspect.signature(inspect.unwrap(method)).parameters)
+    assert arguments == METHODS[name], gone(name, f"takes ({arguments}) instead of ({METHODS[name]})")
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_object_has_what_it_had(name: str) -> None:
+    owner = found(name)
+    assert isinstance(owner, type)
+    missing = ATTRIBUTES[name] - set(assigned(owner))
+    assert not missing, gone(f"{name}.{min(missing)}")
+
+
+def assigned(owner: type) -> Iterator[str]:
+    """The names that a class and its bases set on `self`."""
+    for base in owner.__mro__[:-1]:
+        file = inspect.getsourcefile(base)
+        assert file is not None
+        yield from assigned_in(Path(file), base.__name__)
+
+
+@cache
+def assigned_in(file: Path, name: str) -> frozenset[str]:
+    bodies = [n for n in ast.walk(tree(file)) if isinstance(n, ast.ClassDef) and n.name == name]
+    nodes = [node for body in bodies for node in ast.walk(body)]
+    on_self = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    return frozenset(
+        on_self | {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and type(n.target) is ast.Name}
+    )
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@pytest.mark.parametrize("name", sorted(PROPERTIES))
+def test_a_property_is_one(name: str) -> None:
+    assert isinstance(found(name), property), gone(name, "is no property any more")
+
+
+def test_modules_keep_their_buffers_and_what_they_compiled() -> None:
+    module = torch.nn.BatchNorm1d(2)
+    assert module._buffers["running_mean"] is module.running_mean, gone("torch.nn.Module._buffers")
+    assert module._compiled_call_impl is None, gone("torch.nn.Module._compiled_call_impl")
+    module.compile(backend="eager")
+    assert module._compiled_call_impl is not None, gone("torch.nn.Module._compiled_call_impl", "stays None")
+
+
+def test_a_trainer_keeps_whether_it_validates_by_time() -> None:
+    text = Path(str(inspect.getsourcefile(lightning.pytorch.Trainer))).with_name("setup.py")
+    assert "trainer._val_check_time_interval = " in text.read_text(), gone(
+        "lightning.pytorch.Trainer._val_check_time_interval"
+    )
+
+
+# ---------------------------------------------------------------------- nothing private elsewhere
+
+
+def private_names(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of every private attribute, imported name and attribute given as a string."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.FunctionDef) and is_private(node.name):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("moe_lightning"):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, name) for name in names if is_private(name))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
+            texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            yield from ((node.lineno, text) for text in texts if is_private(text))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+def test_every_private_name_of_the_seams_has_a_canary() -> None:
+    known = {name.rpartition(".")[2] for name in (*METHODS, *PROPERTIES)} | set().union(*ATTRIBUTES.values()) | OTHERS
+    known |= {part for name in (*METHODS, *PROPERTIES, *ATTRIBUTES) for part in name.split(".")}
+    assert {name for _, name in private_names(SEAMS)} - known == {"_fetcher"}  # a function of the file itself
+
+
+def test_nothing_private_of_lightning_is_touched_elsewhere() -> None:
+    """Names of its classes: on objects of theirs, or in classes that derive from them."""
+    private = lightning_names()
+    assert {"_should_accumulate", "_trainer", "_setup_model", "_launcher"} <= private
+    own = {name for file in sources() for name in own_names(file)}
+    wrong = [
+        f"{file}:{line}: {name}"
+        for file in sources()
+        for line, name in private_names(file)
+        if name in private and (name not in own or name in inherited(file)) and (file.name, name) not in OF_TENSORS
+    ]
+    assert not wrong
+
+
+def sources() -> list[Path]:
+    return [file for file in sorted(PACKAGE.rglob("*.py")) if file != SEAMS]
+
+
+@cache
+def lightning_names() -> frozenset[str]:
+    """Every private attribute, method and class of Lightning, and of torchmetrics' Metric."""
+    folder = Path(lightning.__path__[0])
+    files = [*folder.glob("pytorch/**/*.py"), *folder.glob("fabric/**/*.py")]
+    files.append(Path(str(inspect.getsourcefile(torchmetrics.Metric))))
+    given = re.compile(r"(?:def |class |self\.)(_[a-zA-Z]\w*)")
+    return frozenset(name for file in files for name in given.findall(file.read_text()))
+
+
+def own_names(file: Path) -> set[str]:
+    """Private names that a file of ours gives to something itself."""
+    nodes = list(ast.walk(tree(file)))
+    given = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    given |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    fields = {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    return {name for name in given | fields if is_private(name)}
+
+
+@cache
+def inherited(file: Path) -> frozenset[str]:
+    """Private names that the classes of a file have from Lightning."""
+    module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    classes = [node.name for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef) and node.bases]
+    if not classes or "lightning.pytorch" not in file.read_text():
+        return frozenset()
+    found_names = set[str]()
+    for name in classes:
+        owner = getattr(importlib.import_module(module), name, None)
+        for base in owner.__mro__ if isinstance(owner, type) else ():
+            if base.__module__.startswith("lightning."):
+                path = inspect.getsourcefile(base)
+                assert path is not None
+                body = next(
+                    n for n in ast.walk(tree(Path(path))) if isinstance(n, ast.ClassDef) and n.name == base.__name__
+                )
+                found_names |= {n.name for n in ast.walk(body) if isinstance(n, ast.FunctionDef)}
+                found_names |= assigned_in(Path(path), base.__name__)
+    return frozenset(name for name in found_names if is_private(name))

@@ -1,0 +1,50 @@
+"""The present world of a rank: its number, its nodes, and who hears of another one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from moe_lightning.comm.world import World
+from moe_lightning.strategies.worlds import Worlds
+
+
+class Listener:
+    def __init__(self, name: str, heard: list[str]) -> None:
+        self.name, self.heard = name, heard
+
+    def leave(self) -> None:
+        self.heard.append(f"{self.name} leaves")
+
+    def enter(self, world: World) -> None:
+        self.heard.append(f"{self.name} enters {world.size}")
+
+
+def world_of(rank: int, size: int) -> World:
+    return World.offline(rank, size, torch.device("cpu"))
+
+
+def test_listeners_hear_in_the_order_of_their_coming() -> None:
+    worlds, heard = Worlds(), list[str]()
+    worlds.listeners += [Listener("a", heard), Listener("b", heard)]
+    worlds.leave()
+    worlds.take_place(world_of(0, 3))
+    worlds.enter()
+    assert heard == ["a leaves", "b leaves", "a enters 3", "b enters 3"]
+
+
+def test_nodes_are_blocks_of_ranks_where_nobody_names_them() -> None:
+    worlds = Worlds()
+    assert not worlds.is_joined
+    worlds.take_place(world_of(2, 4))
+    worlds.ranks_per_node = 2
+    assert worlds.is_joined
+    assert (worlds.node_of, worlds.node_peers, worlds.number) == ((0, 0, 1, 1), (2, 3), 0)
+
+
+def test_nodes_are_those_of_the_members() -> None:
+    worlds = Worlds()
+    worlds.take_place(world_of(2, 3))
+    worlds.members = SimpleNamespace(nodes=("x", "y", "x"), number=7)  # type: ignore[assignment]
+    assert (worlds.node_of, worlds.node_peers, worlds.number) == ((0, 1, 0), (0, 2), 7)
