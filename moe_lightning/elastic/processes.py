@@ -144,8 +144,8 @@ def end(processes: Collection[Process], grace_s: float, *, is_wish: bool = False
 
     Args:
         grace_s: how long they may take; 0: none.
-        is_wish: the user's Ctrl-C, after which workers may finish a step and save; otherwise they are interrupted
-            again every second, which is no wish any more.
+        is_wish: the user's or the scheduler's, after which workers may finish a step and save; otherwise they are
+            interrupted again every second, which is no wish any more.
     """
     try:
         deadline, next_s = time.monotonic() + grace_s, 0.0
@@ -164,10 +164,10 @@ def end(processes: Collection[Process], grace_s: float, *, is_wish: bool = False
 
 
 def end_on_signal(processes: Collection[Process], received: signal.Signals, grace_s: float) -> None:
-    """End the workers as a signal to their launcher asks: after Ctrl-C they may take minutes to save, since a second
-    one ends them at once; a scheduler's signal leaves them the grace.
+    """End the workers as a signal to their launcher asks: after SIGINT and SIGTERM they may take minutes to save, since
+    a second one, or the scheduler's own patience, ends them at once; other signals leave them the grace.
     """
-    end(processes, _SAVING_S if received == signal.SIGINT else grace_s, is_wish=True)
+    end(processes, _SAVING_S if received in (signal.SIGINT, signal.SIGTERM) else grace_s, is_wish=True)
 
 
 def _interrupt(processes: Collection[Process]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lightning.elastic import processes
 from moe_lightning.elastic.failure import RankFailure
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 
@@ -147,6 +148,22 @@ def test_a_signal_ends_everything(command: Command, number: signal.Signals) -> N
     command.process.send_signal(number)
     assert command.process.wait(timeout=30) == 128 + number
     assert command.ranks_end(timeout_s=0)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, 7), (signal.SIGHUP, -signal.SIGKILL)]
+)
+def test_ranks_may_save_when_a_user_or_a_scheduler_ends_them(number: signal.Signals, code: int) -> None:
+    """However long that takes; there is no other grace here."""
+    saving = (
+        "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", saving], stdout=subprocess.PIPE, start_new_session=True) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        processes.end_on_signal([rank], number, grace_s=0.0)
+        assert rank.returncode == code
 
 
 @linux

@@ -232,9 +232,9 @@ def test_torchrun_starts_the_ranks_itself(folder: Path) -> None:
 class Running:
     """A run without an end, past its first steps, and a descriptor of each of its ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: int) -> None:
         self.folder = folder
-        endless = ["run_name=endless", "trainer.max_steps=1000000", "ranks=2"]
+        endless = ["run_name=endless", "trainer.max_steps=1000000", f"ranks={ranks}"]
         self.process = subprocess.Popen(
             [*COMMAND, *TINY, *endless],
             cwd=folder,
@@ -264,8 +264,8 @@ def _children(parent: int) -> list[int]:
 
 
 @pytest.fixture
-def running(folder: Path) -> Iterator[Running]:
-    run = Running(folder)
+def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
+    run = Running(folder, getattr(request, "param", 2))
     yield run
     run.process.kill()
     run.process.communicate()
@@ -273,15 +273,17 @@ def running(folder: Path) -> Iterator[Running]:
         os.close(descriptor)
 
 
-def test_ctrl_c_ends_everything(running: Running) -> None:
-    assert len(running.ranks) == 2
-    running.process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize(
+    ("running", "number"), [(2, signal.SIGINT), (2, signal.SIGTERM), (1, signal.SIGTERM)], indirect=["running"]
+)
+def test_a_signal_ends_everything_and_all_is_saved(running: Running, number: signal.Signals) -> None:
+    running.process.send_signal(number)
     _, err = running.process.communicate(timeout=60)
-    assert running.process.returncode == 130
+    assert running.process.returncode == 128 + number
     (saved,) = (running.folder / "outputs" / "endless" / "checkpoints").iterdir()
     step = int(saved.stem.split("-")[1])
     told = f"outputs/endless/checkpoints/{saved.name} is saved, and the same command goes on after step {step}"
-    assert err.splitlines() == [f"moe-train: ended by SIGINT; {told}"]
+    assert err.splitlines() == [f"moe-train: ended by {number.name}; {told}"]
     assert running.ranks_end(timeout_s=0)
 
 
