@@ -165,7 +165,7 @@ def _export_hf(arguments: argparse.Namespace, console: Console) -> int:
 
 def _prune(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.keep < 1:
-        raise ConfigurationError(f"--keep {arguments.keep} would delete every checkpoint: keep at least 1")
+        raise ConfigurationError(f"--keep {arguments.keep} would delete every checkpoint: give at least 1")
     if newest_file(arguments.path) is not None:
         raise ConfigurationError(f"{arguments.path} holds no checkpoint directories: give a folder of them")
     if not any(verdict.is_whole for verdict in inspect.verify_all(arguments.path)[: arguments.keep]):
