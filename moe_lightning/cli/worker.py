@@ -41,7 +41,7 @@ def main() -> int:
         return 0
     except PeerFailed as error:
         print(f"moe-train: {error}", file=sys.stderr)
-        report_failure("peer", str(error), "")
+        report_failure(error.kind, str(error), "")
         return EXIT_CRASH
     except Exception as error:
         details = traceback.format_exc()

@@ -258,7 +258,8 @@ class _Workers:
             self._finished += code == 0
             return
         failure = worker.logs.failure(0, code, called=slot)
-        why = f" ({failure.message})" if failure.kind in ("mistake", "crash") else ""
+        is_told = failure.kind == "death" and failure.time_s > 0  # by itself: of another's
+        why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_told else ""
         self._link.tell_death(worker.token, processes.how_it_ended(code) + why)
         if failure.kind == "mistake":
             raise RanksFailed(failure)

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from typing_extensions import override
 
 from moe_lightning.comm.world import loopback_variables
-from moe_lightning.elastic.failure import FAILURE_FILE_VARIABLE, RankFailure, read_failure
+from moe_lightning.elastic.failure import FAILURE_FILE_VARIABLE, KILLED, RankFailure, read_failure
 
 WORKER_MODULE = "moe_lightning.cli.worker"
 """What launchers start unless told otherwise."""
@@ -118,7 +118,7 @@ def append_to_outputs() -> None:
 
 def how_it_ended(code: int) -> str:
     """A process's exit code in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: LogsSpecs) -> dict[int, Process]:
