@@ -27,7 +27,7 @@ def build_config(cls: type[T], values: T | Mapping[str, Any] | None, *, key: str
     if isinstance(values, cls):
         return values
     if values is None:
-        return cls()
+        values = {}
     if not isinstance(values, Mapping):
         raise ConfigurationError(f"{cls.__name__} is made from keyword arguments, not from {values!r}")
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]

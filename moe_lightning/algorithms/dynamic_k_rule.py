@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 
+@validated
 class DynamicK:
     """The number of experts to save per layer, as a state machine fed with the PLT of every fault.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 _WEIGHT_BITS = 16
 _FRACTION_BITS = 8
@@ -24,6 +25,7 @@ class ForecastState(TypedDict):
     average: IntArray | None
 
 
+@validated
 class LoadForecast:
     """Exponential moving average of token counts, in fixed-point integers; with decay 0 simply the last observation.
 
@@ -66,6 +68,7 @@ class ReplanState(TypedDict):
     wait: int
 
 
+@validated
 class ReplanRule:
     """When to search for a fresh plan, and whether to take it.
 

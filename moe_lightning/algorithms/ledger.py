@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.selection import BoolArray, longest_turn
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import NonNegativeInt, validated
 
 
 class Source(IntEnum):
@@ -44,6 +45,7 @@ class _Point:
     persists: BoolArray
 
 
+@validated
 class Ledger:
     """Counts tokens per (layer, expert) in the live state, in memory and on storage.
 
@@ -57,7 +59,9 @@ class Ledger:
         ConfigurationError: planned_assignments is not positive.
     """
 
-    def __init__(self, *, num_layers: int, num_experts: int, planned_assignments: int | IntArray) -> None:
+    def __init__(
+        self, *, num_layers: NonNegativeInt, num_experts: NonNegativeInt, planned_assignments: int | IntArray
+    ) -> None:
         shape = (num_layers, num_experts)
         planned = np.array(np.broadcast_to(np.asarray(planned_assignments, dtype=np.int64), (num_layers,)))
         if (planned < 1).any():

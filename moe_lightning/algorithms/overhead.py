@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class OverheadModel:
     """Measured times of one training run.

@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -41,6 +42,7 @@ Pro-Prophet, which
 divides all bytes, the owner's included, by the bandwidth of all ranks."""
 
 
+@validated
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockCosts:
     """Measured constants of one MoE block and the dense layers that follow it.
@@ -103,10 +105,6 @@ class BlockCosts:
         for name in names:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} is negative: give 0 or more")
-        if self.transfer not in get_args(TransferMethod):
-            raise ConfigurationError(
-                f"transfer={self.transfer!r} is unknown: use one of {list(get_args(TransferMethod))}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

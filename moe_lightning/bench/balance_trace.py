@@ -119,7 +119,7 @@ def judge(
     ]
     if not samples:
         raise ConfigurationError(
-            f"no sample from iteration {first} on has a plan {age} iterations old: lower one of them"
+            f"no sample from --first={first} on has a plan {age} iterations old: lower one of them"
         )
     reports, plan_s = [], []
     for now in samples:

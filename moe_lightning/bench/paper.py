@@ -8,6 +8,7 @@ from moe_lightning.arguments import input_file, output_folder
 from moe_lightning.bench import paper_lazarus, paper_moc, paper_pec, paper_prophet, paper_recovery, paper_reft
 from moe_lightning.bench.paper_table import MissingTrace, Reproduction, Sources
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import shown
 
 ALL = "all"
 PAPERS: dict[str, Reproduction] = {
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the tables; 0 on success."""
     if options.figure not in PAPERS and options.figure != ALL:
-        raise ConfigurationError(f"{options.figure!r} is no reproduction: use {ALL} or one of {list(PAPERS)}")
+        raise ConfigurationError(
+            f"figure={shown(options.figure)} is no reproduction: use {ALL} or one of {list(PAPERS)}"
+        )
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
     sources = Sources(routing=options.routing, spot=options.spot)

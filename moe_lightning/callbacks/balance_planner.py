@@ -31,6 +31,7 @@ from moe_lightning.algorithms.shadows import ShadowPlan, no_shadows, predict_pla
 from moe_lightning.callbacks.layer_planner import Decision, LayerPlanner
 from moe_lightning.callbacks.planning_threads import PlanningThreads
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 FIRST_REBALANCE = 8
 """Steps before the first new placement; the interval then doubles, since routing drifts most at the start."""
@@ -46,6 +47,7 @@ _PARTS = 1 << 32
 _DECAYS = {"last": 0.0, "ema": 0.5}
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class BalancePolicy:
     """What to balance and how.

@@ -8,8 +8,10 @@ from pathlib import Path
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 
+@validated
 class TensorBoard(TensorBoardLogger):
     """Lightning's TensorBoardLogger with one folder for all starts of a run, so that a resumed one goes on in the same
     curves.

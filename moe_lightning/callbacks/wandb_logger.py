@@ -10,7 +10,7 @@ import secrets
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlparse
 
 import numpy as np
@@ -21,10 +21,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.strategies import seams
+from moe_lightning.values import validated
 
 _MOST_BINS = 512
 
 
+@validated
 class QuietWandbLogger(WandbLogger):
     """Lightning's WandbLogger, offline unless there is a login, without W&B's notes on the terminal, and with one run
     id for a directory: a run that is resumed, or whose logging rank died, goes on in the same W&B run. WANDB_RUN_ID, as
@@ -43,9 +45,9 @@ class QuietWandbLogger(WandbLogger):
         *,
         project: str = "moe-lightning",
         name: str | None = None,
-        save_dir: str = ".",
+        save_dir: str | Path = ".",
         offline: bool | None = None,
-        log_model: bool = False,
+        log_model: bool | Literal["all"] = False,
         group: str | None = None,
         tags: Sequence[str] = (),
         **options: Any,

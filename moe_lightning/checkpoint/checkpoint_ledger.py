@@ -12,12 +12,14 @@ from moe_lightning.algorithms.ledger import Ledger, Source
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.plan import CheckpointPlan, Order, PartialPolicy
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import NonNegativeInt, validated
 
 _HISTORY = 64
 """Checkpoints whose token counts are kept; of an older version, the newest one that is remembered before it counts, so
 that losses are never told too low."""
 
 
+@validated
 class CheckpointLedger:
     """What one run has counted and committed; every rank keeps the same, from the same counts.
 
@@ -39,8 +41,8 @@ class CheckpointLedger:
     def __init__(
         self,
         *,
-        num_layers: int,
-        num_experts: int,
+        num_layers: NonNegativeInt,
+        num_experts: NonNegativeInt,
         planned_assignments: int | IntArray,
         owners: IntArray,
         num_ranks: int,

@@ -28,6 +28,7 @@ from moe_lightning.algorithms.selection import (
 )
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.pieces import is_partial, parse_expert_key
+from moe_lightning.values import validated
 
 Order = Literal["sequential", "load_aware", "load_aware_global"]
 
@@ -74,6 +75,7 @@ class CheckpointPlan:
         return chosen
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class PartialPolicy:
     """How many experts a checkpoint saves, and in which order they take turns.

@@ -165,12 +165,13 @@ def _export_hf(arguments: argparse.Namespace, console: Console) -> int:
 
 def _prune(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.keep < 1:
-        raise ConfigurationError(f"--keep {arguments.keep} would delete every checkpoint: keep at least 1")
+        raise ConfigurationError(f"--keep {arguments.keep} would delete every checkpoint: give at least 1")
     if newest_file(arguments.path) is not None:
-        raise ConfigurationError(f"{arguments.path} holds no checkpoint directories, and files are not pruned")
+        raise ConfigurationError(f"{arguments.path} holds no checkpoint directories: give a folder of them")
     if not any(verdict.is_whole for verdict in inspect.verify_all(arguments.path)[: arguments.keep]):
         raise CheckpointError(
-            f"none of the newest {arguments.keep} checkpoints is whole, so nothing is deleted: see moe-ckpt verify"
+            f"none of the newest {arguments.keep} checkpoints in {arguments.path} is whole, so nothing is "
+            f"deleted: raise --keep, and see moe-ckpt verify {arguments.path}"
         )
     removed = inspect.prune(arguments.path, arguments.keep)
     console.print(f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete", soft_wrap=True)

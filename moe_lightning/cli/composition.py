@@ -122,6 +122,8 @@ def _sentence(error: Exception, overrides: Sequence[str]) -> str:
         if key in known or any(name.startswith(f"{key}.") for name in known):
             return one_line(message)
         return f"there is no key '{key}'{suggestion(key, known)}: see moe-train --cfg job"
+    if message.startswith("Config group override must be"):
+        return f"{_wrong_choice(overrides)} is no choice: give the name of one of its files"
     first = message.splitlines()[0].removeprefix(_BY_A_RESOLVER)
     detail = f" ({one_line(error.__cause__)})" if isinstance(error.__cause__, OmegaConfBaseException) else ""
     return one_line(first + detail)
@@ -137,6 +139,15 @@ def _of_another_kind(error: InterpolationKeyError) -> str:
         f"{error.full_key} is taken from {wanted}, which the chosen {group} does not have: choose model and data of "
         f"one kind, as recipes=quickstart (text) and recipes=swinv2_moe (images) do, or give {error.full_key}=VALUE"
     )
+
+
+def _wrong_choice(overrides: Sequence[str]) -> str:
+    """The override that names no file of its group."""
+    for override in overrides:
+        group, _, name = override.partition("=")
+        if group in _groups() and not (CONFIG_DIR / group / f"{name}.yaml").is_file():
+            return override
+    return "one of the groups"
 
 
 def _about_choice(error: MissingConfigException) -> str:

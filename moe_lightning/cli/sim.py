@@ -8,6 +8,7 @@ Configuration is conf/simulate.yaml, composed by Hydra as for moe-train. Exit co
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import sys
@@ -24,6 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moe_lightning import __version__
+from moe_lightning.arguments import output_file
 from moe_lightning.charts import line_chart
 from moe_lightning.cli import mistakes
 from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes
@@ -38,7 +40,7 @@ from moe_lightning.simulate.recommend import Cluster, recommend
 from moe_lightning.simulate.routing import Exponent, RoutingKind, make_routing
 from moe_lightning.simulate.scenario import Report, Scenario
 from moe_lightning.simulate.workload import Workload, gpt_workload
-from moe_lightning.values import NonNegativeInt, PositiveInt, Range, described, fits, shown
+from moe_lightning.values import TARGET, NonNegativeInt, PositiveInt, Range, described, fits, shown
 
 CONFIG_NAME = "simulate"
 
@@ -61,6 +63,7 @@ _TYPES: dict[str, Any] = {
 }
 """Of the keys that no constructor takes as they are."""
 
+_OUTPUTS = ("picture", "csv", "report")
 _GROUPS = ("hardware", "policy", "routing", "failures", "model")
 
 _MOST_NODE_HOURS = 1e9
@@ -143,8 +146,8 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
         if key not in _GROUPS and key not in _TYPES:
             raise ConfigurationError(f"{key} is no key of moe-sim{mistakes.suggestion(key, _TYPES)}: see moe-sim --cfg")
     for key in _GROUPS:
-        if not isinstance(config[key], dict):
-            raise ConfigurationError(f"{key}={shown(config[key])} must be a mapping: set {key}.NAME=value")
+        if not isinstance(config.get(key), dict):
+            raise ConfigurationError(f"{key}={shown(config.get(key))} must be a mapping: set {key}.NAME=value")
     for key, hint in _TYPES.items():
         *groups, name = key.split(".")
         value = config[groups[0]][name] if groups else config[name]
@@ -210,19 +213,29 @@ def _workload(config: Mapping[str, Any]) -> Workload:
     from moe_lightning.models.size import least_gpt_parameters
     from moe_lightning.modules.router import RouterConfig
 
-    model = {key: value for key, value in config["model"].items() if key != "_target_"}
+    model = _arguments(config["model"], GPTConfig, "model")
     if model["vocab_size"] == "auto":
         model["vocab_size"] = _BYTES_VOCABULARY
     if not isinstance(model["router"], Mapping):
         raise ConfigurationError(
             f"model.router={shown(model['router'])} must be a mapping: set model.router.NAME=value"
         )
-    router = {key: value for key, value in model["router"].items() if key != "_target_"}
+    router = _arguments(model["router"], RouterConfig, "model.router")
+    if not fits(router.get("forced"), dict[str, Any] | None):
+        raise ConfigurationError(f"model.router.forced={shown(router['forced'])} must be null or a mapping")
     model["router"] = build_config(RouterConfig, router | {"forced": None}, key="model.router")
     described_model = build_config(GPTConfig, model, key="model")
     sizes = {f"model.{key}": value for key, value in model.items() if type(value) is int}
     check_model(sizes, least_gpt_parameters(described_model), _MOST_MODEL_BYTES)
     return gpt_workload(described_model, rank_batch=config["rank_batch"], global_batch=config["global_batch"])
+
+
+def _arguments(node: Mapping[str, Any], kind: type, key: str) -> dict[str, Any]:
+    """Those of the one kind of object that the simulator knows here."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if node.get(TARGET, name) != name:
+        raise ConfigurationError(f"{key}.{TARGET}={shown(node[TARGET])} must be {name}: choose a model of text")
+    return {argument: value for argument, value in node.items() if argument != TARGET}
 
 
 def _hardware(config: Mapping[str, Any]) -> Hardware:
@@ -264,6 +277,9 @@ def _scenario(config: Mapping[str, Any], name: str) -> Scenario:
 
 
 def _simulate(config: Mapping[str, Any]) -> int:
+    for key in _OUTPUTS:
+        if config[key]:
+            _output(config, key)  # before anything is simulated
     names = [str(config["policy"]["name"]), *(str(name) for name in config["compare"] or [])]
     reports = {name: simulate(_scenario(config, name)) for name in dict.fromkeys(names)}
     first = reports[names[0]]
@@ -303,23 +319,23 @@ def _leave(config: Mapping[str, Any], reports: Mapping[str, Report]) -> None:
             for name, report in reports.items()
         }
         chart = line_chart(lines, "throughput", "hours", "samples/s", steps=True)
-        _writable(config["picture"]).write_text(chart)
+        _output(config, "picture").write_text(chart)
     if config["csv"]:
-        with _writable(config["csv"]).open("w", newline="") as file:
+        with _output(config, "csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["policy", "start_s", "end_s", "state", "used_nodes", "live_nodes", "samples_per_s"])
             for name, report in reports.items():
                 writer.writerows([name, *asdict(span).values()] for span in report.spans)
     if config["report"]:
         everything = {name: asdict(report) for name, report in reports.items()}
-        _writable(config["report"]).write_text(json.dumps(everything, indent=1))
+        _output(config, "report").write_text(json.dumps(everything, indent=1))
 
 
-def _writable(path: object) -> Path:
-    target = Path(str(path))
-    if not target.parent.is_dir():
-        raise ConfigurationError(f"{target.parent} is not a folder: create it, or write elsewhere")
-    return target
+def _output(config: Mapping[str, Any], key: str) -> Path:
+    try:
+        return output_file(config[key])
+    except argparse.ArgumentTypeError as error:
+        raise ConfigurationError(f"{key}={error}") from None
 
 
 def _recommend(config: Mapping[str, Any]) -> int:

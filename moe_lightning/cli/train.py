@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
@@ -27,14 +28,16 @@ from moe_lightning.cli.resume import changes, check_changes, config_of, told
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.run_lock import locked
 from moe_lightning.cli.validation import KEYS, check_groups, check_recipe, check_top_level
+from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.errors import ConfigurationError
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command; exits with 0, 1 (a defect), 2 (the user's mistake) or 130 (Ctrl-C)."""
+    """Run the command; exits with 0, 1 (a defect), 2 (the user's mistake), 130 (Ctrl-C) or 143 (SIGTERM)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        _run(arguments)
+        with _ended_by_sigterm():
+            _run(arguments)
     except KeyboardInterrupt as stop:
         number = getattr(stop, "signal", signal.SIGINT)
         outlook = "; ".join(["", *getattr(stop, "__notes__", [])])
@@ -122,6 +125,20 @@ def run_job(composed: DictConfig) -> None:
         except KeyboardInterrupt as stop:
             stop.add_note(_outlook(directory))
             raise
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Where neither a launcher nor a training has a handler of its own, SIGTERM ends the command as Ctrl-C does."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise Interrupted(signal.Signals(number))
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _outlook(directory: RunDirectory) -> str:

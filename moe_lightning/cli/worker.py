@@ -41,7 +41,7 @@ def main() -> int:
         return 0
     except PeerFailed as error:
         print(f"moe-train: {error}", file=sys.stderr)
-        report_failure("peer", str(error), "")
+        report_failure(error.kind, str(error), "")
         return EXIT_CRASH
     except Exception as error:
         details = traceback.format_exc()
@@ -89,8 +89,9 @@ def train(config: Mapping[str, Any]) -> None:
         checkpoint = agreed_checkpoint(run, config)
         if config["task"] == "train":
             run.trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
-            if any(isinstance(c, GracefulStop) and c.has_stopped for c in run.trainer.callbacks):  # type: ignore[attr-defined]
-                raise Interrupted(signal.SIGINT)
+            for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, GracefulStop) and callback.stopped_by is not None:
+                    raise Interrupted(callback.stopped_by)
             measure(run)
         else:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)

@@ -5,7 +5,8 @@ tree names them. JSON's own values stand for themselves; everything else is a no
 
     magic "MOELOBJ1" | bytes of the tree, u64 | tree | bytes
 
-Types are matched exactly: an instance of a subclass is refused rather than turned into what it inherits from.
+Types are matched exactly: an instance of a subclass is refused rather than turned into what it inherits from. Of
+classes only those of `records` travel.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_lightning.comm.records import put_together, taken_apart
 from moe_lightning.errors import ConfigurationError, ForeignMessageError
 
 MAGIC = b"MOELOBJ1"
@@ -116,6 +118,8 @@ def _node(value: Any, blobs: list[bytes], depth: int) -> Any:
         return value
     if kind is list:
         return [_node(item, blobs, depth + 1) for item in value]
+    if (record := taken_apart(value)) is not None:
+        return {"record": [record[0], *_items(record[1], blobs, depth)]}
     if kind in _WRITERS:
         tag, content = _WRITERS[kind](value, blobs, depth)
         return {tag: content}
@@ -211,6 +215,9 @@ class _Reader:
             return _MAPPINGS[tag](pairs)
         if tag in _COLLECTIONS:
             return _COLLECTIONS[tag](self.read(item, depth + 1) for item in _list(content))
+        if tag == "record":
+            name, *fields = _list(content)
+            return put_together(name, [self.read(field, depth + 1) for field in fields])
         if tag in _PLAIN:
             return _PLAIN[tag](content)
         if tag in ("bytes", "bytearray"):

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 _POLL_S = 0.01
 _RANDOM_LETTERS = 8  # of tempfile's names
@@ -28,6 +29,7 @@ _UNLOCKED_S = 60.0
 """A folder that is younger may be one whose maker is about to lock it."""
 
 
+@validated
 class PrivateFolder:
     """A new folder of this user's, 0700, until `close`.
 

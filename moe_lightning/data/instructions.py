@@ -133,6 +133,7 @@ class InstructionData(LightningDataModule):
         end_token: text that ends an answer where the tokenizer has no chat template; None: the tokenizer's own.
         num_workers: DataLoader processes on each rank.
         val_fraction: held out, inside (0, 1).
+        val_samples: at most so many held-out conversations, spread evenly over the file; None for all.
         seed: of the split and of the order of the samples.
 
     Raises:
@@ -150,6 +151,7 @@ class InstructionData(LightningDataModule):
         end_token: str | None = None,
         num_workers: NonNegativeInt = 0,
         val_fraction: Annotated[float, Range(above=0, below=1)] = 0.05,
+        val_samples: PositiveInt | None = None,
         seed: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
@@ -166,6 +168,7 @@ class InstructionData(LightningDataModule):
         self._end_token = end_token
         self._num_workers = num_workers
         self._val_fraction = val_fraction
+        self._val_samples = val_samples
         self._tokenizer: Tokenizer | None = None
 
     @cached_property
@@ -208,7 +211,9 @@ class InstructionData(LightningDataModule):
                 f"global_batch_size={self.global_batch_size}: lower it or give more"
             )
         order = np.random.default_rng(self.seed).permutation(len(offsets))
-        self._val = self._conversations(offsets[np.sort(order[:held_out])])
+        measured = min(held_out, self._val_samples or held_out)
+        spread = np.arange(measured) * held_out // measured
+        self._val = self._conversations(offsets[np.sort(order[:held_out])[spread]])
         self._train = self._conversations(offsets[np.sort(order[held_out:])])
         self._check_learnable()
 

@@ -19,6 +19,7 @@ from typing import Annotated
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from moe_lightning.config import build_config
 from moe_lightning.elastic import processes
 from moe_lightning.elastic.address import Address, interface_towards
 from moe_lightning.elastic.clock import OwnClock
@@ -70,6 +71,7 @@ class ElasticLauncher:
     grace_s: float = 10.0
 
     def __post_init__(self) -> None:
+        self.settings = build_config(ElasticSettings, self.settings, key="settings")
         if self.settings.min_ranks > self.num_ranks * self.num_nodes:
             raise ConfigurationError(
                 f"min_ranks={self.settings.min_ranks} is above the {self.num_ranks * self.num_nodes} ranks that are "
@@ -256,7 +258,8 @@ class _Workers:
             self._finished += code == 0
             return
         failure = worker.logs.failure(0, code, called=slot)
-        why = f" ({failure.message})" if failure.kind in ("mistake", "crash") else ""
+        is_told = failure.kind == "death" and failure.time_s > 0  # by itself: of another's
+        why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_told else ""
         self._link.tell_death(worker.token, processes.how_it_ended(code) + why)
         if failure.kind == "mistake":
             raise RanksFailed(failure)

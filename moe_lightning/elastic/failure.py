@@ -13,6 +13,9 @@ from typing import Literal
 FAILURE_FILE_VARIABLE = "MOE_LIGHTNING_FAILURE_FILE"
 """Where a worker leaves its failure; set by the launcher."""
 
+KILLED = "was killed by"
+"""In the words of how a process ended: a signal did it, and not the process's own code."""
+
 FailureKind = Literal["mistake", "crash", "death", "peer"]
 
 
@@ -35,7 +38,15 @@ class Preempted(Exception):
 
 
 class PeerFailed(Exception):
-    """Another rank ended outside the training loop, where nobody can go on without it: the sentence names it."""
+    """Another rank ended outside the training loop, where nobody can go on without it: the sentence names it.
+
+    Attributes:
+        kind: "death" where starting all ranks again may help, else "peer".
+    """
+
+    def __init__(self, sentence: str, kind: FailureKind = "peer") -> None:
+        super().__init__(sentence)
+        self.kind: FailureKind = kind
 
 
 class RunFinished(Exception):

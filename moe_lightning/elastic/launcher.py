@@ -51,7 +51,8 @@ class LocalLauncher:
 
         Raises:
             RanksFailed: a rank exited with another code than 0, or died.
-            Interrupted: a signal ended the run; a second one ends it at once. After Ctrl-C the ranks may save first.
+            Interrupted: a signal ended the run, with SIGINT and SIGTERM after the ranks have saved; a second one ends
+                it at once.
         """
         with PrivateFolder() as folder:
             self._run(arguments, folder.path)

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from typing_extensions import override
 
 from moe_lightning.comm.world import loopback_variables
-from moe_lightning.elastic.failure import FAILURE_FILE_VARIABLE, RankFailure, read_failure
+from moe_lightning.elastic.failure import FAILURE_FILE_VARIABLE, KILLED, RankFailure, read_failure
 
 WORKER_MODULE = "moe_lightning.cli.worker"
 """What launchers start unless told otherwise."""
@@ -118,7 +118,7 @@ def append_to_outputs() -> None:
 
 def how_it_ended(code: int) -> str:
     """A process's exit code in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: LogsSpecs) -> dict[int, Process]:
@@ -144,8 +144,8 @@ def end(processes: Collection[Process], grace_s: float, *, is_wish: bool = False
 
     Args:
         grace_s: how long they may take; 0: none.
-        is_wish: the user's Ctrl-C, after which workers may finish a step and save; otherwise they are interrupted
-            again every second, which is no wish any more.
+        is_wish: the user's or the scheduler's, after which workers may finish a step and save; otherwise they are
+            interrupted again every second, which is no wish any more.
     """
     try:
         deadline, next_s = time.monotonic() + grace_s, 0.0
@@ -164,10 +164,10 @@ def end(processes: Collection[Process], grace_s: float, *, is_wish: bool = False
 
 
 def end_on_signal(processes: Collection[Process], received: signal.Signals, grace_s: float) -> None:
-    """End the workers as a signal to their launcher asks: after Ctrl-C they may take minutes to save, since a second
-    one ends them at once; a scheduler's signal leaves them the grace.
+    """End the workers as a signal to their launcher asks: after SIGINT and SIGTERM they may take minutes to save, since
+    a second one, or the scheduler's own patience, ends them at once; other signals leave them the grace.
     """
-    end(processes, _SAVING_S if received == signal.SIGINT else grace_s, is_wish=True)
+    end(processes, _SAVING_S if received in (signal.SIGINT, signal.SIGTERM) else grace_s, is_wish=True)
 
 
 def _interrupt(processes: Collection[Process]) -> None:

@@ -27,11 +27,13 @@ from moe_lightning.elastic.registry import Registry
 from moe_lightning.elastic.secret import create_secret
 from moe_lightning.elastic.server import ControlServer
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 _LONGEST_PATH = 100  # bytes of a folder whose socket has a path that Unix sockets can have
 _BACKLOG = 1024
 
 
+@validated
 class RendezvousHost:
     """A control plane, until `close`.
 
@@ -48,9 +50,9 @@ class RendezvousHost:
         ConfigurationError: the address is taken or not of this machine, or the file is unfit.
     """
 
-    def __init__(self, *, bind: str | None = None, secret_file: Path | None = None) -> None:
+    def __init__(self, *, bind: str | None = None, secret_file: str | Path | None = None) -> None:
         self._folder = PrivateFolder(longest=_LONGEST_PATH) if bind is None or secret_file is None else None
-        self.secret_file = secret_file if secret_file is not None else self._private("secret")
+        self.secret_file = Path(secret_file) if secret_file is not None else self._private("secret")
         try:
             secret = create_secret(self.secret_file)
             listener = _unix_listener(self._private("socket")) if bind is None else _listener(bind)

@@ -88,7 +88,7 @@ def _work(arguments: Sequence[str]) -> int:
         return EXIT_PREEMPTED
     except PeerFailed as error:
         print(error, file=sys.stderr)
-        report_failure("peer", str(error), "")
+        report_failure(error.kind, str(error), "")
         return EXIT_CRASH
     except (ConfigurationError, CheckpointError) as error:
         report_failure("mistake", str(error), "")

@@ -87,6 +87,7 @@ def new_token() -> str:
     return secrets.token_hex(6)
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class ElasticTask:
     """What the launcher tells one worker.

@@ -70,9 +70,13 @@ class GPTConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "router", build_config(RouterConfig, self.router))
         if self.d_model % self.num_heads:
-            raise ConfigurationError(f"d_model={self.d_model} is not a multiple of num_heads={self.num_heads}")
+            raise ConfigurationError(
+                f"d_model={self.d_model} is not a multiple of num_heads={self.num_heads}: give a divisor of it"
+            )
         if self.num_heads % self.kv_heads:
-            raise ConfigurationError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}")
+            raise ConfigurationError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}: give a divisor of it"
+            )
         if self.position == "rope" and self.head_size % 2:
             raise ConfigurationError(
                 f"position='rope' needs an even head size, not d_model/num_heads={self.head_size}: change num_heads"

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.kernels.bodies import ACTIVATIONS, is_gated
+from moe_lightning.kernels.bodies import is_gated
+from moe_lightning.values import PositiveInt, validated
 
 Activation = Literal["gelu", "swiglu", "gelu_tanh", "swiglu_clamped"]
 
@@ -52,6 +53,7 @@ def experts_are_deferred() -> bool:
     return _deferred.get()
 
 
+@validated
 class Experts(nn.Module):
     """S experts of two (GELU) or three (SwiGLU) matrices each.
 
@@ -73,9 +75,9 @@ class Experts(nn.Module):
 
     def __init__(
         self,
-        num_experts: int,
-        d_model: int,
-        d_expert: int,
+        num_experts: PositiveInt,
+        d_model: PositiveInt,
+        d_expert: PositiveInt,
         *,
         activation: Activation = "gelu",
         bias: bool = False,
@@ -83,14 +85,6 @@ class Experts(nn.Module):
         down_init_std: float | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("num_experts", num_experts), ("d_model", d_model), ("d_expert", d_expert)):
-            if value < 1:
-                raise ConfigurationError(f"{name}={value} must be at least 1")
-        if activation not in ACTIVATIONS:
-            raise ConfigurationError(
-                f"activation={activation!r} is not known: use {', '.join(map(repr, ACTIVATIONS[:-1]))} "
-                f"or {ACTIVATIONS[-1]!r}"
-            )
         self.num_experts = num_experts
         self.activation: Activation = activation
         self.slot_experts: tuple[int, ...] = tuple(range(num_experts))

@@ -88,11 +88,13 @@ class RouterConfig:
     def check(self, num_experts: int) -> None:
         """Raise ConfigurationError where this router cannot serve so many experts."""
         if num_experts % self.num_groups:
-            raise ConfigurationError(f"num_groups={self.num_groups} does not divide num_experts={num_experts}")
+            raise ConfigurationError(
+                f"num_groups={self.num_groups} does not divide num_experts={num_experts}: lower it"
+            )
         reachable = num_experts // self.num_groups * self.top_groups
         if self.top_k > reachable:
             raise ConfigurationError(
-                f"top_k={self.top_k} is more than the {reachable} experts that a token may choose from"
+                f"top_k={self.top_k} is more than the {reachable} experts that a token may choose from: lower it"
             )
 
     def capacity(self, num_assignments: int, num_experts: int) -> int:

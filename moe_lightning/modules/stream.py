@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import Probability, validated
 
 _MASK_24 = (1 << 24) - 1
 
@@ -104,6 +104,7 @@ class SampleStream:
         return radius * (2.0 * math.pi * pairs[:, num_columns:]).cos()
 
 
+@validated
 class StreamDropout(nn.Module):
     """Dropout whose mask follows the sample, not the rank: unlike nn.Dropout it keeps law L1.
 
@@ -114,10 +115,8 @@ class StreamDropout(nn.Module):
         ConfigurationError: p is outside its range.
     """
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, p: Probability) -> None:
         super().__init__()
-        if not 0.0 <= p < 1.0:
-            raise ConfigurationError(f"dropout={p} must be at least 0 and below 1")
         self.p = p
         self.tag = 0
         self.stream = SampleStream()

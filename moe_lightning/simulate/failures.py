@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import heapq
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TextIO
 
 import numpy as np
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import NonNegativeInt, PositiveInt, Range, shown, validated
+
+_MILLISECONDS = re.compile(r"\s*[0-9]{1,15}\s*")
+_LONGEST_LINE = 100
 
 NS = 1_000_000_000
 FailureKind = Literal["none", "exponential", "weibull", "periodic", "trace"]
@@ -153,7 +157,7 @@ def read_trace(path: Path, start_ms: int = 0) -> list[Event]:
     numbers: dict[str, int] = {}
     changes: list[tuple[int, str, int]] = []
     with path.open(newline="") as file:
-        for line, row in enumerate(csv.reader(file), start=1):
+        for line, row in enumerate(_rows(file, path), start=1):
             time_ms, action, node = _parsed(row, f"{path}, line {line}")
             number = numbers.setdefault(node, len(numbers))
             if changes and time_ms < changes[-1][0]:
@@ -170,10 +174,30 @@ def read_trace(path: Path, start_ms: int = 0) -> list[Event]:
     return _events(changes)
 
 
+def _rows(file: TextIO, path: Path) -> Iterator[list[str]]:
+    """Of a CSV file.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    try:
+        yield from csv.reader(file)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{path} is not a CSV file of text ({error}): give a trace of milliseconds, add or remove, node"
+        ) from error
+
+
 def _parsed(row: Sequence[str], where: str) -> tuple[int, str, str]:
-    if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].strip().isdigit() or not row[2].strip():
-        raise ConfigurationError(f"{where}: {','.join(row)!r} is not milliseconds,add|remove,node")
+    if len(row) != 3 or not _MILLISECONDS.fullmatch(row[0]) or row[1] not in ("add", "remove") or not _is_name(row[2]):
+        line = ",".join(row)
+        cut = line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."
+        raise ConfigurationError(f"{where}: {cut!r} is not milliseconds,add|remove,node: mend the trace")
     return int(row[0]), row[1], row[2].strip()
+
+
+def _is_name(text: str) -> bool:
+    return text.isprintable() and text.strip() != ""
 
 
 def _events(changes: Iterable[tuple[int, str, int]]) -> list[Event]:

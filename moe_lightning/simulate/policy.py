@@ -101,7 +101,8 @@ class Policy:
         parse_scopes(self.scopes)
         if self.k_snapshot and self.k_persist and self.k_persist > self.k_snapshot:
             raise ConfigurationError(
-                f"policy.k_persist={self.k_persist} exceeds k_snapshot={self.k_snapshot}: only copies are written"
+                f"policy.k_persist={self.k_persist} exceeds k_snapshot={self.k_snapshot}: lower it, as only copies "
+                "are written"
             )
         if self.saving == "none" and self.protection != "none":
             raise ConfigurationError(

@@ -106,7 +106,7 @@ def gpt_workload(
 
     assert isinstance(config, GPTConfig)
     if not config.num_experts:
-        raise ConfigurationError("model.num_experts=0 is a dense model: the simulator needs experts")
+        raise ConfigurationError("model.num_experts=0 is a dense model: give the simulator one with experts")
     with torch.device("meta"):
         model = GPT(config)
     layers = moe_layers(model)

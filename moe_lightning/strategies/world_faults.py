@@ -6,7 +6,7 @@ import re
 
 import torch.distributed as dist
 
-from moe_lightning.elastic.failure import PeerFailed, Preempted, RunFinished
+from moe_lightning.elastic.failure import KILLED, PeerFailed, Preempted, RunFinished
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.leaving import WorldChanged
@@ -57,6 +57,8 @@ def explained(error: Exception, engine: Membership) -> Exception:
     cause = engine.wait_for_cause()
     if cause is None:
         return error
+    if KILLED in cause and not engine.is_finished():
+        return PeerFailed(f"{cause} before it trained, so all ranks start again", "death")
     return PeerFailed(
         f"{cause}, outside the training loop, where nobody can go on without it: see to that, then give the same "
         "command again"

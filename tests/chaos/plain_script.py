@@ -2,9 +2,11 @@
 
 python -m moe_lightning.elastic.run --ranks 2 tests/chaos/plain_script.py FOLDER
 
-Where FOLDER holds a file `crash`, rank 1 fails before training begins.
+Where FOLDER holds a file `crash`, rank 1 fails before training begins; with a file `die` it is killed there, once.
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +24,9 @@ class Crash(pl.Callback):
     def setup(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
         if trainer.global_rank == 1 and (folder / "crash").exists():
             raise ValueError("these data are damaged")
+        if trainer.global_rank == 1 and (folder / "die").exists():
+            (folder / "die").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 trainer = pl.Trainer(

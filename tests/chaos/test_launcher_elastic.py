@@ -209,6 +209,19 @@ def test_a_script_that_says_nothing_of_devices_trains_on_the_ranks_of_its_launch
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_killed_before_training_is_started_again(tmp_path: Path) -> None:
+    """With all others, which have nothing to lose yet."""
+    script = Path(__file__).with_name("plain_script.py")
+    (tmp_path / "die").touch()
+    done = run_program(*RUN, "--ranks", "2", script, tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "die").exists()
+    assert [(tmp_path / f"ranks-{rank}").read_text() for rank in range(2)] == ["2 2", "2 2"]
+    assert "rank 1 was killed by SIGKILL; started again" in done.stderr
+    assert "was killed by SIGKILL before it trained, so all ranks start again; started again" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_who_crashes_before_training_is_named_on_every_machine(nodes: int, tmp_path: Path) -> None:
     """Two ranks, of one launcher or two, of which rank 1 fails in a hook of the user's before the training loop."""

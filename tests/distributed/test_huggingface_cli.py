@@ -48,6 +48,16 @@ def test_fine_tuning(tmp_path: Path) -> None:
     files_equal(run / "huggingface", tmp_path / "offline")
 
 
+def test_instructions_without_a_recipe(tmp_path: Path) -> None:
+    """The default recipe sets what every kind of data has."""
+    lines = [{"prompt": f"{i} + 1", "response": str(i + 1)} for i in range(60)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = ["data=instructions", "data.path=sums.jsonl", "data.tokenizer=bytes"]
+    small = ["ranks=1", "model.num_layers=1", "trainer.max_steps=1", "trainer.val_check_interval=1", "logger=none"]
+    trained = moe_train(tmp_path, *data, *small)
+    assert trained.returncode == 0, trained.stderr
+
+
 def test_upcycling(tmp_path: Path) -> None:
     """One rank trains; transformers has no class for the result, which stays a Lightning checkpoint."""
     make_checkpoint("gpt2", tmp_path / "gpt2", vocab_size=256)

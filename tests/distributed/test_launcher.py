@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lightning.elastic import processes
 from moe_lightning.elastic.failure import RankFailure
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from tests.programs import ROOT, Program, Watched
@@ -131,6 +132,21 @@ def test_a_signal_ends_everything(command: Command, number: signal.Signals) -> N
     command.program.process.send_signal(number)
     assert command.program.end().returncode == 128 + number
     assert command.ranks.all_end(timeout_s=0)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, 7), (signal.SIGHUP, -signal.SIGKILL)]
+)
+def test_ranks_may_save_when_a_user_or_a_scheduler_ends_them(number: signal.Signals, code: int) -> None:
+    """However long that takes; there is no other grace here."""
+    saving = (
+        "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+    )
+    with Program("-c", saving) as rank:
+        rank.wait_for(lambda: bool(rank.out))
+        processes.end_on_signal([rank.process], number, grace_s=0.0)
+        assert rank.process.returncode == code
 
 
 @linux

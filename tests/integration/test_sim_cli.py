@@ -115,7 +115,17 @@ MISTAKES = [
     (["failures.kind=trace", "failures.path=no.csv"], "no.csv is not a file"),
     (["failures.kind=sometimes"], "failures.kind='sometimes' must be 'none' or"),
     (["failures.repair_s=0"], "failures.repair_s=0 must be a number above 0 and at most 1000000000 or null"),
-    (["picture=no/where.svg"], "no is not a folder"),
+    (["picture=no/where.svg"], "picture='no/where.svg' lies in no folder: create 'no' first"),
+    (["csv=."], "csv='.' is a folder: give the path of a file in it"),
+    (["report=/proc/out"], "report='/proc/out' cannot be written"),
+    (["model=null"], "model=null is no choice: give the name of one of its files"),
+    (["model=[]"], "model=null must be a mapping"),
+    (
+        ["model._target_=1"],
+        "model._target_=1 must be moe_lightning.models.gpt_config.GPTConfig: choose",
+    ),
+    (["model.router.forced=abc"], "model.router.forced='abc' must be null or a mapping"),
+    (["policy.k_persist=99", "policy.k_snapshot=4"], "exceeds k_snapshot=4: lower it"),
     (["recommend", "recipe=here.yaml"], "must be recipes/NAME.yaml"),
     (["compare={}"], "compare={} must be a list: set compare=[A,B]"),
     (["hardware=[]"], "hardware=[] must be a mapping: set hardware.NAME=value"),
@@ -156,8 +166,13 @@ def test_traces_of_a_real_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("0,add,a\n1,add,a\n", "line 2: a is added while it is there"),
         ("0,add,a\n1,remove,b\n", "line 2: b is removed while it is not there"),
         ("0,grow,a\n", "line 1: '0,grow,a' is not milliseconds,add|remove,node"),
+        ("\u00b2,add,a\n", "is not milliseconds,add|remove,node: mend the trace"),
+        (f"{'9' * 5000},add,a\n", "is not milliseconds,add|remove,node: mend the trace"),
+        ("0,add,a\0b\n", "is not milliseconds,add|remove,node: mend the trace"),
+        (f"0,add,{'a' * 200_000}\n", "is not a CSV file of text (field larger than field limit"),
+        ("0,add,\udc80\n", "is not a CSV file of text ('utf-8' codec can't decode byte 0x80"),
         ("", "is empty"),
     ):
-        trace.write_text(text)
+        trace.write_text(text, errors="surrogateescape")
         assert main(arguments) == 2
         assert fault in capsys.readouterr().err

@@ -234,23 +234,27 @@ class Running:
 
 
 @pytest.fixture
-def running(folder: Path) -> Iterator[Running]:
-    endless = ["run_name=endless", "trainer.max_steps=1000000", "ranks=2"]
+def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
+    size = getattr(request, "param", 2)
+    endless = ["run_name=endless", "trainer.max_steps=1000000", f"ranks={size}"]
     with Program(*COMMAND, *TINY, *endless, folder=folder) as program:
         program.wait_for(lambda: "\nstep " in program.out)
         with Watched(children_of(program.process.pid)) as ranks:
+            assert len(ranks) == (size if size > 1 else 0)  # one rank is the command itself
             yield Running(folder, program, ranks)
 
 
-def test_ctrl_c_ends_everything(running: Running) -> None:
-    assert len(running.ranks) == 2
-    running.program.process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize(
+    ("running", "number"), [(2, signal.SIGINT), (2, signal.SIGTERM), (1, signal.SIGTERM)], indirect=["running"]
+)
+def test_a_signal_ends_everything_and_all_is_saved(running: Running, number: signal.Signals) -> None:
+    running.program.process.send_signal(number)
     done = running.program.end()
-    assert done.returncode == 130
+    assert done.returncode == 128 + number
     (saved,) = (running.folder / "outputs" / "endless" / "checkpoints").iterdir()
     step = int(saved.stem.split("-")[1])
     told = f"outputs/endless/checkpoints/{saved.name} is saved, and the same command goes on after step {step}"
-    assert done.stderr.splitlines() == [f"moe-train: ended by SIGINT; {told}"]
+    assert done.stderr.splitlines() == [f"moe-train: ended by {number.name}; {told}"]
     assert running.ranks.all_end(timeout_s=0)
 
 

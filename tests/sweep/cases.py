@@ -94,7 +94,8 @@ def _run(case: Case, words: int, writer: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     os.dup2(words, 1)
     os.dup2(words, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # pytest's are elsewhere
+    # As the interpreter opens them; pytest's are elsewhere.
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
     code: object = 1
     try:
         code = case.run()
@@ -102,10 +103,12 @@ def _run(case: Case, words: int, writer: int) -> None:
         code = stop.code
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.write(writer, str(code if isinstance(code, int) else 1 if code else 0).encode())
-    os._exit(0)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(writer, str(code if isinstance(code, int) else 1 if code else 0).encode())
+    finally:
+        os._exit(0)  # nothing of the sweep itself may be taken down by the child
 
 
 def _kill_session(leader: int) -> None:

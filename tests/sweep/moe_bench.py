@@ -28,7 +28,7 @@ FAST: dict[str, list[str]] = {
     "workspace": ["project", "--dry-run"],
     "calibrate": ["--ranks", "1", "--steps", "8", "--no-check"],
     "recovery": ["--parts", "trace", "--quick"],
-    "paper": ["pec"],
+    "paper": ["pec-sizes"],
     "kernels": [
         "--rounds", "1", "--tokens", "8", "--d-model", "8", "--d-expert", "8", "--experts", "2", "--top-k", "1",
         "--no-reference",

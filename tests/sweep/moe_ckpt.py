@@ -26,6 +26,10 @@ COMMANDS: dict[str, list[str]] = {
 }
 
 
+_DAMAGES = ("gone", "half", "flipped", "folder")
+"""What happens to single files of a checkpoint directory."""
+
+
 def looking(folder: Path) -> Iterator[Case]:
     """Wrong paths, damaged files and folders, wrong targets and options."""
     write_words()
@@ -35,23 +39,27 @@ def looking(folder: Path) -> Iterator[Case]:
         yield from _each(path)
     whole = _trained_folder(folder)
     for path in _damaged_folders(folder, whole):
-        yield from _each(path)
+        yield from _each(path, has_manifest=path.name.split("_")[0] in _DAMAGES and path.name[-1].isdigit())
     for command in ("export", "export-hf"):
         for target in unwritable(folder):
             yield _case([command, str(whole), str(target)], (str(target)[:40], "HuggingFaceModule"))
     for text in TEXTS.values():
         yield _case(["prune", str(whole), f"--keep={text}"], ("keep",), sensible=text == "100000000000000")
         yield _case(
-            ["export", str(whole), "o.safetensors", f"--prefix={text}"], ("prefix", "begins with"), sensible=not text
+            ["export", str(whole), "o.safetensors", f"--prefix={text}"],
+            ("prefix", "begins with", "o.safetensors"),
+            sensible=not text,
         )
         yield _case(["export-hf", str(whole), "out", f"--dtype={text}"], ("dtype", "HuggingFaceModule"))
     for arguments in ([], ["nothing"], ["inspect"], ["prune", str(whole)], ["inspect", "a", "b"], ["--no-such-option"]):
         yield _case(arguments, (*arguments, "COMMAND", "DIR", "--keep"))
 
 
-def _each(path: Path) -> Iterator[Case]:
+def _each(path: Path, *, has_manifest: bool = False) -> Iterator[Case]:
+    """All commands; of what has a manifest, inspect may tell what it says: verify reads the files."""
     for command, rest in COMMANDS.items():
-        yield _case([command, str(path), *rest], (path.name[:50],))
+        sensible = command == "inspect" and (has_manifest or path.name == "flipped.ckpt")
+        yield _case([command, str(path), *rest], (path.name[:50],), sensible=sensible)
 
 
 def _case(arguments: list[str], subjects: tuple[str, ...], *, sensible: bool = False) -> Case:
@@ -113,7 +121,7 @@ def _damaged_folders(folder: Path, whole: Path) -> Iterator[Path]:
         (path / "MANIFEST.json").write_text(text)
         yield path
     for number, file in enumerate(sorted(path.name for path in good.iterdir() if path.name != "MANIFEST.json")):
-        for damage in ("gone", "half", "flipped", "folder"):
+        for damage in _DAMAGES:
             path = folder / f"{damage}_{number}"
             shutil.copytree(good, path)
             data = (path / file).read_bytes()

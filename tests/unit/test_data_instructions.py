@@ -106,6 +106,19 @@ def test_every_line_is_used_once_and_the_split_follows_the_seed(tmp_path: Path) 
     assert answers(seed=1) != (train, val)
 
 
+def test_fewer_held_out_conversations_are_spread_over_all(tmp_path: Path) -> None:
+    path = write(tmp_path / "many.jsonl", *[{"prompt": "p", "response": f"{i:03d}"} for i in range(40)])
+
+    def held_out(most: int | None) -> list[bytes]:
+        loader = data(path, context_length=32, val_fraction=0.25, val_samples=most).val_dataloader()
+        targets = [loader.dataset[i][1] for i in range(len(loader.dataset))]  # type: ignore[arg-type]
+        return [bytes(y[y != IGNORED_TARGET].tolist()[:3]) for y in targets]
+
+    everything = held_out(None)
+    assert held_out(4) == [everything[i] for i in (0, 2, 5, 7)]
+    assert held_out(99) == everything
+
+
 def test_loaders_serve_whole_batches(tmp_path: Path) -> None:
     path = write(tmp_path / "some.jsonl", *[{"prompt": "p", "response": str(i)} for i in range(20)])
     made = data(path, context_length=32, global_batch_size=4, val_fraction=0.1, num_workers=1)

@@ -188,12 +188,12 @@ def test_double_precision() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_experts": 0}, "num_experts=0 must be at least 1"),
+        ({"num_experts": 0}, "num_experts=0 of Experts must be an integer of at least 1"),
         ({"d_model": 0}, "d_model=0"),
         ({"d_expert": -3}, "d_expert=-3"),
         (
             {"activation": "relu"},
-            "activation='relu' is not known: use 'gelu', 'swiglu', 'gelu_tanh' or 'swiglu_clamped'",
+            "activation='relu' of Experts must be 'gelu' or 'swiglu' or 'gelu_tanh' or 'swiglu_clamped'",
         ),
     ],
 )

@@ -1,9 +1,10 @@
-"""Ctrl-C while training: whole checkpoints, all ranks after the same step, and the second one ends at once."""
+"""Ctrl-C and SIGTERM while training: whole checkpoints, all ranks after the same step, a second Ctrl-C ends at once."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from tests.distributed.training import TINY, RandomTokens, make_trainer
 
 
 class Impatient(pl.Callback):
-    """Presses Ctrl-C before some steps of one rank."""
+    """Presses Ctrl-C before some steps of one rank, or sends other signals."""
 
-    def __init__(self, *steps: int, rank: int = 0) -> None:
-        self._steps, self._rank = steps, rank
+    def __init__(self, *steps: int, rank: int = 0, signals: Sequence[signal.Signals] = (signal.SIGINT,)) -> None:
+        self._steps, self._rank, self._signals = steps, rank, signals
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step in self._steps and trainer.global_rank == self._rank:
-            os.kill(os.getpid(), signal.SIGINT)
+            for number in self._signals:
+                os.kill(os.getpid(), number)
 
 
 def _fit(folder: Path, stop: GracefulStop, impatient: Impatient, *, rank: int = 0, ranks: int = 1) -> pl.Trainer:
@@ -37,42 +39,48 @@ def _fit(folder: Path, stop: GracefulStop, impatient: Impatient, *, rank: int = 
     return trainer
 
 
-def test_training_ends_after_the_step_and_is_saved(tmp_path: Path) -> None:
-    before, stop = signal.getsignal(signal.SIGINT), GracefulStop()
-    trainer = _fit(tmp_path, stop, Impatient(5))
-    assert stop.has_stopped
+@pytest.mark.parametrize(
+    ("signals", "stopped_by"),
+    [
+        ([signal.SIGINT], signal.SIGINT),
+        ([signal.SIGTERM], signal.SIGTERM),
+        ([signal.SIGTERM, signal.SIGTERM], signal.SIGTERM),
+        ([signal.SIGTERM, signal.SIGINT], signal.SIGINT),  # a scheduler's to all, and that of the launcher
+        ([signal.SIGINT, signal.SIGTERM], signal.SIGTERM),
+    ],
+)
+def test_training_ends_after_the_step_and_is_saved(
+    tmp_path: Path, signals: list[signal.Signals], stopped_by: signal.Signals
+) -> None:
+    before, stop = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], GracefulStop()
+    trainer = _fit(tmp_path, stop, Impatient(5, signals=signals))
+    assert stop.stopped_by == stopped_by
     assert trainer.global_step == 6
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000006.ckpt"]
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     stop = GracefulStop()
-
-    class Twice(Impatient):
-        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-            super().on_train_batch_start(trainer, *args)
-            super().on_train_batch_start(trainer, *args)
-
     with pytest.raises(SystemExit):  # Lightning's answer to Ctrl-C
-        _fit(tmp_path, stop, Twice(5))
-    assert not stop.has_stopped
+        _fit(tmp_path, stop, Impatient(5, signals=[signal.SIGINT] * 2))
+    assert stop.stopped_by is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_signal_nothing_stops(tmp_path: Path) -> None:
     stop = GracefulStop()
     assert _fit(tmp_path, stop, Impatient()).global_step == 40
-    assert not stop.has_stopped
+    assert stop.stopped_by is None
 
 
-def _stopped_at(rank: int, world_size: int, folder: Path) -> tuple[int, bool]:
+def _stopped_at(rank: int, world_size: int, folder: Path) -> tuple[int, signal.Signals | None]:
     stop = GracefulStop()
-    trainer = _fit(folder, stop, Impatient(5, rank=1), rank=rank, ranks=world_size)
-    return trainer.global_step, stop.has_stopped
+    trainer = _fit(folder, stop, Impatient(5, rank=1, signals=[signal.SIGTERM]), rank=rank, ranks=world_size)
+    return trainer.global_step, stop.stopped_by
 
 
 def test_all_ranks_end_after_the_same_step(tmp_path: Path) -> None:
     """Only one of them was asked."""
-    assert run_ranks(2, _stopped_at, tmp_path) == [(8, True)] * 2
+    assert run_ranks(2, _stopped_at, tmp_path) == [(8, signal.SIGTERM)] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000008.ckpt"]

@@ -108,7 +108,7 @@ def test_dropout_follows_the_sample() -> None:
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 7.0, math.nan])
 def test_wrong_dropout(p: float) -> None:
-    with pytest.raises(ConfigurationError, match=f"dropout={p} must be at least 0 and below 1"):
+    with pytest.raises(ConfigurationError, match=f"p={p} of StreamDropout must be a number of at least 0 and below 1"):
         StreamDropout(p)
 
 

@@ -35,11 +35,14 @@ def test_only_faults_of_the_world_are_recovered_from(error: Exception, known: st
 
 
 class Engine:
-    def __init__(self, cause: str | None) -> None:
-        self.cause = cause
+    def __init__(self, cause: str | None, *, has_finished: bool = False) -> None:
+        self.cause, self.has_finished = cause, has_finished
 
     def wait_for_cause(self) -> str | None:
         return self.cause
+
+    def is_finished(self) -> bool:
+        return self.has_finished
 
 
 def test_outside_the_training_loop_a_lost_connection_is_the_end_of_the_rank_that_caused_it() -> None:
@@ -47,6 +50,15 @@ def test_outside_the_training_loop_a_lost_connection_is_the_end_of_the_rank_that
     told = explained(lost, Engine("rank 1 on node b exited with code 1 (ValueError: no)"))  # type: ignore[arg-type]
     assert isinstance(told, PeerFailed)
     assert str(told).startswith("rank 1 on node b exited with code 1 (ValueError: no), outside the training loop")
+    assert told.kind == "peer"
+
+
+@pytest.mark.parametrize(("has_finished", "kind"), [(False, "death"), (True, "peer")])
+def test_before_training_all_ranks_may_start_again_after_one_was_killed(has_finished: bool, kind: str) -> None:
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    told = explained(lost, Engine("rank 1 was killed by SIGKILL", has_finished=has_finished))  # type: ignore[arg-type]
+    assert isinstance(told, PeerFailed)
+    assert told.kind == kind
 
 
 @pytest.mark.parametrize(
