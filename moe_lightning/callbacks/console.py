@@ -21,12 +21,12 @@ from rich.progress import (
 from rich.table import Column
 from typing_extensions import override
 
+from moe_lightning import seams
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.text import TextData
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import moe_layers
-from moe_lightning.strategies import seams
 from moe_lightning.values import validated
 
 _WIDE = 100

@@ -15,11 +15,11 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from moe_lightning import seams
 from moe_lightning.algorithms.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.recovery_table import log_table
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies import seams
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.leaving import WorldChanged

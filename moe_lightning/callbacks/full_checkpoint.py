@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from moe_lightning.strategies import seams
+from moe_lightning import seams
 from moe_lightning.values import PositiveInt, validated
 
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from moe_lightning.strategies import seams
+from moe_lightning import seams
 
 
 class GracefulStop(Callback):

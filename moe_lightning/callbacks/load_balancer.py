@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from moe_lightning import seams
 from moe_lightning.algorithms.allocation import AllocationPolicy
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
@@ -29,7 +30,6 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.shadow_exchange import StepVisits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.strategies import seams
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.svg_pictures import time_line

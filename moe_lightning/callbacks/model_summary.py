@@ -6,7 +6,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import get_human_re
 from typing_extensions import override
 
 from moe_lightning.models.size import whole_parameters
-from moe_lightning.strategies.seams import SummaryShown, SummaryTable
+from moe_lightning.seams import SummaryShown, SummaryTable
 from moe_lightning.values import validated
 
 _NOT_APPLICABLE = "n/a"

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning import seams
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.checkpoint_budget import bound_cost, choose_k, count_losses, planned_steps
@@ -36,7 +37,6 @@ from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
-from moe_lightning.strategies import seams
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.values import Coefficient, PositiveInt, Seconds, validated
 
@@ -351,7 +351,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
             self.settings,
             objects=self._objects(strategy),
             ledger_bytes=self.checkpoint_ledger.largest_dump_bytes if self.checkpoint_ledger is not None else 0,
-            node_peers=strategy.worlds.node_peers,
+            node_peers=strategy.worlds.mesh.node_peers,
             node=strategy.worlds.node,
             layout=self._layout(strategy) if self._layout is not None else None,
             experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]

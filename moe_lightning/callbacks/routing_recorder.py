@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 from moe_lightning.modules.routing_trace import read_routing_trace
-from moe_lightning.strategies import seams
 from moe_lightning.values import PositiveInt, validated
 
 

@@ -24,12 +24,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning import seams
 from moe_lightning.callbacks.wandb_logger import log_histograms
 from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
-from moe_lightning.strategies import seams
 from moe_lightning.values import Range, validated
 
 Reduction = Literal["same", "sum", "mean", "max"]

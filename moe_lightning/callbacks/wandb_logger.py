@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.strategies import seams
+from moe_lightning import seams
 from moe_lightning.values import validated
 
 _MOST_BINS = 512

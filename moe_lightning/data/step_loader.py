@@ -22,10 +22,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from moe_lightning import seams
 from moe_lightning.data.sampler_order import SamplerOrder
 from moe_lightning.data.step_sampler import StandIn, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies import seams
 
 _KEPT_OPTIONS = (
     "num_workers",

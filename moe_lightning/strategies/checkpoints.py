@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from moe_lightning import seams
 from moe_lightning.checkpoint.full_state import (
     full_model_state,
     full_optimizer_state,
@@ -32,7 +33,6 @@ from moe_lightning.checkpoint.sealing import check_file
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.strategies import seams
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states, states_of_stateful
 from moe_lightning.strategies.worlds import Worlds

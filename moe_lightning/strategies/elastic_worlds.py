@@ -163,7 +163,7 @@ class ElasticWorlds:
         self.engine.made_progress()
         asked = [self.engine.newcomers(), self.engine.notice is not None]
         wishes = torch.tensor(asked, dtype=torch.int32, device=self._device)
-        all_reduce_(wishes, self._worlds.present)
+        all_reduce_(wishes, self._worlds.mesh.whole)
         self.change_is_due = bool(wishes.any())
 
     def begin_update(self) -> None:

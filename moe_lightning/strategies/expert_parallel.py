@@ -12,10 +12,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from moe_lightning import seams
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dispatcher import QuotaPolicy
@@ -24,7 +25,6 @@ from moe_lightning.elastic.membership import Membership
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import attach_stream
-from moe_lightning.strategies import seams
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
@@ -152,8 +152,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.take_place(world)
         self.state.begin_world()
         trainer = self.state.trainer
-        loaders = (trainer.train_dataloader, trainer.val_dataloaders)
-        self._step_data().enter_world(rank=world.rank, world_size=world.size, loaders=loaders)
+        loaders, mesh = (trainer.train_dataloader, trainer.val_dataloaders), self.worlds.mesh
+        self._step_data().enter_world(rank=mesh.data_rank, world_size=mesh.data_size, loaders=loaders)
         self.configure_ddp()
         self.worlds.enter()
 
@@ -166,7 +166,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
         if not self.state.is_of(module):
-            self.state.take(module, self.place_experts(module))
+            self.state.take(module, self.placing.place(module, self.world))
             self._kept = KeptExperts(self.experts)
         assert self._kept is not None
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
@@ -212,10 +212,6 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def experts(self) -> PlacedExperts:
         """The experts under their placements; available once the strategy is set up."""
         return self.state.experts
-
-    def place_experts(self, module: nn.Module) -> PlacedExperts:
-        """Put a module's experts into slots, under the placement that the user chose; collective."""
-        return self.placing.place(module, self.world)
 
     def replace_experts(self, placements: Sequence[Placement]) -> MigrationReport:
         """Move experts with all their state to new placements, one for each MoE layer; collective, between steps.
@@ -263,7 +259,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     def _step_data(self) -> StepData:
         if self._data is None:
-            place = {"rank": self.global_rank, "world_size": self.world_size}
+            place = {"rank": self.worlds.mesh.data_rank, "world_size": self.worlds.mesh.data_size}
             self._data = StepData(**place, seed=self._run_seed(), is_elastic=self.elastic is not None)
         return self._data
 

@@ -15,7 +15,7 @@ from moe_lightning.comm.private_folder import PrivateFolder
 from moe_lightning.comm.world import STORE_VARIABLE
 from moe_lightning.elastic.settings import ElasticTask
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.seams import SubprocessLauncher
+from moe_lightning.seams import SubprocessLauncher
 
 _NAMES_OF_RUNS = (
     "TORCHELASTIC_RUN_ID",

@@ -7,8 +7,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies import seams
 
 
 def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:

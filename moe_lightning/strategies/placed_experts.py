@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migration
-from moe_lightning.algorithms.placement import Placement, dispatch_groups, parse_placements, uniform_placement
+from moe_lightning.algorithms.placement import Placement, dispatch_groups
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
@@ -319,32 +315,6 @@ class PlacedExperts:
         return {name: self.stack_of[parameter] for name, parameter in named if parameter in self.stack_of}
 
 
-def resolve_placements(
-    module: nn.Module,
-    num_ranks: int,
-    *,
-    ep_size: int | None = None,
-    copies: int | None = None,
-    placement: str | os.PathLike[str] | Sequence[Any] | None = None,
-) -> list[Placement]:
-    """The placement of each MoE layer: uniform with so many copies, or from a table or file.
-
-    Raises:
-        ConfigurationError: a file or table that is missing, malformed or made for other sizes.
-    """
-    layers = moe_layers(module)
-    if placement is None:
-        copies = max(1, num_ranks // (ep_size or num_ranks)) if copies is None else copies
-        return [uniform_placement(layer.num_experts, num_ranks, copies) for layer in layers]
-    if len({layer.num_experts for layer in layers}) > 1:
-        raise ConfigurationError(
-            "a placement table needs the same number of experts in every MoE layer: use copies instead"
-        )
-    table, origin = _read_table(placement)
-    experts = layers[0].num_experts if layers else 0
-    return parse_placements(table, num_layers=len(layers), num_experts=experts, num_ranks=num_ranks, origin=origin)
-
-
 def _in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, ...]:
     """The experts of a rank in its slots, ascending, and -1 in those that are left. No rank needs more slots than there
     are experts.
@@ -385,19 +355,3 @@ def _take_rank_0_experts(layer: MoELayer, world: World) -> None:
             values = parameter.data.to(world.device)
             broadcast_(values, 0, world)
             parameter.data.copy_(values)
-
-
-def _read_table(source: str | os.PathLike[str] | Sequence[Any]) -> tuple[object, str]:
-    if not isinstance(source, str | os.PathLike):
-        return list(source), "placement"
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigurationError(
-            f"the placement file {path} does not exist: give a .json or .npy table [layers, experts, ranks]"
-        )
-    try:
-        if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False), str(path)
-        return json.loads(path.read_text()), str(path)
-    except (ValueError, OSError, EOFError) as error:
-        raise ConfigurationError(f"the placement file {path} is not a .json or .npy table: {error}") from error

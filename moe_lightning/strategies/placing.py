@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
+from moe_lightning.algorithms.placement import Placement, parse_placements, uniform_placement
 from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, QuotaPolicy
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.placed_experts import PlacedExperts, resolve_placements
+from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.strategies.placed_experts import PlacedExperts
 
 
 class Placing:
@@ -77,3 +82,45 @@ class Placing:
             dispatch=self._dispatch,
             slots=self._slots,
         )
+
+
+def resolve_placements(
+    module: nn.Module,
+    num_ranks: int,
+    *,
+    ep_size: int | None = None,
+    copies: int | None = None,
+    placement: str | os.PathLike[str] | Sequence[Any] | None = None,
+) -> list[Placement]:
+    """The placement of each MoE layer: uniform with so many copies, or from a table or file.
+
+    Raises:
+        ConfigurationError: a file or table that is missing, malformed or made for other sizes.
+    """
+    layers = moe_layers(module)
+    if placement is None:
+        copies = max(1, num_ranks // (ep_size or num_ranks)) if copies is None else copies
+        return [uniform_placement(layer.num_experts, num_ranks, copies) for layer in layers]
+    if len({layer.num_experts for layer in layers}) > 1:
+        raise ConfigurationError(
+            "a placement table needs the same number of experts in every MoE layer: use copies instead"
+        )
+    table, origin = _read_table(placement)
+    experts = layers[0].num_experts if layers else 0
+    return parse_placements(table, num_layers=len(layers), num_experts=experts, num_ranks=num_ranks, origin=origin)
+
+
+def _read_table(source: str | os.PathLike[str] | Sequence[Any]) -> tuple[object, str]:
+    if not isinstance(source, str | os.PathLike):
+        return list(source), "placement"
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigurationError(
+            f"the placement file {path} does not exist: give a .json or .npy table [layers, experts, ranks]"
+        )
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, allow_pickle=False), str(path)
+        return json.loads(path.read_text()), str(path)
+    except (ValueError, OSError, EOFError) as error:
+        raise ConfigurationError(f"the placement file {path} is not a .json or .npy table: {error}") from error

@@ -82,14 +82,14 @@ class RankState:
 
     def training_state(self) -> TrainingState:
         """The live tensors of the run under their checkpoint keys."""
-        world = self._worlds.present
+        ranks = self._worlds.mesh.whole
         return TrainingState(
             self.module,
             self.experts.stacks,
             list(zip(self.optimizers, self._groups, strict=True)),
             keepers=self._shards.owners if self._shards is not None else {},
-            rank=world.rank,
-            world_size=world.size,
+            rank=ranks.rank,
+            world_size=ranks.size,
         )
 
     def number_of(self, optimizer: Optimizer) -> int:

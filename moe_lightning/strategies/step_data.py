@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
+from moe_lightning import seams
 from moe_lightning.data.step_loader import StepLoader, reason_not_to_cut
 from moe_lightning.data.step_sampler import StepSampler, StepSlice
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies import seams
 
 LOADERS_KEY = "step_loaders"
 """Where a checkpoint keeps the position of each training loader."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_lightning import seams
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.modules.stream import SampleStream
-from moe_lightning.strategies import seams
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.stand_ins import nothing_of, without_traces

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from moe_lightning import seams
 from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.decision_check import check_versions
 from moe_lightning.comm.dense_sum import sum_over_ranks
@@ -31,7 +32,6 @@ from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.elastic.settings import ElasticTask, membership_from_environment
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies import seams
 from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.local_launch import PrivateLauncher, elastic_devices, meeting_of
@@ -102,7 +102,7 @@ class WorldDDPStrategy(DDPStrategy):
         """The place of this rank for a sampler of Lightning's, whatever the Trainer was told of devices and nodes."""
         if self.elastic is None:
             return super().distributed_sampler_kwargs
-        return {"num_replicas": self.world.size, "rank": self.global_rank}
+        return {"num_replicas": self.worlds.mesh.data_size, "rank": self.worlds.mesh.data_rank}
 
     @property
     @override

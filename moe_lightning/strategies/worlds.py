@@ -8,6 +8,7 @@ from typing import Protocol
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
+from moe_lightning.comm.mesh import Mesh
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Members
 
@@ -85,7 +86,6 @@ class Worlds:
         return tuple(numbers[node] for node in nodes)
 
     @property
-    def node_peers(self) -> tuple[int, ...]:
-        """The ranks of this rank's node, ascending."""
-        node_of = self.node_of
-        return tuple(rank for rank, node in enumerate(node_of) if node == node_of[self.present.rank])
+    def mesh(self) -> Mesh:
+        """This rank's places in the present world, where all ranks are data-parallel."""
+        return Mesh.flat(self.present, self.node_of)

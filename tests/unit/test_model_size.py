@@ -61,7 +61,8 @@ def test_modules_count_what_they_saw() -> None:
 
 
 def _sizes_on_ranks(rank: int, world_size: int) -> dict[str, Any]:
-    from moe_lightning.strategies.placed_experts import PlacedExperts, resolve_placements
+    from moe_lightning.strategies.placed_experts import PlacedExperts
+    from moe_lightning.strategies.placing import resolve_placements
 
     pl.seed_everything(1, verbose=False)
     module = OwnModule()

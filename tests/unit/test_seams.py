@@ -19,7 +19,7 @@ import torch
 import torchmetrics
 
 PACKAGE = Path(__file__).parents[2] / "moe_lightning"
-SEAMS = PACKAGE / "strategies" / "seams.py"
+SEAMS = PACKAGE / "seams.py"
 
 SEEN = {"lightning": "2.6.6", "torch": "2.13.0", "torchmetrics": "1.9.0"}
 """The releases in which the names below were seen."""

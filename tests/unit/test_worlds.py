@@ -40,11 +40,11 @@ def test_nodes_are_blocks_of_ranks_where_nobody_names_them() -> None:
     worlds.take_place(world_of(2, 4))
     worlds.ranks_per_node = 2
     assert worlds.is_joined
-    assert (worlds.node_of, worlds.node_peers, worlds.number) == ((0, 0, 1, 1), (2, 3), 0)
+    assert (worlds.node_of, worlds.mesh.node_peers, worlds.number) == ((0, 0, 1, 1), (2, 3), 0)
 
 
 def test_nodes_are_those_of_the_members() -> None:
     worlds = Worlds()
     worlds.take_place(world_of(2, 3))
     worlds.members = SimpleNamespace(nodes=("x", "y", "x"), number=7)  # type: ignore[assignment]
-    assert (worlds.node_of, worlds.node_peers, worlds.number) == ((0, 1, 0), (0, 2), 7)
+    assert (worlds.node_of, worlds.mesh.node_peers, worlds.number) == ((0, 1, 0), (0, 2), 7)
