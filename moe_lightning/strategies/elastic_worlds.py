@@ -56,6 +56,7 @@ class ElasticWorlds:
         device, backend, timeout: of the groups.
 
     Attributes:
+        members: of the world that this process joined last; None before the first.
         min_replicas: nodes that shall hold each expert.
         max_recoveries: recoveries after which the run gives up.
         version: committed optimizer steps of the live state.
@@ -84,6 +85,7 @@ class ElasticWorlds:
         self._worlds, self._state, self._wrapped, self._take_place = worlds, state, wrapped, take_place
         self._device, self._backend, self._timeout = device, backend, timeout
         self.engine, worlds.node = engine, engine.node
+        self.members: Members | None = None
         self.min_replicas = 1
         self.max_recoveries = 1000
         self.version = 0
@@ -109,7 +111,9 @@ class ElasticWorlds:
         if not self.engine.world_exists():
             members = self.engine.join()
             if not self.engine.comes_too_early(members):
-                return self._build(members)
+                world = self._build(members)
+                self._worlds.members = members
+                return world
         self.is_newcomer = True
         task = self.engine.task
         return World.offline(min(task.slot, task.expected - 1), task.expected, self._device)
@@ -135,7 +139,7 @@ class ElasticWorlds:
             device=self._device,
             guard=lambda cut: self.engine.guard(members, cut),
         )
-        self._worlds.members = members
+        self.members = members
         if world.rank == 0:
             take_over_terminal()
         return world
@@ -144,11 +148,6 @@ class ElasticWorlds:
         """Leave for good, when training is over."""
         gc.unfreeze()
         self.engine.close()
-
-    @property
-    def members(self) -> Members | None:
-        """Of the present world; None before the first."""
-        return self._worlds.members
 
     def _require_members(self) -> Members:
         assert self.members is not None, "join first"
@@ -364,6 +363,7 @@ class ElasticWorlds:
         self._is_torn |= plan.level != "live"
         state.experts.enter_world(world, repair.placements, plan.held, state.optimizers, plan.nodes)
         self._is_torn = True
+        self._worlds.members = self.members  # from here on the new world is the present one
         self._take_place(world)
         if plan.level == "live" and saved is not None:
             missing = {(la, e) for la, e in np.argwhere(~plan.held.any(axis=2)).tolist()}

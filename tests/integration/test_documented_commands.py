@@ -177,7 +177,7 @@ def test_every_snippet_is_run_here() -> None:
         "class Counting",
         "class Masked",
     )
-    shown = [block for page in PAGES for block in blocks(page, "python")]
+    shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
     for block in shown:
         assert sum(part in block for part in known) == 1, block
