@@ -3,15 +3,21 @@ used, raises K so that they keep its budget."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.algorithms.ledger import worst_case_plt
+from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.dynamic_k import DynamicK
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.session import CheckpointSession
+from moe_lightning.checkpoint.settings import CheckpointSettings
+from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.errors import ConfigurationError
 
 
@@ -25,6 +31,24 @@ def count_losses(checkpoint_ledger: CheckpointLedger, restored: CheckpointSource
             f"PLT {100 * checkpoint_ledger.ledger.plt:.3f} percent so far"
         )
     return checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
+
+
+def count_stale(checkpoint_ledger: CheckpointLedger, versions: Mapping[tuple[int, int], int]) -> float:
+    """Account for experts of the live state that came back older, given by (layer, expert); the PLT that it cost."""
+    lost = checkpoint_ledger.lose(versions)
+    rank_zero_warn(
+        f"{len(versions)} experts came back older: {int(lost.sum())} assignments lost, "
+        f"PLT {100 * checkpoint_ledger.ledger.plt:.3f} percent so far"
+    )
+    return checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
+
+
+def new_ledger(
+    trainer: pl.Trainer, state: TrainingState, settings: CheckpointSettings, per_step: IntArray
+) -> CheckpointLedger:
+    """Of a run that begins, from the assignments of a step, int64 [L]."""
+    planned = (per_step * planned_steps(trainer)).clip(min=1)
+    return state.checkpoint_ledger(planned, scopes=parse_scopes(settings.scopes), order=settings.order)
 
 
 def choose_k(trainer: pl.Trainer, session: CheckpointSession, *, order: Order, interval: int, lost: float) -> None:

@@ -1,10 +1,8 @@
 """Partial-experts checkpoints that do not stall training: the callback over `moe_lightning.checkpoint`.
 
 After an optimizer step the state is copied into host memory while the next forward and backward run; a process of its
-own writes it
-to storage and commits it (PEC 3.2; MoC-System 5). Of each layer's E experts a snapshot holds K_snapshot and storage
-gets
-K_persist; the others stay at their last version, and the tokens that a restore loses are counted.
+own writes it to storage and commits it (PEC 3.2; MoC-System 5). Of each layer's E experts a snapshot holds K_snapshot
+and storage gets K_persist; the others stay at their last version, and the tokens that a restore loses are counted.
 """
 
 from __future__ import annotations
@@ -23,16 +21,16 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.algorithms.protection import ProtectionLayout
-from moe_lightning.algorithms.selection import parse_scopes
-from moe_lightning.callbacks.checkpoint_budget import bound_cost, choose_k, count_losses, planned_steps
+from moe_lightning.callbacks.checkpoint_budget import bound_cost, choose_k, count_losses, count_stale, new_ledger
+from moe_lightning.callbacks.checkpoint_metrics import log_checkpoint
 from moe_lightning.callbacks.load_balancer import LoadBalancer
-from moe_lightning.checkpoint.agent_control import warnings_of
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.fence import enter_world, next_world
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.recovery_sources import RecoverySources
-from moe_lightning.checkpoint.session import CheckpointSession, CheckpointSettings
+from moe_lightning.checkpoint.session import CheckpointSession
+from moe_lightning.checkpoint.settings import CheckpointSettings
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -59,9 +57,8 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
         timeout_s: longest wait for the last checkpoint to be written.
 
     Logs checkpoint/stall_ms (every step), and for each snapshot checkpoint/snapshot_ms, snapshot_bytes,
-    predicted_bytes, k_snapshot,
-    k_persist, persist_ms, persist_bytes, plt; with scheduled windows also copied_idle_bytes, copied_compute_bytes,
-    copied_communication_bytes.
+    predicted_bytes, k_snapshot, k_persist, persist_ms, persist_bytes, plt; with scheduled windows also
+    copied_idle_bytes, copied_compute_bytes, copied_communication_bytes.
 
     Raises:
         ConfigurationError: a value outside its range, or a trainer without ExpertParallelStrategy.
@@ -197,12 +194,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
         if self._counts is not None:
             self.checkpoint_ledger.ledger.record(self._counts.cpu().numpy())
             self._counts = None
-        lost = self.checkpoint_ledger.lose(versions)
-        self._lost_plt += self.checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
-        rank_zero_warn(
-            f"{len(versions)} experts came back older: {int(lost.sum())} assignments lost, "
-            f"PLT {100 * self.checkpoint_ledger.ledger.plt:.3f} percent so far"
-        )
+        self._lost_plt += count_stale(self.checkpoint_ledger, versions)
 
     @property
     def _run_name(self) -> str:
@@ -223,11 +215,8 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
         is_elastic = self._strategy is not None and self._strategy.elastic is not None
         if not is_elastic or self._is_saving or self.checkpoint_ledger is None:
             return {}
-        return {
-            "checkpoint_ledger": self.checkpoint_ledger.state_dict(),
-            "counts": self._counts,
-            "lost_plt": self._lost_plt,
-        }
+        ledger = self.checkpoint_ledger.state_dict()
+        return {"checkpoint_ledger": ledger, "counts": self._counts, "lost_plt": self._lost_plt}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -309,7 +298,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
         self._is_interrupted = False
         self.session.save(trainer.global_step, self.checkpoint_ledger, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
-        self._log(trainer, pl_module)
+        log_checkpoint(trainer, self.session, self.plt)
 
     def _reassign(self, strategy: ExpertParallelStrategy) -> None:
         """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""
@@ -335,11 +324,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
             self.checkpoint_ledger.reassign(state.owners())
         elif state.num_experts and counted is not None:
             steps_counted = max(1, trainer.global_step - max(0, self._saved_at))
-            planned = counted.sum(axis=1) // steps_counted * planned_steps(trainer)
-            scopes = parse_scopes(self.settings.scopes)
-            self.checkpoint_ledger = state.checkpoint_ledger(
-                planned.clip(min=1), scopes=scopes, order=self.settings.order
-            )
+            self.checkpoint_ledger = new_ledger(trainer, state, self.settings, counted.sum(axis=1) // steps_counted)
             if self._received_ledger is not None:
                 self.checkpoint_ledger.load_state_dict(self._received_ledger)
         self._received_ledger = None
@@ -371,8 +356,8 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
         choose_k(trainer, self.session, order=self.settings.order, interval=self._interval(), lost=lost)
 
     def _adapt(self, trainer: pl.Trainer) -> None:
-        assert self.session is not None
         session = self.session
+        assert session is not None
         wanted = self.settings.k_snapshot == "auto" or self._every_n_steps == "auto"
         if not wanted or session.adapted is not None or self.checkpoint_ledger is None or not session.has_saved:
             return
@@ -382,25 +367,6 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
                 f"checkpoints from now on: K_snapshot={session.k_snapshot}, K_persist={session.k_persist}, "
                 f"every {self._interval()} steps (copies hide under {1e3 * self._overlap_s:.0f} ms)"
             )
-
-    def _log(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        assert self.session is not None
-        metrics: dict[str, float] = {
-            "k_snapshot": self.session.k_snapshot,
-            "k_persist": self.session.k_persist,
-            "plt": self.plt,
-            "predicted_bytes": self.session.predicted_bytes,
-        }
-        report, status = self.session.last_report, self.session.status()
-        if report is not None:
-            metrics |= {"snapshot_ms": 1e3 * report.copy_s, "snapshot_bytes": report.copied_bytes}
-            metrics |= {f"copied_{window.value}_bytes": size for window, size in report.copied_by_window.items()}
-        if status.committed_step is not None:
-            metrics |= {"persist_ms": 1e3 * status.persist_s, "persist_bytes": status.persist_bytes}
-        for warning in warnings_of(status):
-            rank_zero_warn(warning)
-        for logger in trainer.loggers:
-            logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()}, trainer.global_step)
 
     # ------------------------------------------------------------------ the end
 

@@ -36,14 +36,14 @@ from moe_lightning.checkpoint.fence import Superseded, check_world, staging_path
 from moe_lightning.checkpoint.own_root import Elsewhere, OwnRoot
 from moe_lightning.checkpoint.persist_job import (
     Job,
+    has_work,
     interrupted_job,
     is_superseded,
+    is_void,
     left_behind,
     next_job,
-    others_went_on,
-    passed_by,
     session_of,
-    waits_for_newer_session,
+    will_lack_parts,
 )
 from moe_lightning.checkpoint.scrubbing import Scrubber
 from moe_lightning.checkpoint.store import read_manifest, write_part
@@ -53,8 +53,7 @@ from moe_lightning.errors import CheckpointError
 _HOPE_S = 0.2
 _LOCK_S = 0.1
 _LONGEST_PAUSE_S = 60.0
-_LAST_ATTEMPTS = 3
-"""Failures in a row after which an agent that should leave gives up."""
+_LAST_ATTEMPTS = 3  # failures in a row after which an agent that should leave gives up
 
 
 class Agent:
@@ -133,7 +132,7 @@ class Agent:
         if time.monotonic() < self._retry_at:
             return False
         try:
-            if self._job is not None or any(_has_work(arena) for arena in self._arenas.values()):
+            if self._job is not None or any(has_work(arena) for arena in self._arenas.values()):
                 self._own_root.check()
             self._take_up()
             if self._finish():  # perhaps an agent before this one, or another node's, wrote everything
@@ -245,14 +244,13 @@ class Agent:
         self._end_job(success=True)
         self._failures = 0
         self._own_root.made()
-        persist_s = time.monotonic() - job.began
         self._report(
             replace(
                 self.status,
                 committed_step=job.step,
                 committed_session=job.session,
                 committed_path=str(committed),
-                persist_s=persist_s,
+                persist_s=time.monotonic() - job.began,
                 persist_bytes=job.nbytes,
                 error=None,
             )
@@ -283,17 +281,9 @@ class Agent:
             return
         job.checked = now
         missing = missing_ranks(staging_path(self.root, job.session, job.step, job.world), job.world_size)
-        live = [arena for arena in self._arenas.values() if arena.writer_alive]
-        # A rank's arena that was left behind says nothing of that rank while others write here: it may have moved on
-        # to another node.
-        left = left_behind(self._arenas, job.session) if live else []
-        arenas = {path: arena for path, arena in self._arenas.items() if path not in left}
-        followed = [arena for arena in self._arenas.values() if waits_for_newer_session(arena, job.session)]
-        if followed and all(arena in followed for arena in live):
-            self._end_job(success=False, keep=False)  # training was rolled back: what this session left is void
-        elif others_went_on(self.root, job) or any(
-            rank_of(path) in missing and passed_by(arena, job.session, job.step) for path, arena in arenas.items()
-        ):
+        if is_void(job, self._arenas.values()):
+            self._end_job(success=False, keep=False)
+        elif will_lack_parts(job, missing, self._arenas, self.root):
             self._end_job(success=False)
         elif now - job.began > self.commit_timeout_s:
             raise CheckpointError(
@@ -396,12 +386,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.stop())
         return agent.run()
-
-
-def _has_work(arena: Arena) -> bool:
-    """Something to be written, or being written."""
-    state = arena.state
-    return bool(state.waiting) or state.persisting is not None
 
 
 def _sentence(error: OSError | CheckpointError, root: Path) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_lightning.checkpoint.agreed_step import Agreement, agreed_step
 from moe_lightning.checkpoint.arena import Arena
+from moe_lightning.checkpoint.arena_location import rank_of
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.checkpoint.store import headings
 from moe_lightning.checkpoint.triple_buffer import newest_common
@@ -32,6 +33,12 @@ class Job:
     written: set[Path] = field(default_factory=set)
     nbytes: int = 0
     checked: float = 0.0
+
+
+def has_work(arena: Arena) -> bool:
+    """Something to be written, or being written."""
+    state = arena.state
+    return bool(state.waiting) or state.persisting is not None
 
 
 def interrupted_job(arenas: Iterable[Arena]) -> Job | None:
@@ -96,9 +103,25 @@ def is_superseded(root: Path, session: str) -> bool:
     return (agreed is not None and agreed.session > session) or (bool(committed) and committed[0][1].session > session)
 
 
-def waits_for_newer_session(arena: Arena, session: str) -> bool:
-    """Whether a rank has begun a later session."""
-    return any(table.session > session for table in arena.waiting_tables())
+def is_void(job: Job, arenas: Iterable[Arena]) -> bool:
+    """Whether training was rolled back: every rank of this node that lives has begun a later session."""
+    arenas = list(arenas)
+    followed = [a for a in arenas if any(table.session > job.session for table in a.waiting_tables())]
+    return bool(followed) and all(arena in followed for arena in arenas if arena.writer_alive)
+
+
+def will_lack_parts(job: Job, missing: Collection[int], arenas: Mapping[Path, Arena], root: Path) -> bool:
+    """Whether the parts of missing ranks will never come, or the other nodes persist something else.
+
+    A rank's arena that was left behind says nothing of that rank while others write here: it may have moved on to
+    another node.
+    """
+    left = left_behind(arenas, job.session) if any(arena.writer_alive for arena in arenas.values()) else []
+    return others_went_on(root, job) or any(
+        rank_of(path) in missing and passed_by(arena, job.session, job.step)
+        for path, arena in arenas.items()
+        if path not in left
+    )
 
 
 def passed_by(arena: Arena, session: str, step: int) -> bool:

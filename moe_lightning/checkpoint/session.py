@@ -9,15 +9,13 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.protection import ProtectionLayout
-from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.checkpoint.agent_control import AgentHandle, AgentStatus, read_status
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.arena_location import ARENAS, arena_directory, arena_path
@@ -25,8 +23,8 @@ from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.dcp_format import dump_object
 from moe_lightning.checkpoint.fence import check_world, enter_world, next_world
-from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.recovery_sources import arenas_name
+from moe_lightning.checkpoint.settings import CheckpointSettings
 from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.snapshotter import SnapshotReport, Snapshotter
 from moe_lightning.checkpoint.store import claim, run_of
@@ -35,65 +33,10 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import StatePiece, describe
-from moe_lightning.values import Coefficient, PositiveInt, validated
-
-WINDOWS = ("any", "scheduled")
-ORDERS = ("sequential", "load_aware", "load_aware_global")
 
 _LEAST_OBJECT_BYTES = 1 << 20
 _OBJECT_GROWTH = 4
 """An object may grow to so many times the size that the largest one has when a session opens."""
-
-
-@validated
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSettings:
-    """How a run is checkpointed.
-
-    Attributes:
-        k_snapshot: experts of each layer copied into memory; None: all, "auto": as many as hide under forward and
-            backward.
-        k_persist: experts of each layer written to storage; None: as many as are copied.
-        order: which experts are next: "sequential", "load_aware" (PEC Alg. 1 as printed) or "load_aware_global", which
-            loses fewest tokens.
-        scopes: the kinds of expert state that may stay behind: a preset ("full", "moc", "weights", "none") or kinds.
-            Parameters in float32 are master weights; those of lower precision are weights.
-        keep_last: whole checkpoints to keep.
-        verify_within: commits within which every file that checkpoints carry over is read again; what is damaged is
-            written anew.
-        copies_on_storage: every so many checkpoints hold all experts in files of their own, and one whole checkpoint is
-            kept that shares no file with the newest; None: never, so that an expert has one copy on storage.
-        failures_per_hour: expected rate of faults, for the adaptive interval.
-        fallback_dir: room for snapshots where shared memory is missing or too small; None: the checkpoint directory.
-        windows: when snapshots are copied: in "any" part of a step, as soon as possible, or "scheduled" by HAS (REFT
-            4.1): while the device is idle, then during computation, then during exchanges, as far as each is needed.
-
-    Raises:
-        ConfigurationError: a value outside its range.
-    """
-
-    k_snapshot: PositiveInt | Literal["auto"] | None = None
-    k_persist: PositiveInt | None = None
-    order: Order = "sequential"
-    scopes: str | Iterable[str] = "full"
-    keep_last: PositiveInt = 2
-    verify_within: PositiveInt = 8
-    copies_on_storage: PositiveInt | None = None
-    failures_per_hour: Coefficient = 0.0
-    fallback_dir: str | None = None
-    windows: Literal["any", "scheduled"] = "any"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.k_snapshot, int) and self.k_persist is not None and self.k_persist > self.k_snapshot:
-            raise ConfigurationError(
-                f"k_persist={self.k_persist} is more than k_snapshot={self.k_snapshot}: "
-                "only experts that are copied can be written"
-            )
-        if self.order not in ORDERS:
-            raise ConfigurationError(f"order={self.order!r} is not known: use one of {list(ORDERS)}")
-        if self.windows not in WINDOWS:
-            raise ConfigurationError(f"windows={self.windows!r} is not known: use one of {list(WINDOWS)}")
-        parse_scopes(self.scopes)
 
 
 class CheckpointSession:

@@ -12,7 +12,6 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from moe_lightning.elastic.membership import Members, new_member_id
 from moe_lightning.elastic.probing import Endpoint, Prober
 from moe_lightning.elastic.secret import read_secret
 from moe_lightning.elastic.settings import ElasticTask
+from moe_lightning.elastic.watch import Watch
 from moe_lightning.elastic.wire import Message
 from moe_lightning.errors import ConfigurationError
 
@@ -38,28 +38,6 @@ logger = logging.getLogger(__name__)
 
 class WorldTooSmall(ConfigurationError):
     """Fewer members than `min_ranks` came together in time."""
-
-
-@dataclass(kw_only=True)
-class _Watch:
-    """A world that this process is in.
-
-    Attributes:
-        has_settled: somebody in it had set up before it formed.
-        probes: where the links to its other nodes are tried.
-        cut: frees every operation that waits for a peer; None before the world is guarded.
-        reason: why it broke; None while it holds.
-        rating: how much the reason says: 1 an error, 2 a silent rank, 3 a launcher's word on a death.
-        broken_at: when, on the thread's clock; None while it holds.
-    """
-
-    members: Members
-    has_settled: bool
-    probes: Mapping[str, Endpoint] = field(default_factory=dict)
-    cut: Callable[[], None] | None = None
-    reason: str | None = None
-    rating: int = 0
-    broken_at: float | None = None
 
 
 class Monitor:
@@ -81,8 +59,8 @@ class Monitor:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._clock = OwnClock()
-        self._watch: _Watch | None = None  # the newest world
-        self._guarded: _Watch | None = None
+        self._watch: Watch | None = None  # the newest world
+        self._guarded: Watch | None = None
         self._main_is_here = True
         self._is_joining = self._is_ready = False
         self._expelled: str | None = None
@@ -381,12 +359,12 @@ class Monitor:
     def _enter(self, number: int, ids: list[str], message: Message) -> None:
         self._number = max(self._number, number)
         members = Members(number=number, ids=tuple(ids), me=ids.index(self.member_id))
-        self._watch = _Watch(
+        self._watch = Watch(
             members=members, has_settled=message.get("settled") is True, probes=_endpoints(message.get("probes", {}))
         )
         self._is_joining, self._waiting_since, self._kept_out = False, None, None
 
-    def _note_break(self, watch: _Watch, reason: str, *, rating: int) -> None:
+    def _note_break(self, watch: Watch, reason: str, *, rating: int) -> None:
         """A world broke, or there is a better reason why."""
         if rating > watch.rating:
             watch.reason, watch.rating = reason, rating
@@ -394,7 +372,7 @@ class Monitor:
             watch.broken_at = self._clock.now
             self._cut(watch)
 
-    def _cut(self, watch: _Watch) -> None:
+    def _cut(self, watch: Watch) -> None:
         self.requests.end(watch.members.number)
         try:
             if watch.cut is not None:

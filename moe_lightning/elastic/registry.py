@@ -8,7 +8,6 @@ world. Messages are dictionaries with a kind "t"; `Registry.receive` lists those
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +16,6 @@ from moe_lightning.elastic.dead_links import DeadLinks, words_for
 from moe_lightning.elastic.formation import (
     RECONNECT_S,
     Member,
-    Patience,
     StandingWorld,
     links_between,
     next_number,
@@ -26,10 +24,10 @@ from moe_lightning.elastic.formation import (
     waiting_newcomers,
 )
 from moe_lightning.elastic.membership import node_of, token_of
+from moe_lightning.elastic.said import LONGEST_WORD, is_member_id, is_text, parse_endpoint, parse_patience
 from moe_lightning.elastic.settings import BEAT_S
 from moe_lightning.elastic.wire import Message, WireError
 
-_LONGEST_WORD = 200
 _LONGEST_REASON = 2000
 _MOST_EXPELLED = 10_000
 _DEAF_S = 2 * BEAT_S  # without a word of anybody at all
@@ -87,7 +85,7 @@ class Registry:
             case {"t": "launcher"}:
                 self._launchers.add(connection)
             case {"t": "died", "token": str(token), "how": str(how)} if connection in self._launchers:
-                self._take_death(token, how[:_LONGEST_WORD], now)
+                self._take_death(token, how[:LONGEST_WORD], now)
             case {"t": "beat", "progress": int(progress)}:
                 self._send(connection, t="beat")
                 if member is not None:
@@ -100,7 +98,7 @@ class Registry:
             case {"t": "join" | "leave" | "broken" | "withdraw" | "unreachable" | "reachable" | "finish"}:
                 return  # of a member that has been expelled meanwhile
             case _:
-                raise WireError(f"a message of an unknown kind: {str(message)[:_LONGEST_WORD]}")
+                raise WireError(f"a message of an unknown kind: {str(message)[:LONGEST_WORD]}")
 
     def _receive_from_member(self, member: Member, kind: str, message: Message, now: float) -> None:
         match message:
@@ -117,17 +115,17 @@ class Registry:
             case {"t": "broken", "number": int(number), "reason": str(reason)}:
                 if self.world is not None and self.world.number == number:
                     self._break(reason[:_LONGEST_REASON], 1, now)
-            case {"t": "unreachable", "number": int(number), "nodes": list(nodes)} if all(map(_is_text, nodes)):
+            case {"t": "unreachable", "number": int(number), "nodes": list(nodes)} if all(map(is_text, nodes)):
                 if self.world is not None and self.world.number == number and self.world.broken_at is None:
                     self._links.report(member, nodes, now)
-            case {"t": "reachable", "nodes": list(nodes)} if all(map(_is_text, nodes)):
+            case {"t": "reachable", "nodes": list(nodes)} if all(map(is_text, nodes)):
                 self._links.mend(member.node, nodes)
             case {"t": "finish"}:
                 self._finished += 1
                 for connection in [*self._connections, *self._launchers]:
                     self._send(connection, t="finished", finished=self._finished)
             case _:
-                raise WireError(f"a malformed message of the kind {kind[:_LONGEST_WORD]}")
+                raise WireError(f"a malformed message of the kind {kind[:LONGEST_WORD]}")
 
     def disconnect(self, connection: int, now: float) -> None:
         """A connection has ended."""
@@ -172,7 +170,7 @@ class Registry:
             case {
                 "id": str(member_id), "expected": int(expected), "patience": list(patience), "probe": probe,
                 "joining": bool(joins), "ready": bool(is_ready), "number": int(number), "world": world,
-            } if _is_member_id(member_id) and 0 <= number < 2**62:  # fmt: skip
+            } if is_member_id(member_id) and 0 <= number < 2**62:  # fmt: skip
                 pass
             case _:
                 raise WireError("a malformed introduction")
@@ -189,9 +187,9 @@ class Registry:
             return
         member = self._members.get(member_id)
         if member is None:
-            member = self._members[member_id] = Member(id=member_id, patience=_patience(patience))
-        member.patience, member.expected = _patience(patience), expected
-        member.probe, member.is_local, member.heard_at, member.lost_at = _endpoint(probe), is_local, now, None
+            member = self._members[member_id] = Member(id=member_id, patience=parse_patience(patience))
+        member.patience, member.expected = parse_patience(patience), expected
+        member.probe, member.is_local, member.heard_at, member.lost_at = parse_endpoint(probe), is_local, now, None
         member.grace_s = 0.0
         if joins:
             member.joining_since = now if member.joining_since is None else member.joining_since
@@ -205,7 +203,7 @@ class Registry:
             return
         match said:
             case {"number": int(number), "ids": list(ids), "patience": list(patience)} if (
-                0 < number < 2**62 and ids and all(map(_is_member_id, ids))
+                0 < number < 2**62 and ids and all(map(is_member_id, ids))
             ):
                 pass
             case _:
@@ -218,7 +216,7 @@ class Registry:
         for member_id in ids:
             if member_id not in self._members and member_id not in self._expelled:
                 self._members[member_id] = Member(
-                    id=member_id, patience=_patience(patience), heard_at=now, lost_at=now, grace_s=RECONNECT_S
+                    id=member_id, patience=parse_patience(patience), heard_at=now, lost_at=now, grace_s=RECONNECT_S
                 )
         for connection, owner in list(self._connections.items()):
             if owner in self._members and owner != teller:  # one that has not heard that this world was formed
@@ -376,31 +374,3 @@ class Registry:
 
 def _broken(world: StandingWorld) -> Message:
     return {"t": "broken", "number": world.number, "reason": world.reason, "rating": world.rating}
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _LONGEST_WORD
-
-
-def _is_member_id(value: object) -> bool:
-    return _is_text(value) and str(value).count(".") >= 2
-
-
-def _patience(values: list[Any]) -> Patience:
-    """Times that a member tells.
-
-    Raises:
-        WireError: they are none.
-    """
-    if len(values) != 4 or not all(type(v) in (int, float) and math.isfinite(v) and v > 0 for v in values):
-        raise WireError("malformed timeouts")
-    return Patience(**dict(zip(("heartbeat_s", "silence_s", "hang_s", "start_s"), map(float, values), strict=True)))
-
-
-def _endpoint(said: Any) -> tuple[str, int] | None:
-    match said:
-        case None:
-            return None
-        case [str(host), int(port)] if len(host) <= _LONGEST_WORD and 0 < port < 65536:
-            return host, port
-    raise WireError("a malformed address")
