@@ -1,8 +1,8 @@
 """Mixture-of-Experts training for PyTorch Lightning: expert parallelism with replicated experts.
 
-The names below load on first use, so that small tools start without importing Lightning. The strategy registers
-itself as "expert_parallel"
-when Lightning is already imported, as in `import lightning; import moe_lightning`, and else when it is first used.
+The names below load on first use, so that small tools start without importing Lightning. The strategy registers itself
+as "expert_parallel" when Lightning is already imported, as in `import lightning; import moe_lightning`, and else when
+it is first used.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python -m moe_lightning.elastic.run --ranks 4 SCRIPT ARGUMENTS...
     python -m moe_lightning.elastic.run --ranks 8 --nodes 4 --lighthouse HOST:PORT --secret-file FILE SCRIPT ...
 
-The second on every node.
-The script is run as `python SCRIPT ARGUMENTS...` would run it, once in each worker.
+The second on every node. The script is run as `python SCRIPT ARGUMENTS...` would run it, once in each worker.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The experts of one layer as stacked parameters: row s of each belongs to the expert in slot s, or is vacant.
 
 A new placement overwrites rows in place, so neither parameters nor the optimizer are rebuilt. Every expert is
-initialised from a generator of
-its own, keyed by (layer seed, expert, tensor): the weights do not depend on where an expert lives.
+initialised from a generator of its own, keyed by (layer seed, expert, tensor): the weights do not depend on where an
+expert lives.
 
 Shapes: M rows sorted by slot, S slots, D model width, F expert width.
 """

@@ -1,8 +1,7 @@
 """Routing that follows a given popularity of experts instead of the learned scores: for experiments under known skew.
 
-The choice of a token is a function of its position in the global stream, so forced routing keeps law L1. Weights
-still come
-from the learned scores, so that the router trains.
+The choice of a token is a function of its position in the global stream, so forced routing keeps law L1. Weights still
+come from the learned scores, so that the router trains.
 """
 
 from __future__ import annotations

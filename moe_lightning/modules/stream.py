@@ -1,9 +1,8 @@
 """Randomness that depends on where a sample lies in the global stream, not on which rank computes it (law L1).
 
 Noise of routers, jitter and dropout are functions of (seed, step, layer tag, global row): slicing the batch over more
-ranks or micro-batches
-changes none of them. The numbers come from a counter-based hash (splitmix64's finaliser), so no generator state
-exists to be saved.
+ranks or micro-batches changes none of them. The numbers come from a counter-based hash (splitmix64's finaliser), so no
+generator state exists to be saved.
 """
 
 from __future__ import annotations

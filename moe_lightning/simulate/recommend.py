@@ -3,8 +3,8 @@
 slots: the fewest whose step is within one percent of the best, as far as memory goes. min_replicas: one more than the
 nodes that fail at once (Lazarus 4.1), or one where that trains more. protection: none where replicas survive such a
 failure, else parity or copies (REFT 4). K_snapshot, K_persist and the shortest interval: MoC-System 5.3. Interval and
-rebalance_every: the best of a few by simulation.
-What a choice buys is the goodput and PLT of the same run with that choice undone.
+rebalance_every: the best of a few by simulation. What a choice buys is the goodput and PLT of the same run with that
+choice undone.
 """
 
 from __future__ import annotations
