@@ -95,7 +95,7 @@ class Command(Program):
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
-        quick = ("--set", "heartbeat_timeout_s=0.4", "--set", "join_window_s=0.3")
+        quick = ("--set", "heartbeat_timeout_s=3", "--set", "join_window_s=0.3")
         logs = ("--log-dir", folder / "logs")
         super().__init__(*RUN, *logs, *options, *quick, SCRIPT, folder, folder=folder)
 

@@ -43,7 +43,7 @@ COMPOSING = [
     (["seed=abc"], ["seed='abc'", "integer"]),
     (["task=fly"], ["task='fly'", "'train' or 'validate'"]),
     (["resume=3"], ["resume=3", "true or false"]),
-    (["optimizer=null"], ["group", "string"]),
+    (["optimizer=null"], ["optimizer=null", "name of one of its files"]),
     (["recipes=text"], ["error: data.source is needed", "data.source=VALUE"]),
     (["recipes=upcycle_gpt2"], ["error: model.pretrained is needed"]),
     (["recipes=trace_routing"], ["model.router.forced.path is needed"]),

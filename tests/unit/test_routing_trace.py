@@ -235,7 +235,7 @@ def test_traces_that_cannot_be_judged_say_why(tmp_path: Path) -> None:
         balance_trace.load_trace(tmp_path / "short.npz")
     np.savez(tmp_path / "small.npz", counts=counts, iteration=np.array([1, 101, 201]))
     small = balance_trace.load_trace(tmp_path / "small.npz")
-    with pytest.raises(ConfigurationError, match="no sample from iteration 600"):
+    with pytest.raises(ConfigurationError, match="no sample from --first=600 on"):
         balance_trace.judge(small, "packed", slots_per_rank=4)
     with pytest.raises(ConfigurationError, match="'best' is unknown"):
         balance_trace.judge(small, "best", slots_per_rank=4)

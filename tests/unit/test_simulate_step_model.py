@@ -84,7 +84,7 @@ def test_models_are_counted_on_their_own_modules() -> None:
     assert work.parameters == count_parameters(config)
     assert (work.num_layers, work.num_experts, work.top_k) == (2, 6, 2)
     assert work.expert_params == 2 * 64 * 256 + 256 + 64
-    with pytest.raises(ConfigurationError, match="needs experts"):
+    with pytest.raises(ConfigurationError, match="num_experts=0 is a dense model"):
         gpt_workload(GPTConfig(num_layers=1, d_model=64, num_heads=4, num_experts=0), rank_batch=1)
 
 
