@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
     sources = Sources(routing=options.routing, spot=options.spot)
+    sources.check()
     left_out = []
     for name in PAPERS if options.figure == ALL else [options.figure]:
         try:

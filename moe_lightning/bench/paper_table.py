@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.simulate.failures import read_trace
 
 _CLOSE = 0.05
 
@@ -112,6 +114,17 @@ class Sources:
             MissingTrace: none was given.
         """
         return _given(self.spot, "--spot")
+
+    def check(self) -> None:
+        """Read what was given, whether or not it is needed.
+
+        Raises:
+            ConfigurationError: it is not what it should be.
+        """
+        if self.routing is not None:
+            read_routing_trace(self.routing_path())
+        if self.spot is not None:
+            read_trace(self.spot_path())
 
 
 class MissingTrace(ConfigurationError):

@@ -127,6 +127,18 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         Sources(routing=Path(__file__)).spot_path()
 
 
+@pytest.mark.parametrize("option", ["--spot", "--routing"])
+def test_a_damaged_trace_is_refused_also_where_it_is_not_needed(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "trace"
+    damaged.write_text("these are words\n")
+    assert main(["paper", "pec-sizes", option, str(damaged)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert str(damaged) in err
+
+
 def test_a_large_trace_on_a_small_cluster() -> None:
     events = [
         Event(time_ns=0, joined=tuple(range(32))),
