@@ -33,6 +33,7 @@ from moe_lightning.bench.recovery_worker import Task
 from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.failures import read_trace
 from moe_lightning.svg_pictures import phase_lines
 from moe_lightning.values import NonNegativeInt, Range, Seconds
 
@@ -123,6 +124,8 @@ def _check(options: argparse.Namespace) -> None:
     if "trace" in options.parts and options.trace is None:
         options.parts = [part for part in options.parts if part != "trace"]
         print("no --trace is given: that part is left out")
+    if "trace" in options.parts:
+        read_trace(options.trace)  # what is wrong with it is told before anything is measured
     if options.svg is not None and not {"kill", "restart"} & set(options.parts):
         raise ConfigurationError("--svg shows recoveries: measure kill or restart with it")
 

@@ -156,14 +156,16 @@ def read_trace(path: Path, start_ms: int = 0) -> list[Event]:
     live: set[int] = set()
     numbers: dict[str, int] = {}
     changes: list[tuple[int, str, int]] = []
+    last_ms = 0
     with path.open(newline="") as file:
         for line, row in enumerate(_rows(file, path), start=1):
             time_ms, action, node = _parsed(row, f"{path}, line {line}")
             number = numbers.setdefault(node, len(numbers))
-            if changes and time_ms < changes[-1][0]:
+            if time_ms < last_ms:
                 raise ConfigurationError(
-                    f"{path}, line {line}: time {time_ms} ms is before {changes[-1][0]} ms: sort the trace by time"
+                    f"{path}, line {line}: time {time_ms} ms is before {last_ms} ms: sort the trace by time"
                 )
+            last_ms = time_ms
             if (action == "add") == (number in live):
                 fault = "is added while it is there" if action == "add" else "is removed while it is not there"
                 raise ConfigurationError(f"{path}, line {line}: {node} {fault}: mend the trace")

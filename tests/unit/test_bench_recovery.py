@@ -19,6 +19,7 @@ from moe_lightning.bench.recovery_runs import KILL_PHASES, Watch, _phases
 from moe_lightning.bench.recovery_trace import Replay, format_table, score
 from moe_lightning.bench.recovery_worker import Task
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.failures import read_trace
 from moe_lightning.svg_pictures import phase_lines
 
 TRACE = (
@@ -177,3 +178,14 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert set(found["cost"]) == {"bare", "recovery", "+ snapshots", "+ ARC", "+ AEC"}
     assert set(found["trace"]) == {"ours", "DS(FT)-like", "DS-like"}
     assert found["trace"]["ours"]["steps"] > 0
+
+
+def test_an_unsorted_trace_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n9000000,add,b\n8000000,remove,a\n")
+    with pytest.raises(
+        ConfigurationError, match="line 3: time 8000000 ms is before 9000000 ms: sort the trace by time"
+    ):
+        recovery.run(parse("--parts", "kill", "trace", "--trace", str(trace)))
+    with pytest.raises(ConfigurationError, match="sort the trace by time"):
+        read_trace(trace, start_ms=3_600_000)
