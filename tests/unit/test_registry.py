@@ -67,7 +67,7 @@ number = 3
         (
             "helo",
             None,
-            r"^greeter='helo' is no known greeter: did you mean 'hello'\? There are hello, good_day, o",
+            r"^greeter='helo' is no known greeter: did you mean 'hello'\? Use one of hello, good_day, o",
         ),
         ("xyz", None, "^greeter='xyz' is no known greeter: use one of hello, good_day, other$"),
         (
