@@ -99,6 +99,7 @@ class Dispatcher:
         assert sorted(expert for expert in self.slot_experts if expert >= 0) == list(held)
         self._layer = layer
         self._shadows: ShadowPlan | None = None
+        self._resident_N = np.bincount(placement.pairs.ranks, minlength=world.size)
         self._backend: DispatchBackend = DISPATCH_BACKENDS.make(backend, world)
         placed = (placement.replicas, repr(self.groups), quota, backend)
         self._placement_print = self._plan_print = fingerprint(*placed)
@@ -165,7 +166,7 @@ class Dispatcher:
         quota_EN = self._quotas(tokens_EN)
         self._quota_print = fingerprint(quota_EN)  # travels with the next counts, not in an exchange of its own
         send_EN, recv_EN = self._send_and_receive(tokens_EN, quota_EN)
-        num_experts_N = np.bincount(self.placement.pairs.ranks, minlength=self.world.size)
+        num_experts_N = self._resident_N
         if self._shadows is not None:
             num_experts_N = num_experts_N + self._shadows.shadows.sum(axis=0)
         return DispatchPlan(

@@ -78,7 +78,7 @@ class RankState:
         """Hold the optimizers that a fit has made."""
         self.optimizers = optimizers
         self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._shard()
+        self._shard(self._dense_sharding())
 
     def training_state(self) -> TrainingState:
         """The live tensors of the run under their checkpoint keys."""
@@ -155,9 +155,8 @@ class RankState:
         sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, self._worlds.present)
         return sharding
 
-    def _shard(self) -> None:
+    def _shard(self, sharding: DenseSharding) -> None:
         """Leave each rank the optimizer state of its share of the dense parameters."""
-        sharding = self._dense_sharding()
         if self._worlds.present.size == 1 or not sharding.owners:
             return
         self._shards = sharding
@@ -171,7 +170,8 @@ class RankState:
             sources: (name, rank) of every parameter whose state a rank has, live or replayed; the others are read
                 from elsewhere by who keeps them from now on.
         """
-        if not self._dense_sharding().owners:
+        sharding = self._dense_sharding()
+        if not sharding.owners:
             return
         world = self._worlds.present
         dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
@@ -182,7 +182,7 @@ class RankState:
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = list(parameters)
         self._shards = None
-        self._shard()
+        self._shard(sharding)
         owners = self.shard_owners or dict.fromkeys(dense, 0)
         for parameter in dense.values():
             homes[parameter].state.pop(parameter, None)

@@ -35,6 +35,7 @@ class Worlds:
 
     def __init__(self) -> None:
         self._present: World | None = None
+        self._mesh: Mesh | None = None
         self.listeners: list[WorldListener] = []
         self.members: Members | None = None
         self.ranks_per_node = 1
@@ -53,7 +54,7 @@ class Worlds:
 
     def take_place(self, world: World, environment: ClusterEnvironment | None = None) -> None:
         """Take this process's rank and the number of ranks from a world; Lightning learns them from its environment."""
-        self._present = world
+        self._present, self._mesh = world, None
         if environment is None:
             return
         is_waiting = world.size > 1 and not world.is_connected  # while others train: one of them speaks for the run
@@ -79,6 +80,9 @@ class Worlds:
     @property
     def node_of(self) -> tuple[int, ...]:
         """The number of each rank's node."""
+        return self.mesh.node_of
+
+    def _nodes(self) -> tuple[int, ...]:
         nodes: Sequence[object] = [rank // self.ranks_per_node for rank in range(self.present.size)]
         if self.members is not None:
             nodes = self.members.nodes
@@ -87,5 +91,7 @@ class Worlds:
 
     @property
     def mesh(self) -> Mesh:
-        """This rank's places in the present world, where all ranks are data-parallel."""
-        return Mesh.flat(self.present, self.node_of)
+        """This rank's places in the present world, where all ranks are data-parallel; made once: steps ask for it."""
+        if self._mesh is None:
+            self._mesh = Mesh.flat(self.present, self._nodes())
+        return self._mesh
