@@ -62,17 +62,21 @@ def before_update(precision: Precision, act: Callable[[], object]) -> Generator[
         del precision._after_closure
 
 
-def clip_with(precision: Precision, clip: Callable[[Optimizer, float], None]) -> None:
-    """Clip by norm in another way until `unclip`: stock clipping knows this rank's gradients only.
+def clip_with(
+    precision: Precision, by_norm: Callable[[Optimizer, float], None], by_value: Callable[[Optimizer, float], None]
+) -> None:
+    """Clip in other ways until `unclip`: stock clipping knows this rank's gradients only, and not those of blocks.
 
     Overriding the plugin's method would do where Lightning let a strategy choose the class of the plugin.
     """
-    precision.clip_grad_by_norm = clip  # type: ignore[method-assign, assignment]
+    precision.clip_grad_by_norm = by_norm  # type: ignore[method-assign, assignment]
+    precision.clip_grad_by_value = by_value  # type: ignore[method-assign, assignment]
 
 
 def unclip(precision: Precision) -> None:
     """The plugin clips as stock Lightning again."""
-    precision.__dict__.pop("clip_grad_by_norm", None)
+    for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+        precision.__dict__.pop(name, None)
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
@@ -150,6 +154,13 @@ def end_epoch(trainer: pl.Trainer, *, drop_logged: bool) -> None:
     epoch_loop._skip_next_val = True
     epoch_loop.on_advance_end(_fetcher(trainer))
     loop.on_advance_end()
+
+
+def evaluate_without_inference_mode(trainer: pl.Trainer) -> None:
+    """Let validations inside a fit run under no_grad, as Lightning does for its own FSDP strategy: tensors that are
+    gathered in inference mode cannot be trained with. The Trainer's option is read when loops are made only.
+    """
+    trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
 
 
 # ---------------------------------------------------------------------- checkpoints

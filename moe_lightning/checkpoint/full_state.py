@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moe_lightning.algorithms.dense_shards import RowCut
 from moe_lightning.comm.collect import collect_on_root
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.row_blocks import is_cut, local, own_rows, rows_like
 from moe_lightning.state.table import State
 
 
@@ -48,29 +50,49 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertStack], world: World) -> dict[str, Any]:
-    """A module's state_dict with full expert stacks, on rank 0; empty on the other ranks. Collective.
+    """A module's state_dict with full expert stacks and whole dense tensors, on rank 0; empty on the other ranks.
+    Collective.
 
     Args:
         state: the local state_dict.
         experts: which of its keys are expert stacks.
     """
     mine = {f"{key}/{e}": state[key][slot] for key, stack in experts.items() for slot, e in stack.owned()}
+    cut = [key for key, value in state.items() if is_cut(value)]
+    if speaks_for_rows(world):
+        mine |= {f"{key}/rows/{world.row_cut.part}": local(state[key]) for key in cut}
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
-    return {key: _stack(collected, key, experts[key]) if key in experts else value for key, value in state.items()}
+    whole = dict(state) | {key: _joined(collected, key, world) for key in cut}
+    return whole | {key: _stack(collected, key, stack) for key, stack in experts.items()}
+
+
+def speaks_for_rows(world: World) -> bool:
+    """Whether this rank is the first of the holders of its rows of dense parameters."""
+    return world.row_cut.holders[world.row_cut.part][0] == world.rank
 
 
 def local_model_state(
-    full: Mapping[str, Any], local: Mapping[str, Any], experts: Mapping[str, ExpertStack], *, strict: bool = True
+    full: Mapping[str, Any],
+    here: Mapping[str, Any],
+    experts: Mapping[str, ExpertStack],
+    cut: RowCut,
+    *,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """This rank's state_dict cut from a full one; without `strict` only the tensors that both have.
+
+    Args:
+        here: what it is to be like.
+        experts: which keys are expert stacks.
+        cut: of the dense tensors that are cut here.
 
     Raises:
         CheckpointError: a tensor is missing, unknown or of another shape.
     """
-    missing = sorted(set(local) - set(full))
-    unknown = sorted(set(full) - set(local))
+    missing = sorted(set(here) - set(full))
+    unknown = sorted(set(full) - set(here))
     if strict and (missing or unknown):
         what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r}, which the model lacks"
         raise CheckpointError(
@@ -78,12 +100,12 @@ def local_model_state(
             "it was written by another model configuration"
         )
     result = {}
-    for key in full.keys() & local.keys():
+    for key in full.keys() & here.keys():
         tensor = full[key]
-        if not isinstance(tensor, Tensor) or not isinstance(local[key], Tensor):
+        if not isinstance(tensor, Tensor) or not isinstance(here[key], Tensor):
             result[key] = tensor  # a module's extra state, whose shape is its own affair
             continue
-        expected = local[key].shape
+        expected = here[key].shape
         if key in experts:
             expected = torch.Size((experts[key].num_experts, *expected[1:]))
         if tensor.shape != expected:
@@ -91,7 +113,9 @@ def local_model_state(
                 f"the checkpoint's {key!r} has shape {list(tensor.shape)}, the model's {list(expected)}: "
                 "use the model configuration it was written with"
             )
-        result[key] = experts[key].select(tensor) if key in experts else tensor
+        result[key] = (
+            experts[key].select(tensor) if key in experts else rows_like(here[key], own_rows(here[key], tensor, cut))
+        )
     return result
 
 
@@ -100,6 +124,7 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
     Collective."""
     optimizer, _ = state.optimizers[index]
     mine: dict[str, Tensor] = {}
+    speaks = speaks_for_rows(world)
     for number, parameter in enumerate(state.numbered(index)):
         stack = state.stack_of.get(parameter)
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -107,13 +132,15 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
                 continue
             if stack is not None and value.shape[:1] == parameter.shape[:1]:
                 mine |= {f"{number}/{name}/{e}": value[slot] for slot, e in stack.owned()}
+            elif is_cut(parameter) and value.ndim:
+                mine |= {f"{number}/{name}/rows/{state.cut.part}": value} if speaks else {}
             elif state.keepers.get(parameter, 0) == world.rank:
                 mine[f"{number}/{name}"] = value
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
     return {
-        "state": _optimizer_entries(state, index, collected),
+        "state": _optimizer_entries(state, index, collected, world),
         "param_groups": _numbered_groups(state, index),
     }
 
@@ -140,7 +167,7 @@ def load_local_optimizer_state(state: State, index: int, full: Mapping[str, Any]
         for parameter in group["params"]:
             entry = full["state"].get(number_of[parameter])
             if entry is not None:
-                entries[position] = _cut_entry(entry, state.stack_of.get(parameter))
+                entries[position] = _cut_entry(entry, parameter, state)
             numbers.append(position)
             position += 1
         groups.append({**saved_group, "params": numbers})
@@ -151,7 +178,13 @@ def _stack(collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Ten
     return torch.stack([collected[f"{key}/{e}"] for e in range(stack.num_experts)])
 
 
-def _optimizer_entries(state: State, index: int, collected: Mapping[str, Tensor]) -> dict[int, dict[str, Any]]:
+def _joined(collected: Mapping[str, Tensor], key: str, world: World) -> Tensor:
+    return torch.cat([collected[f"{key}/rows/{part}"] for part in range(world.row_cut.parts)])
+
+
+def _optimizer_entries(
+    state: State, index: int, collected: Mapping[str, Tensor], world: World
+) -> dict[int, dict[str, Any]]:
     names: dict[int, set[str]] = {}
     for key in collected:
         at, state_name = key.split("/")[:2]
@@ -161,10 +194,13 @@ def _optimizer_entries(state: State, index: int, collected: Mapping[str, Tensor]
         local = state.optimizers[index][0].state.get(parameter, {})
         entry = {name: value for name, value in local.items() if not isinstance(value, Tensor)}
         for name in sorted(names.get(number, ())):
-            whole = collected.get(f"{number}/{name}")
-            entry[name] = (
-                whole if whole is not None else _stack(collected, f"{number}/{name}", state.stack_of[parameter])
-            )
+            key = f"{number}/{name}"
+            if key in collected:
+                entry[name] = collected[key]
+            elif parameter in state.stack_of:
+                entry[name] = _stack(collected, key, state.stack_of[parameter])
+            else:
+                entry[name] = _joined(collected, key, world)
         if entry:
             entries[number] = entry
     return entries
@@ -179,9 +215,11 @@ def _numbered_groups(state: State, index: int) -> list[dict[str, Any]]:
     return groups
 
 
-def _cut_entry(entry: Mapping[str, Any], stack: ExpertStack | None) -> dict[str, Any]:
+def _cut_entry(entry: Mapping[str, Any], parameter: nn.Parameter, state: State) -> dict[str, Any]:
+    stack = state.stack_of.get(parameter)
     if stack is None:
-        return dict(entry)
+        is_rows = {name: isinstance(value, Tensor) and value.shape == parameter.shape for name, value in entry.items()}
+        return {name: own_rows(parameter, v, state.cut) if is_rows[name] else v for name, v in entry.items()}
     return {
         name: stack.select(value) if isinstance(value, Tensor) and stack.is_full(value) else value
         for name, value in entry.items()

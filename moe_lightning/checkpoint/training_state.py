@@ -74,19 +74,24 @@ class TrainingState(State):
                 pieces = shared[part.module]
                 is_cut = (part.first_row, part.last_row) != (0, _rows(pieces))
                 found |= {p.key: p.rows(part.first_row, part.last_row) if is_cut else p for p in pieces}
-        return found | {piece.key: piece for piece in whole if piece.holders[0] == self.rank}
+        shares = [piece.share(self.rank) for piece in whole]
+        return found | {piece.key: piece for piece in shares if piece is not None}
 
     def rank_bytes(self, experts_per_checkpoint: int) -> tuple[int, ...]:
         """Predicted bytes of every rank when the selected share of the experts is written."""
         whole, shared = self._dense_pieces()
         load = list(self._plan(experts_per_checkpoint, shared).rank_bytes)
         for piece in whole:
-            load[piece.holders[0]] += piece.tensor.nbytes if piece.is_moment else 0
+            if piece.block.sizes != piece.block.whole:
+                own = piece.share(self.rank)
+                load[self.rank] += own.tensor.nbytes if own is not None else 0
+            elif piece.is_moment:
+                load[piece.holders[0]] += piece.tensor.nbytes
         return tuple(load)
 
     def _dense_pieces(self) -> tuple[list[StatePiece], dict[str, list[StatePiece]]]:
-        """Pieces that their first holder writes as they are; and those of each parameter that every rank has, which are
-        cut alike."""
+        """Pieces that not every rank has, and buffers; and those of each parameter that every rank has, which are cut
+        alike."""
         whole: list[StatePiece] = []
         shared: dict[str, list[StatePiece]] = defaultdict(list)
         for piece in self.pieces():
@@ -165,7 +170,7 @@ class TrainingState(State):
                     checkpoint.read_into(f"expert/{layer}/{expert}/{scope}/{name}", parameter.data[slot])
         for piece in self.pieces():
             if not piece.is_replaceable and not piece.is_moment:
-                checkpoint.read_into(piece.key, piece.tensor)
+                checkpoint.read_into(piece.key, piece.tensor, first_row=piece.first_row)
 
     @torch.no_grad()
     def restore_optimizers(self, checkpoint: CheckpointSource) -> None:
@@ -187,7 +192,7 @@ class TrainingState(State):
         self.adopt(objects, checkpoint.shapes())
         for piece in self.pieces():
             if piece.is_moment:
-                checkpoint.read_into(piece.key, piece.tensor)
+                checkpoint.read_into(piece.key, piece.tensor, first_row=piece.first_row)
 
     @torch.no_grad()
     def restore_experts(self, checkpoint: CheckpointSource, experts: Collection[tuple[int, int]]) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, ProcessGroup  # type: ignore[attr-defined]
 
+from moe_lightning.algorithms.dense_shards import Groups, RowCut
 from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.comm.private_folder import PrivateFolder, checked_folder, find_folder
 
@@ -41,6 +42,9 @@ class World:
             rank.
         compute: group of dispatch and combine.
         background: group of transfers that overlap with compute.
+        shards: ranks that share one copy of the dense parameters, by copy; empty where every rank has one of its own.
+        shard_group: this rank's among them; None where nothing is cut.
+        copy_group: the ranks that hold the same part of other copies; None where there is one copy.
         exchanges: the clock of this rank's exchanges on the compute group.
     """
 
@@ -50,6 +54,9 @@ class World:
     dense: ProcessGroup | None = field(default=None, repr=False)
     compute: ProcessGroup | None = field(default=None, repr=False)
     background: ProcessGroup | None = field(default=None, repr=False)
+    shards: Groups = field(default=(), repr=False)
+    shard_group: ProcessGroup | None = field(default=None, repr=False)
+    copy_group: ProcessGroup | None = field(default=None, repr=False)
     exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
@@ -79,22 +86,55 @@ class World:
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device, dense=dist.group.WORLD)
 
     @classmethod
-    def connect(cls, device: torch.device, timeout: timedelta) -> World:
-        """Build the groups over all ranks of torch's default group, or a world of one where there is none."""
+    def connect(cls, device: torch.device, timeout: timedelta, shards: Groups = ()) -> World:
+        """Build the groups over all ranks of torch's default group, or a world of one where there is none.
+
+        Args:
+            shards: as the attribute says; the same on every rank.
+        """
         world = cls.before_setup(device)
         if not world.is_connected:
             return world
-        return replace(
+        world = replace(
             world,
             compute=dist.new_group(timeout=timeout, group_desc="compute"),
             background=dist.new_group(timeout=timeout, group_desc="background"),
         )
+        if not shards or len(shards[0]) == 1:
+            return world
+        if len(shards) == 1:
+            return replace(world, shards=shards, shard_group=world.dense)
+        shard_group, copy_group = (
+            _own_group(groups, world.rank, timeout) for groups in (shards, tuple(zip(*shards, strict=True)))
+        )
+        return replace(world, shards=shards, shard_group=shard_group, copy_group=copy_group)
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """All that this rank is in, torch's default group first."""
+        known = (self.dense, self.compute, self.background, self.shard_group, self.copy_group)
+        return list(dict.fromkeys(group for group in known if group is not None))
+
+    @property
+    def row_cut(self) -> RowCut:
+        """How dense parameters are cut here."""
+        return RowCut.among(self.shards, self.rank) if self.shards else RowCut.whole(self.size)
 
     def close(self) -> None:
         """Give back the groups made here; the dense one, torch's default group, belongs to who made it."""
-        for group in (self.compute, self.background):
-            if group is not None and dist.is_initialized():
+        for group in self.groups:
+            if group is not self.dense and dist.is_initialized():
                 dist.destroy_process_group(group)
+
+
+def _own_group(groups: Groups, rank: int, timeout: timedelta) -> ProcessGroup:
+    """Of all these groups, which every rank builds in one order, this rank's."""
+    own: ProcessGroup | None = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks), timeout=timeout, group_desc="shards")
+        own = group if rank in ranks else own
+    assert own is not None
+    return own
 
 
 def join_local_world(*, rank: int, size: int, backend: str, timeout: timedelta, meeting: str | None = None) -> bool:

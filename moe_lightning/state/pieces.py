@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from moe_lightning.algorithms.parts import cut
 from moe_lightning.errors import ConfigurationError
 
 WEIGHTS = ("weight", "master", "buffer")
@@ -126,10 +127,25 @@ class StatePiece:
         scope = self.key.split("/", 4)[3] if is_partial(self.key) else self.key.rpartition("/")[2]
         return scope not in WEIGHTS
 
+    @property
+    def first_row(self) -> int:
+        """Of the whole tensor, where it begins; 0 of a scalar."""
+        return sum(self.block.offsets[:1])
+
     def rows(self, first_row: int, last_row: int) -> Self:
-        """Some rows of a whole tensor."""
-        part = self.tensor[first_row:last_row]
-        return replace(self, tensor=part, block=Block.of_rows(part.shape, first_row, self.tensor.shape[0]))
+        """Some of its rows, counted from its own first one."""
+        part, whole = self.tensor[first_row:last_row], sum(self.block.whole[:1])
+        return replace(self, tensor=part, block=Block.of_rows(part.shape, self.first_row + first_row, whole))
+
+    def share(self, rank: int) -> Self | None:
+        """What this holder of a block writes of it, as all of them write the same number of rows; None: nothing. A
+        whole tensor is written by its first holder.
+        """
+        if self.block.sizes == self.block.whole:
+            return self if self.holders[0] == rank else None
+        bounds = cut(len(self.tensor), len(self.holders))
+        first, last = bounds[self.holders.index(rank)], bounds[self.holders.index(rank) + 1]
+        return self.rows(first, last) if first < last else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_lightning.algorithms.dense_shards import RowCut
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_partial, parse_expert_key
+from moe_lightning.state.row_blocks import is_cut, local, own_block
 
 Groups = Sequence[Sequence[nn.Parameter]]
 """The parameters of an optimizer's param_groups before any sharding."""
@@ -31,6 +33,8 @@ class State:
         stacks: the experts of its MoE layers in order.
         optimizers: with their groups.
         keepers: rank that keeps the optimizer state of a dense parameter (ZeRO-1); that of others is on every rank.
+        cut: which rows of the dense parameters that are cut a rank holds, with their optimizer states (FSDP); None: no
+            parameter is cut.
         rank, world_size: of this process.
 
     Attributes:
@@ -47,9 +51,11 @@ class State:
         keepers: Mapping[nn.Parameter, int],
         rank: int,
         world_size: int,
+        cut: RowCut | None = None,
     ) -> None:
         self.module, self.stacks, self.optimizers, self.keepers = module, stacks, optimizers, keepers
         self.rank, self.world_size = rank, world_size
+        self.cut = cut or RowCut.whole(world_size)
         self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
         self.dense = {name: p for name, p in module.named_parameters() if p not in self.stack_of}
 
@@ -73,6 +79,9 @@ class State:
                 yield from self.rows(index, slot, expert, stack.placement.holders(expert))
         everyone = tuple(range(self.world_size))
         for name, parameter in self.dense.items():
+            if is_cut(parameter):
+                yield from self._blocks(name, parameter)
+                continue
             yield StatePiece.of(f"dense/{name}/weight", parameter.detach(), everyone)
             holders = (self.keepers[parameter],) if parameter in self.keepers else everyone
             for scope, tensor in self.moments(parameter).items():
@@ -81,6 +90,18 @@ class State:
         for name, buffer in self.module.named_buffers():
             if transient or name in saved:
                 yield StatePiece.of(f"dense/{name}/buffer", buffer, everyone)
+
+    def _blocks(self, name: str, parameter: nn.Parameter) -> Iterator[StatePiece]:
+        """The pieces of a parameter that is cut by rows; none where this rank has no row of it."""
+        block, holders = own_block(parameter, self.cut), self.cut.holders[self.cut.part]
+        for scope, tensor in ({"weight": local(parameter)} | self.moments(parameter)).items():
+            if tensor.shape != block.sizes:
+                raise ConfigurationError(
+                    f"the optimizer's {scope!r} of {name} has shape {list(tensor.shape)}, which cannot be cut by rows: "
+                    "use an optimizer whose states have the shape of the parameter, such as AdamW, or dense=zero1"
+                )
+            if block.sizes[0]:
+                yield StatePiece(key=f"dense/{name}/{scope}", tensor=tensor, block=block, holders=holders)
 
     def rows(self, layer: int, slot: int, expert: int, holders: tuple[int, ...] = ()) -> Iterator[StatePiece]:
         """The pieces of the expert in a slot."""
@@ -123,7 +144,7 @@ class State:
     def moment_shapes(self) -> Shapes:
         """The optimizer states that this rank has."""
         found = {
-            f"dense/{name}/{scope}": (dtype_name(tensor), tuple(tensor.shape))
+            f"dense/{name}/{scope}": (dtype_name(tensor), tuple((parameter if is_cut(parameter) else tensor).shape))
             for name, parameter in self.dense.items()
             for scope, tensor in self.moments(parameter).items()
         }
@@ -168,6 +189,7 @@ class State:
             else:
                 name, _, scope = key.removeprefix("dense/").rpartition("/")
                 parameter = self.dense.get(name)
+                shape = shape if parameter is None or not is_cut(parameter) else local(parameter).shape
             if parameter is not None and scope not in WEIGHTS:
                 found[parameter][scope] = dtype, tuple(shape)
         return found

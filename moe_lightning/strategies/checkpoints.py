@@ -136,7 +136,8 @@ class Checkpoints:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
         module = self._state.module
         keys = self._state.experts.keys(module)
-        local = local_model_state(checkpoint["state_dict"], module.state_dict(), keys, strict=strict)
+        cut = self._worlds.present.row_cut
+        local = local_model_state(checkpoint["state_dict"], module.state_dict(), keys, cut, strict=strict)
         module.load_state_dict(local, strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:

@@ -22,12 +22,13 @@ from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import attach_stream
+from moe_lightning.state.row_blocks import updating_blocks
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
+from moe_lightning.strategies.dense_shardings import dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
-from moe_lightning.strategies.expert_updates import require_updates_by_expert
+from moe_lightning.strategies.expert_updates import require_separate_updates
 from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
 from moe_lightning.strategies.module_checks import check_module, identical_buffers
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
@@ -36,7 +37,6 @@ from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
-from moe_lightning.strategies.zero import dense_sharding_name
 from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
@@ -59,9 +59,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         quota: "balanced" shares an expert's tokens among its replicas so that ranks are loaded evenly, "equal" splits
             them evenly.
         dispatch: how tokens travel to experts: "exchange" (an uneven all-to-all), "padded" (as DeepSpeed-MoE without
-            drops), or a name that somebody has registered in `comm.dispatcher.DISPATCH_BACKENDS`.
-        dense: who keeps the optimizer states of dense parameters: "ddp" (every rank all), "zero1" (one rank each), or a
-            name that somebody has registered in `strategies.zero.DENSE_SHARDINGS`.
+            drops), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
+        dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
+            each), "fsdp" (all in rows over the ranks), "hsdp" (in rows over groups of ranks: several copies), or a name
+            of `strategies.dense_shardings.DENSE_SHARDINGS`.
+        shard_size: under hsdp, at least so many ranks share a copy. None: those of a node, or half of all.
         zero1: short for dense="zero1".
         seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything,
             else 0.
@@ -71,11 +73,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     Attributes:
         worlds, elastic, collectives_timeout: see WorldDDPStrategy.
-        state: what this rank holds of the run.
-        steps: batches, losses and gradients.
+        state, steps: what this rank holds of the run; batches, losses and gradients.
         weigh, scale_sum: see `moe_lightning.modules.losses.global_mean` and `global_sum`.
-        checkpoints: saves and restores.
-        placing: where experts are put first.
+        checkpoints, placing: saves and restores; where experts are put first.
 
     Raises:
         ConfigurationError: sizes that do not fit the world or the model, fp16 precision, a gradient-accumulation
@@ -94,6 +94,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         quota: QuotaPolicy = "balanced",
         dispatch: str = "exchange",
         dense: str = "ddp",
+        shard_size: PositiveInt | None = None,
         zero1: bool = False,
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
@@ -105,7 +106,8 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, slots=slots
         )
         self._seed = seed
-        self.state = RankState(self.worlds, dense=dense_sharding_name(dense, zero1=zero1), max_slots=slots)
+        dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
+        self.state = RankState(self.worlds, dense=dense, shard_size=shard_size, max_slots=slots)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=check_replicas_every)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
@@ -113,11 +115,6 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._data: StepData | None = None
 
     # ------------------------------------------------------------------ world
-
-    @property
-    def node_of(self) -> tuple[int, ...]:
-        """The number of each rank's node."""
-        return self.worlds.node_of
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
@@ -144,6 +141,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """Let go of everything that belongs to the groups of the present world; values stay."""
         self.worlds.leave()
         self.model = self.state.module  # DDP's reducer holds a group
+        self.state.rows.leave()
         self.steps.leave_world()
         self.state.forget_step()
 
@@ -172,7 +170,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
         seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module)])
         super().setup(trainer)
-        seams.clip_with(self.precision_plugin, self.steps.clip)
+        seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
 
@@ -180,15 +178,25 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.world.size > 1 or self.elastic is not None:
-            require_updates_by_expert(self.optimizers, self.experts.stack_of)
+            require_separate_updates(self.optimizers, self.experts.stack_of)
         self.state.take_optimizers(self.optimizers)
+
+    @override
+    def configure_ddp(self) -> None:
+        """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
+        if self.world.shards:
+            self.state.rows.begin(self.world)
+        else:
+            super().configure_ddp()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         # In an elastic run a rank that is lost now must not end the others.
         if self._kept is not None and self.elastic is None and self.world.size > 1:
-            self._kept.keep(room_for_experts(self.num_processes))
+            room = room_for_experts(self.num_processes)
+            self._kept.keep(room)
+            self.state.rows.gather(self.world, room)
 
     @override
     def teardown(self) -> None:
@@ -234,18 +242,14 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             ConfigurationError: plans for other placements, several dispatch groups, or manual optimization, whose
                 steps have no stated end.
         """
-        if not self.state.module.automatic_optimization:
-            raise ConfigurationError(
-                "shadows need automatic optimization: a step of manual optimization may change weights at any time"
-            )
+        self.steps.require_stated_end("shadows")
         self.experts.visit(plans, self.flight_dtype, early_shares or [1.0] * len(plans))
 
     @property
     def flight_dtype(self) -> torch.dtype:
         """What experts compute in, and so what their weights travel in when they visit other ranks."""
-        if str(self.precision_plugin.precision) == "bf16-mixed":
-            return torch.bfloat16
-        return self.experts.layers[0].experts.w_up.dtype
+        is_mixed = str(self.precision_plugin.precision) == "bf16-mixed"
+        return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.w_up.dtype
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -264,7 +268,6 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         return self._data
 
     def _run_seed(self) -> int:
-        """The strategy's seed, or the one given to Lightning's seed_everything, or 0."""
         return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
     # ------------------------------------------------------------------ a step
@@ -288,9 +291,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @property
     def is_stand_in(self) -> bool:
-        """The batch that runs, or ran last, is no sample of this rank, which has none in it: a callback that counts
-        samples passes over it.
-        """
+        """This rank has no sample in the running or the last batch: callbacks that count samples skip it."""
         return self.steps.is_stand_in
 
     @property
@@ -314,7 +315,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with self.steps.accumulating(), super().block_backward_sync():
+        with self.steps.accumulating(), super().block_backward_sync(), self.state.rows.summing_later():
             yield
 
     @override
@@ -328,14 +329,15 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         elastic, state = self.elastic, self.state
 
         def prepare() -> None:
-            if elastic is None:
-                return
-            elastic.prepare(optimizer)  # a barrier: the last collective before the update
-            state.replay_update(optimizer)
-            if state.shards_optimizers:  # after a fault others would lack what this rank has computed for them
-                elastic.begin_update()
+            if elastic is not None:
+                elastic.prepare(optimizer)  # a barrier: the last collective before the update
+                state.replay_update(optimizer)
+                if state.shards_optimizers:  # after a fault others would lack what this rank has computed for them
+                    elastic.begin_update()
+            see_blocks()
 
-        with seams.before_update(self.precision_plugin, prepare):  # closure, hooks, clipping, `prepare`, update
+        # Closure, hooks, clipping, `prepare`, update.
+        with updating_blocks(optimizer) as see_blocks, seams.before_update(self.precision_plugin, prepare):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         state.spread_update(optimizer)
         if elastic is not None:

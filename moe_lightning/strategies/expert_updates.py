@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.row_blocks import is_cut, local
 
 _STEPS = 6
 _FIRST_WEIGHTS = 1e-3
@@ -33,6 +34,19 @@ _VECTOR = 64
 _LINE_BYTES = 64
 """What torch's fused kernels on the CPU work off in vectors; the rest of a tensor goes number by number, and rounds
 otherwise."""
+
+
+def require_separate_updates(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
+    """Refuse optimizers that update experts, or rows of parameters that are cut, by what lies beside them.
+
+    Args:
+        stacks: the parameters whose rows are experts.
+
+    Raises:
+        ConfigurationError: such an optimizer.
+    """
+    require_updates_by_expert(optimizers, stacks)
+    _require_updates_by_row(optimizers)
 
 
 def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
@@ -52,22 +66,48 @@ def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collectio
                 _require(optimizer, group, parameter)
 
 
+def _require_updates_by_row(optimizers: Sequence[Optimizer]) -> None:
+    """Try the optimizers of parameters that are cut by rows: the update of a row must not depend on rows that are
+    elsewhere.
+
+    Raises:
+        ConfigurationError: one with a statistic over the whole parameter.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            kinds = {local(p).dtype: nn.Parameter(local(p).detach()) for p in group["params"] if is_cut(p)}
+            for block in kinds.values():
+                alone, *beside = _tried(optimizer, group, block) or [torch.zeros(1)]
+                if not all(torch.allclose(alone, other, rtol=1e-3, atol=0) for other in beside):
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} updates the rows of a parameter by what is in other rows, and "
+                        "dense=fsdp and hsdp keep those on other ranks: use AdamW or another elementwise optimizer, or "
+                        "dense=zero1"
+                    )
+
+
 def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
     name = type(optimizer).__name__
     if group.get("fused") and parameter.device.type == "cpu" and parameter[:1].nbytes % _LINE_BYTES:
         raise _mixes(name, "drop fused=True")  # whether a small trial shows it is a matter of luck
-    try:
-        with torch.random.fork_rng(devices=[]):
-            alone, *beside = (_updated(optimizer, group, parameter, slots) for slots in (1, *_NEIGHBOURS))
-    except Exception as error:  # of a class that we do not know, on parameters that are not its own
-        rank_zero_warn(
-            f"{name} cannot be tried on a small parameter ({type(error).__name__}), so whether it keeps replicas of "
-            "experts alike shows only where check_replicas_every compares them"
-        )
-        return
+    alone, *beside = _tried(optimizer, group, parameter) or [torch.zeros(1)]
     if not all(torch.equal(alone, other) for other in beside):
         cure = "drop fused=True" if group.get("fused") else "use AdamW, Adam, SGD or another elementwise optimizer"
         raise _mixes(name, cure)
+
+
+def _tried(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> list[Tensor]:
+    """A row after some steps, alone and beside others; nothing where the optimizer cannot be tried."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return [_updated(optimizer, group, parameter, slots) for slots in (1, *_NEIGHBOURS)]
+    except Exception as error:  # of a class that we do not know, on parameters that are not its own
+        rank_zero_warn(
+            f"{type(optimizer).__name__} cannot be tried on a small parameter ({type(error).__name__}), so whether it "
+            "updates every row by itself, and keeps replicas of experts alike, shows only where check_replicas_every "
+            "compares them"
+        )
+        return []
 
 
 def _mixes(name: str, cure: str) -> ConfigurationError:

@@ -1,4 +1,4 @@
-"""The gradient norm of the whole model: dense parameters once, each expert once, whatever the placement."""
+"""The gradient norm of the whole model: dense parameters once, each expert once, whoever holds what."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from moe_lightning.algorithms.dense_shards import RowCut
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.row_blocks import is_cut, local
 
 
 @torch.no_grad()
@@ -17,8 +19,8 @@ def global_gradient_norm(
 ) -> Tensor:
     """The 2-norm over the model, bit-identical on every rank.
 
-    Each expert's squared norm is summed at its own place of a vector, so the result hardly depends on which rank
-    computed it.
+    The squared norm of each expert, and of each block of a parameter that is cut, is summed at its own place of a
+    vector, so the result hardly depends on which rank computed it.
 
     Args:
         parameters: all parameters of the optimizer on all ranks, expert stacks included, in an order that all ranks
@@ -28,16 +30,19 @@ def global_gradient_norm(
     Returns:
         A float32 scalar on the world's device.
     """
-    dense, stacks = [], []
+    dense, spread, cut = [], [], world.row_cut
+    speaks = cut.holders[cut.part][0] == world.rank
     for parameter in parameters:
         stack = stack_of.get(parameter)
         if stack is not None:
-            stacks.append(_squared_norms(parameter, stack))
+            spread.append(_squared_norms(parameter, stack))
+        elif is_cut(parameter):
+            spread.append(_squared_rows(parameter, cut, speaks=speaks))
         elif parameter.grad is not None:
             dense.append(_norm(parameter.grad).square())
     total = torch.stack(dense).sum() if dense else torch.zeros((), device=world.device)
-    if stacks:
-        squares = torch.cat(stacks)
+    if spread:
+        squares = torch.cat(spread)
         all_reduce_(squares, world)
         total = total + squares.sum()
     return total.sqrt()
@@ -47,7 +52,7 @@ def global_gradient_norm(
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Shrink the gradients so that the global norm is at most `max_norm`."""
     factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
@@ -57,6 +62,14 @@ def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(gradient, dim=dim, dtype=dtype)
     return norm.float()
+
+
+def _squared_rows(parameter: nn.Parameter, cut: RowCut, *, speaks: bool) -> Tensor:
+    """[parts], this rank's at its place where it speaks for its block."""
+    squares = torch.zeros(cut.parts, dtype=torch.float32, device=parameter.device)
+    if speaks and parameter.grad is not None:
+        squares[cut.part] = _norm(local(parameter.grad)).square()
+    return squares
 
 
 def _squared_norms(parameter: nn.Parameter, stack: ExpertStack) -> Tensor:

@@ -5,6 +5,7 @@ others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +18,11 @@ from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.row_blocks import swap_parameters
+from moe_lightning.strategies.dense_rows import DenseRows
+from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.worlds import Worlds
-from moe_lightning.strategies.zero import DENSE_SHARDINGS, DenseSharding
 
 
 class RankState:
@@ -27,23 +30,27 @@ class RankState:
 
     Args:
         worlds: which world it is in.
-        dense: who keeps the optimizer states of dense parameters, a name of DENSE_SHARDINGS.
+        dense: who keeps dense parameters and their optimizer states, a name of DENSE_SHARDINGS.
+        shard_size: least ranks that share one copy of parameters that are cut, where the user set it.
         max_slots: experts that a rank can hold in a layer, where the user set a limit.
 
     Attributes:
         max_slots: as given.
+        rows: the dense parameters, where ranks share them.
         optimizers: of the running fit.
         replay: of another rank's optimizer shard; None where none is kept.
         restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
     """
 
-    def __init__(self, worlds: Worlds, *, dense: str, max_slots: int | None) -> None:
+    def __init__(self, worlds: Worlds, *, dense: str, shard_size: int | None = None, max_slots: int | None) -> None:
         self._worlds, self._dense, self.max_slots = worlds, dense, max_slots
+        worlds.shards_of = partial(cut_groups, dense, wanted=shard_size)
         self._module: pl.LightningModule | None = None
         self._experts: PlacedExperts | None = None
         self._groups: list[list[list[nn.Parameter]]] = []
         self._shards: DenseSharding | None = None
         self._own_forward: Any = None
+        self.rows = DenseRows(self)
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
@@ -90,7 +97,18 @@ class RankState:
             keepers=self._shards.owners if self._shards is not None else {},
             rank=ranks.rank,
             world_size=ranks.size,
+            cut=ranks.row_cut,
         )
+
+    def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Let other parameters take the places, and the states, of some in the optimizers."""
+        for optimizer in self.optimizers:
+            swap_parameters(optimizer, others)
+        self._groups = [[[others.get(p, p) for p in group] for group in groups] for groups in self._groups]
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of a parameter, to be changed; empty and forgotten where no optimizer has one."""
+        return next((o.state[parameter] for o in self.optimizers if parameter in o.state), {})
 
     def number_of(self, optimizer: Optimizer) -> int:
         """Which of the optimizers it is."""

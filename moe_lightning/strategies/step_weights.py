@@ -15,6 +15,7 @@ from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.losses import IGNORED_TARGET
+from moe_lightning.state.row_blocks import local
 
 _WATCHED_STEPS = 100
 """Batches that are searched for ignored targets, before the module is taken to have none."""
@@ -95,7 +96,7 @@ class StepWeights:
         first, total = self._of_step[0], torch.stack(self._of_step).sum()
         factor = len(self._of_step) * torch.where(first > 0, first, torch.ones_like(first)) / total
         factor = torch.where(total > 0, factor, torch.ones_like(factor))
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        gradients = [local(p.grad) for p in module.parameters() if p.grad is not None]
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
         self._of_step = []

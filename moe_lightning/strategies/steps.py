@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from moe_lightning import seams
 from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.stream import SampleStream
+from moe_lightning.state.row_blocks import local
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.stand_ins import nothing_of, without_traces
@@ -59,6 +61,7 @@ class Steps:
         """Around the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
         self._compare_replicas(trainer.global_step)
+        self._state.rows.take_buffers(self._worlds.present)
         self._enter(training_slice(trainer.train_dataloader))
         seams.forget_restart(trainer)
         self._weights.begin(self.batch)
@@ -80,6 +83,7 @@ class Steps:
                 return nothing_of(step(*args, **kwargs))
         finally:
             self._leave()
+            self._state.rows.rest()
 
     def _enter(self, batch: StepSlice | None) -> None:
         """Learn which samples the running batch holds, and let keyed randomness follow them."""
@@ -96,6 +100,16 @@ class Steps:
     def _leave(self) -> None:
         self.batch = None
         self.stream.is_stand_in = False
+
+    def require_stated_end(self, what: str) -> None:
+        """
+        Raises:
+            ConfigurationError: manual optimization, whose steps have none.
+        """
+        if not self._state.module.automatic_optimization:
+            raise ConfigurationError(
+                f"{what} need automatic optimization: a step of manual optimization may change weights at any time"
+            )
 
     def _compare_replicas(self, step: int) -> None:
         """Before a step whose number is a multiple of `check_replicas_every`; collective then.
@@ -153,9 +167,16 @@ class Steps:
             self._leave()
         if not self._is_blocked:
             experts.sum_replica_gradients()
+            self._state.rows.sum_scalars(self._worlds.present)
             if module.automatic_optimization:
                 self._weights.finish(module)
         _add_gradients(earlier)
+
+    def clip_by_value(self, optimizer: Optimizer, most: float) -> None:
+        """Clip every number of an optimizer's gradients."""
+        gradients = [local(p.grad) for p in self._state.parameters_of(optimizer) if p.grad is not None]
+        for gradient in gradients:
+            gradient.clamp_(-float(most), float(most))
 
     def clip(self, optimizer: Optimizer, most: float) -> None:
         """Clip an optimizer's gradients by the norm of the whole model; collective."""

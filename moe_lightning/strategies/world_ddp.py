@@ -81,6 +81,11 @@ class WorldDDPStrategy(DDPStrategy):
         return self.worlds.present
 
     @property
+    def node_of(self) -> tuple[int, ...]:
+        """The number of each rank's node."""
+        return self.worlds.node_of
+
+    @property
     @override
     def process_group_backend(self) -> str:
         """Name of the process groups' backend."""
@@ -168,8 +173,10 @@ class WorldDDPStrategy(DDPStrategy):
         """Build the groups of a world that stays to the end, unless this rank is in one; collective."""
         if self.worlds.is_joined:
             return
-        is_alone, device = self.world_size == 1, self.root_device
-        world = World.single(device) if is_alone else World.connect(device, self.collectives_timeout)
+        world = World.single(self.root_device)
+        if self.world_size > 1:
+            nodes = [rank // self.num_processes for rank in range(self.world_size)]
+            world = World.connect(self.root_device, self.collectives_timeout, self.worlds.shards_of(nodes))
         self.worlds.take_place(world)
         check_versions(world)
         leave_process_groups_at_exit()

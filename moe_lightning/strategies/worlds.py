@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
+from moe_lightning.algorithms.dense_shards import Groups
 from moe_lightning.comm.mesh import Mesh
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Members
@@ -30,6 +31,7 @@ class Worlds:
         listeners: told, in this order, when experts move and when another world begins.
         members: of the present world; None where worlds do not change.
         ranks_per_node: where worlds do not change.
+        shards_of: from the node of each rank of a world to the groups that share one copy of the dense parameters.
         node: name of this rank's failure domain in an elastic run, where several may share a machine; else empty.
     """
 
@@ -39,6 +41,7 @@ class Worlds:
         self.listeners: list[WorldListener] = []
         self.members: Members | None = None
         self.ranks_per_node = 1
+        self.shards_of: Callable[[Sequence[object]], Groups] = lambda nodes: ()
         self.node = ""
 
     @property

@@ -19,7 +19,7 @@ import torch
 import torchmetrics
 
 PACKAGE = Path(__file__).parents[2] / "moe_lightning"
-SEAMS = PACKAGE / "seams.py"
+SEAMS = (PACKAGE / "seams.py", PACKAGE / "fsdp_seams.py")
 
 SEEN = {"lightning": "2.6.6", "torch": "2.13.0", "torchmetrics": "1.9.0"}
 """The releases in which the names below were seen."""
@@ -47,6 +47,9 @@ METHODS = {
     ),
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.reset_results": "self",
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary._get_summary_data": "self",
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
+    "torch.distributed._composable_state._insert_module_state": "module, state",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded": "self",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
         "module, params_and_buffers_to_ignore"
     ),
@@ -68,6 +71,18 @@ ATTRIBUTES = {
     "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper": {"_batch_sampler"},
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {"use_distributed_sampler"},
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary": {"_model"},
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {"_post_load_hook_handle"},
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
+        "_module_to_pre_load_state_dict_hook_handle",
+        "_module_to_pre_save_state_dict_hook_handle",
+        "fsdp_params",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
+        "_fsdp_param_groups",
+        "_modules",
+        "_post_forward_hook_handle",
+        "_pre_forward_hook_handle",
+    },
     "torchmetrics.Metric": {"_computed", "_defaults", "_update_count"},
 }
 """What objects are given when they are made, by class."""
@@ -81,7 +96,14 @@ PROPERTIES = {
 OF_TENSORS = {("ended_world.py", "_version")}
 """What loggers of Lightning have too."""
 
-OTHERS = {"_buffers", "_compiled_call_impl", "_val_check_time_interval"}
+OTHERS = {
+    "_buffers",
+    "_compiled_call_impl",
+    "_composable",
+    "_module_state_mapping",
+    "_orig_cls_mro_index",
+    "_val_check_time_interval",
+}
 """Tested below."""
 
 
@@ -164,6 +186,20 @@ def test_modules_keep_their_buffers_and_what_they_compiled() -> None:
     assert module._compiled_call_impl is not None, gone("torch.nn.Module._compiled_call_impl", "stays None")
 
 
+def test_fully_shard_leaves_what_undoing_takes_away() -> None:
+    """That nothing of it stays is tested with real ranks."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    assert {type(STATE_KEY), type(REGISTRY_KEY)} == {str}, gone("torch.distributed._composable.contract.STATE_KEY")
+    assert hasattr(_module_state_mapping, "pop"), gone("torch.distributed._composable_state._module_state_mapping")
+    assert FSDPModule._orig_cls_mro_index == 2, gone("torch.distributed.fsdp.FSDPModule._orig_cls_mro_index")
+    source = inspect.getsource(inspect.unwrap(fully_shard))
+    for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+        assert f"{mark} = True" in source, gone(f"the mark {mark} of fully_shard")
+
+
 def test_a_trainer_keeps_whether_it_validates_by_time() -> None:
     text = Path(str(inspect.getsourcefile(lightning.pytorch.Trainer))).with_name("setup.py")
     assert "trainer._val_check_time_interval = " in text.read_text(), gone(
@@ -196,7 +232,8 @@ def is_private(name: str) -> bool:
 def test_every_private_name_of_the_seams_has_a_canary() -> None:
     known = {name.rpartition(".")[2] for name in (*METHODS, *PROPERTIES)} | set().union(*ATTRIBUTES.values()) | OTHERS
     known |= {part for name in (*METHODS, *PROPERTIES, *ATTRIBUTES) for part in name.split(".")}
-    assert {name for _, name in private_names(SEAMS)} - known == {"_fetcher"}  # a function of the file itself
+    of_the_files = {"_fetcher", "_undo_group"}
+    assert {name for file in SEAMS for _, name in private_names(file)} - known == of_the_files
 
 
 def test_nothing_private_of_lightning_is_touched_elsewhere() -> None:
@@ -214,7 +251,7 @@ def test_nothing_private_of_lightning_is_touched_elsewhere() -> None:
 
 
 def sources() -> list[Path]:
-    return [file for file in sorted(PACKAGE.rglob("*.py")) if file != SEAMS]
+    return [file for file in sorted(PACKAGE.rglob("*.py")) if file not in SEAMS]
 
 
 @cache

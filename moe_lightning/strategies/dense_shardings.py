@@ -1,5 +1,6 @@
-"""Who keeps the optimizer states of dense parameters: every rank all of them (DDP), or one rank each (ZeRO-1), which
-updates the parameter and hands the new values to the others.
+"""Who keeps dense parameters and their optimizer states: every rank all of them (DDP); the states one rank each, which
+updates the parameter and hands the new values to the others (ZeRO-1); or all of it in rows over the ranks (FSDP), and
+over each of several groups of ranks (hybrid FSDP).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from moe_lightning.algorithms.dense_shards import Groups, hybrid_shard_size, shard_groups
 from moe_lightning.algorithms.sharding import longest_processing_time
 from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError
@@ -35,22 +37,27 @@ class DenseSharding(Protocol):
 
 
 class DenseFactory(Protocol):
-    """Makes a `DenseSharding`."""
+    """Makes a `DenseSharding`. One that has `cut_size(nodes, wanted)`, as FullySharded has, also cuts the parameters by
+    rows over groups of so many ranks, whatever it does with optimizers.
+    """
 
     def __call__(self, parameters: Sequence[nn.Parameter], world: World, /) -> DenseSharding:
         """Of dense parameters, in an order that all ranks share."""
 
 
-def dense_sharding_name(dense: str, *, zero1: bool) -> str:
+def dense_sharding_name(dense: str, *, zero1: bool, shard_size: int | None) -> str:
     """What a user chose: `zero1` is short for dense="zero1".
 
     Raises:
-        ConfigurationError: two choices, or an unknown one.
+        ConfigurationError: two choices, or an unknown one, or a `shard_size` that it has no use for.
     """
     if zero1 and dense not in ("ddp", "zero1"):
         raise ConfigurationError(f"zero1=true is short for dense=zero1, but dense={dense!r}: give one of them")
-    DENSE_SHARDINGS.find(dense)
-    return "zero1" if zero1 else dense
+    chosen = "zero1" if zero1 else dense
+    if shard_size is not None and not hasattr(DENSE_SHARDINGS.find(chosen), "cut_size"):
+        raise ConfigurationError(f"shard_size={shard_size} is for dense=hsdp, not dense={chosen}: drop one of them")
+    DENSE_SHARDINGS.find(chosen)
+    return chosen
 
 
 class ReplicatedDense:
@@ -64,6 +71,34 @@ class ReplicatedDense:
 
     def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
         """Nothing to do."""
+
+
+class FullySharded(ReplicatedDense):
+    """Each rank keeps some rows of every parameter, with their gradients and states; one copy in all (FSDP)."""
+
+    @staticmethod
+    def cut_size(nodes: Sequence[object], wanted: int | None) -> int:
+        """Ranks that share one copy.
+
+        Args:
+            nodes: of each rank.
+            wanted: the user's `shard_size`.
+
+        Raises:
+            ConfigurationError: a wish that only hsdp can fulfil.
+        """
+        if wanted is not None and wanted < len(nodes):
+            raise ConfigurationError(
+                f"shard_size={wanted} asks for several copies, and dense=fsdp keeps one over all {len(nodes)} ranks: "
+                "use dense=hsdp"
+            )
+        return len(nodes)
+
+
+class HybridSharded(ReplicatedDense):
+    """As FullySharded, in several copies, so that a lost rank's rows are elsewhere (hybrid FSDP)."""
+
+    cut_size = staticmethod(hybrid_shard_size)
 
 
 class DenseOptimizerShards:
@@ -107,5 +142,24 @@ class DenseOptimizerShards:
 
 
 DENSE_SHARDINGS: Registry[DenseFactory] = Registry(
-    "dense", DenseFactory, {"ddp": ReplicatedDense, "zero1": DenseOptimizerShards}, makes=DenseSharding
+    "dense",
+    DenseFactory,
+    {"ddp": ReplicatedDense, "zero1": DenseOptimizerShards, "fsdp": FullySharded, "hsdp": HybridSharded},
+    makes=DenseSharding,
 )
+
+
+def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None) -> Groups:
+    """The ranks that share one copy of the dense parameters, by copy; empty where each has one of its own.
+
+    Args:
+        dense: a name of DENSE_SHARDINGS.
+        nodes: of each rank.
+        wanted: the user's `shard_size`.
+
+    Raises:
+        ConfigurationError: a `shard_size` that does not fit the ranks.
+    """
+    size_of = getattr(DENSE_SHARDINGS.find(dense), "cut_size", None)
+    size = 1 if size_of is None or len(nodes) == 1 else size_of(nodes, wanted)
+    return shard_groups(nodes, size) if size > 1 else ()

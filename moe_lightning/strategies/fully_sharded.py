@@ -1,0 +1,136 @@
+"""Dense parameters, gradients and moments cut by rows over ranks (FSDP; with several copies hybrid FSDP), by torch's
+fully_shard, in a way that gradients are sums and that it can be undone in the same process.
+
+Units, which are gathered together, are the elements of ModuleLists, as of a transformer's blocks, and what is left:
+embeddings, the last norm, the head. Experts are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from moe_lightning.comm.world import World
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.fsdp_seams import can_be_undone, sharded_modules, undo_fully_shard
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], world: World) -> None:
+    """Cut the dense parameters of a module, which become DTensors; memory for those on the meta device is made on the
+    way, with no values.
+
+    Args:
+        experts: parameters to leave alone; scalars are left alone too.
+
+    Raises:
+        ConfigurationError: a unit whose parameters have several dtypes, or a torch that cannot undo it.
+    """
+    if not can_be_undone():
+        raise ConfigurationError(f"dense=fsdp and hsdp need torch 2.13, not {torch.__version__}: use dense=zero1")
+    ignored = {*experts, *(p for p in module.parameters() if p.ndim == 0)}
+    mesh = _device_mesh(world)
+    for unit in (*units(module, ignored), module):
+        materialise(unit, world.device)
+        _check_dtypes(unit, ignored)
+        fully_shard(unit, mesh=mesh, ignored_params=ignored)
+    for part in sharded_modules(module):  # ranks have weighed their losses: nothing is divided
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sums
+    for step in _STEPS:
+        register_fsdp_forward_method(module, step)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether fully_shard has been at it."""
+    return isinstance(module, FSDPModule)
+
+
+def sum_gradients(module: nn.Module, *, now: bool) -> None:
+    """Whether the next backward pass sums gradients over ranks, or leaves that to a later one."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(now)
+
+
+def let_go_of_gathered(module: nn.Module) -> None:
+    """After a forward pass without a backward one: parameters are blocks again everywhere."""
+    assert isinstance(module, FSDPModule)
+    module.reshard()
+
+
+def undo_shard(module: nn.Module) -> None:
+    """Give every module its class and methods back; parameters stay the DTensors that they are between steps."""
+    undo_fully_shard(module)
+    for step in _STEPS:
+        if (wrapped := module.__dict__.pop(step, None)) is not None:
+            own = wrapped.__wrapped__
+            if getattr(own, "__func__", None) is not getattr(type(module), step):
+                setattr(module, step, own)  # the user had set it on this object
+
+
+def replace_parameters(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Put other parameters in the places of some, under all of their names."""
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter in others:
+                setattr(owner, name, others[parameter])
+
+
+def units(module: nn.Module, ignored: Collection[nn.Parameter]) -> Iterator[nn.Module]:
+    """What is gathered together: the elements of the outermost ModuleLists that are called, hold parameters, and share
+    none with what is outside.
+    """
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    chosen = list(_elements(module))
+    inside = {part: unit for unit in chosen for part in unit.modules()}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(inside.get(owner, module))
+    for unit in chosen:
+        own = [p for p in unit.parameters() if p not in ignored]
+        if own and all(owners[p] == {unit} for p in own):
+            yield unit
+
+
+def _elements(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        for element in child if isinstance(child, nn.ModuleList) else [child]:
+            is_called = type(element).forward is not nn.Module.forward
+            if isinstance(child, nn.ModuleList) and is_called:
+                yield element
+            else:
+                yield from _elements(element)
+
+
+def _device_mesh(world: World) -> DeviceMesh:
+    kind = world.device.type
+    assert world.shard_group is not None
+    if world.copy_group is None:
+        return DeviceMesh.from_group(world.shard_group, kind, mesh_dim_names=("shard",))
+    groups = [world.copy_group, world.shard_group]
+    return DeviceMesh.from_group(groups, kind, mesh=torch.tensor(world.shards), mesh_dim_names=("copy", "shard"))
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Make memory, with no values, for parameters on the meta device."""
+    plain = [p for p in module.parameters() if p.is_meta and not isinstance(p, DTensor)]
+    replace_parameters(
+        module, {p: nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad) for p in plain}
+    )
+
+
+def _check_dtypes(unit: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    dtypes = {p.dtype for p in unit.parameters() if p not in ignored and not isinstance(p, DTensor)}
+    if len(dtypes) > 1:
+        named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ConfigurationError(
+            f"the dense parameters of a {type(unit).__name__} are {named}, and fully_shard gathers those of one dtype "
+            "together: use precision='32-true' or 'bf16-mixed', or dense=zero1"
+        )

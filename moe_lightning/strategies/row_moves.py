@@ -1,0 +1,84 @@
+"""Rows of dense parameters and their optimizer states on their way from the blocks of one cut to those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_lightning.algorithms.dense_shards import RowCut, part_bounds, part_of
+from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
+from moe_lightning.comm.world import World
+from moe_lightning.kernels import pack, packed_bytes, unpack
+from moe_lightning.state.row_blocks import local
+from moe_lightning.state.table import State
+
+Rows = Mapping[str, Tensor]
+"""Key of a piece -> the rows that this rank will hold, on the host."""
+
+Bounds = tuple[int, int]
+
+
+class RowMoves:
+    """Who sends which rows to whom; the same on every rank.
+
+    Args:
+        state: of this rank under the former cut.
+        sources: (name of a part, the rank that has it); of a rank -1 nothing comes.
+        cuts: that every rank will have.
+        world: the ranks.
+    """
+
+    def __init__(self, state: State, sources: Sequence[tuple[str, int]], cuts: Sequence[RowCut], world: World) -> None:
+        self._cuts, self._world = cuts, world
+        self._own: dict[str, Tensor] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        for name, parameter in state.dense.items():
+            if parameter.ndim:
+                for scope, tensor in ({"weight": local(parameter.detach())} | state.moments(parameter)).items():
+                    self._own[f"dense/{name}/{scope}"] = tensor
+                    self._shapes[f"dense/{name}/{scope}"] = parameter.shape
+        self._routes = [(part_of(name), s, target) for name, s in sources if s >= 0 for target in range(world.size)]
+
+    @torch.no_grad()
+    def exchange(self) -> dict[str, Tensor]:
+        """What this rank will hold; collective. Rows that have no source are any."""
+        rank = self._world.rank
+        parcels = [
+            PeerBuffer(source=source, target=target, nbytes=self._nbytes(part, target))
+            for part, source, target in self._routes
+        ]
+        arrived = exchange_parcels(parcels, self._packed, self._world)
+        held = {key: self._cuts[rank].bounds(shape[0]) for key, shape in self._shapes.items()}
+        rows = {key: self._empty(key, *held[key], device="cpu") for key in self._shapes}
+        for at, data in arrived.items():
+            common = self._common(self._routes[at][0], rank)
+            targets = [rows[key][first - held[key][0] : last - held[key][0]] for key, (first, last) in common.items()]
+            if targets:
+                unpack(data, targets)
+        return rows
+
+    def _common(self, part: tuple[int, int], target: int) -> dict[str, Bounds]:
+        """First and last row, of the whole tensor, that a part and what a rank will hold have in common, by key."""
+        found = {}
+        for key, shape in self._shapes.items():
+            (first, last), (low, high) = part_bounds(shape[0], *part), self._cuts[target].bounds(shape[0])
+            if max(first, low) < min(last, high):
+                found[key] = max(first, low), min(last, high)
+        return found
+
+    def _packed(self, at: int) -> Tensor:
+        part, _, target = self._routes[at]
+        rows = []
+        for key, (first, last) in self._common(part, target).items():
+            begin, _ = part_bounds(self._shapes[key][0], *part)
+            rows.append(self._own[key][first - begin : last - begin])
+        return pack(rows).cpu() if rows else torch.empty(0, dtype=torch.uint8)
+
+    def _nbytes(self, part: tuple[int, int], target: int) -> int:
+        common = self._common(part, target)
+        return packed_bytes([self._empty(key, *bounds, device="meta") for key, bounds in common.items()])
+
+    def _empty(self, key: str, first: int, last: int, *, device: str) -> Tensor:
+        return torch.empty((last - first, *self._shapes[key][1:]), dtype=self._own[key].dtype, device=device)
