@@ -88,8 +88,9 @@ class RecoveryPlan:
         apply_prepared: ranks that must apply the update that they have prepared, before anything else.
         live_ranks: ranks whose live state is then of `version`, at level "live"; the first of them is the source of
             replicated dense state.
-        shards: (name, rank) of every dense parameter whose optimizer state one rank keeps (ZeRO-1), at level "live":
-            the rank that has it, live or as a replayed copy; -1 where it is read from memory.
+        shards: (name, rank) of all dense state that some ranks only keep, at level "live": optimizer states by
+            parameter (ZeRO-1), or parts of everything (FSDP); the rank that has it, live or as a replayed copy; -1
+            where it is read from memory.
         reads: units taken from memory.
         decodes: snapshots that must be computed before they can be read.
         origins: int64 [L, E], the `Origin` of every expert.
@@ -122,9 +123,9 @@ class RecoveryPlan:
         return tuple((la, e) for la, e in np.argwhere(self.origins == Origin.STORAGE).tolist())
 
     @property
-    def reads_rest(self) -> bool:
-        """Whether state that is no expert comes from snapshots."""
-        return any(read.expert is None for read in self.reads)
+    def lacks_dense(self) -> bool:
+        """Whether dense state that no rank has is read from memory at level "live"."""
+        return any(rank < 0 for _, rank in self.shards)
 
     def counts(self, among: Collection[Expert] | None = None) -> dict[Origin, int]:
         """Experts by origin; `among` restricts them, for example to those that a lost node held."""

@@ -28,16 +28,20 @@ def share_optimizers(state: State, takers: Collection[int], world: World, source
 
 
 @torch.no_grad()
-def broadcast_dense(state: State, world: World, source: int) -> int:
+def broadcast_dense(state: State, world: World, source: int, *, but: Collection[str] = ()) -> int:
     """What every rank has gets the source rank's values; bytes that travelled.
 
     Optimizer states that one rank keeps for all (ZeRO-1) stay where they are.
+
+    Args:
+        but: names of parameters that are cut over ranks, or will be.
     """
     everyone = state.world_size
     tensors = [
         piece.tensor
         for piece in state.pieces(transient=True)
         if not piece.is_replaceable and len(piece.holders) == everyone and piece.tensor.numel()
+        if piece.key.removeprefix("dense/").rpartition("/")[0] not in but
     ]
     for dtype in sorted({t.dtype for t in tensors}, key=str):
         bucket: list[Tensor] = []

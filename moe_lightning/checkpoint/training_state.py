@@ -173,6 +173,19 @@ class TrainingState(State):
                 checkpoint.read_into(piece.key, piece.tensor, first_row=piece.first_row)
 
     @torch.no_grad()
+    def restore_dense(self, checkpoint: CheckpointSource) -> None:
+        """Fill everything but experts in place, optimizer states included, which are made where they are missing.
+
+        Raises:
+            CheckpointError: a tensor is missing or of another shape.
+        """
+        numbers = range(len(self.optimizers))
+        self.adopt({f"optimizer/{n}": checkpoint.read_object(f"optimizer/{n}") for n in numbers}, checkpoint.shapes())
+        for piece in self.pieces():
+            if not piece.is_replaceable:
+                checkpoint.read_into(piece.key, piece.tensor, first_row=piece.first_row)
+
+    @torch.no_grad()
     def restore_optimizers(self, checkpoint: CheckpointSource) -> None:
         """Give every optimizer the state of the parameters it keeps.
 

@@ -18,18 +18,18 @@ from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 
 
 def inventory_of(
-    state: RankState, *, before: int, rank: int, node: str, version: int, counts: bool, is_prepared: bool
+    state: RankState, *, former: World, rank: int, node: str, version: int, counts: bool, is_prepared: bool
 ) -> RankInventory:
     """What a rank holds as it leaves its former world.
 
     Args:
-        before: its rank there.
+        former: that world.
         rank, node: its place in the new one.
         version: committed optimizer steps of its live state.
         counts: whether that state is whole and of this run.
         is_prepared: it was ready for the update after that.
     """
-    experts, owners = state.experts, state.shard_owners
+    experts, (sharded, owned) = state.experts, state.dense_parts(former)
     held = [(layer, expert) for layer, stack in enumerate(experts.stacks) for _, expert in stack.held()]
     return RankInventory(
         rank=rank,
@@ -37,8 +37,8 @@ def inventory_of(
         live_version=version if counts else -1,
         prepared=counts and is_prepared,
         experts=tuple(held),
-        sharded_dense=tuple(sorted(owners)),
-        owned_dense=tuple(sorted(name for name, owner in owners.items() if owner == before)),
+        sharded_dense=sharded if counts or not state.cuts_dense else (),
+        owned_dense=owned,
         replayed_dense=state.replay.names if state.replay is not None else (),
         replay_version=state.replay.version if state.replay is not None and counts else -1,
     )
@@ -89,7 +89,7 @@ def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
     source, own = plan.live_ranks[0], state.training_state()
     share_optimizers(own, {*newcomers, *plan.apply_prepared}, world, source)
     if newcomers:
-        broadcast_dense(own, world, source)
+        broadcast_dense(own, world, source, but=state.rows.names() if state.cuts_dense else ())
 
 
 def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:

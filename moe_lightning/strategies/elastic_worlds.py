@@ -34,6 +34,7 @@ from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.row_blocks import updating_blocks
 from moe_lightning.strategies.brought_state import fetch_missing, inventory_of, newcomers_of, repaired, share_state
 from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_up_data, shared_progress
 from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_over, wait_for_ranks
@@ -137,6 +138,7 @@ class ElasticWorlds:
             timeout=self._timeout,
             build_timeout_s=self.engine.settings.build_timeout_s,
             device=self._device,
+            shards=self._worlds.shards_of(members.nodes),
             guard=lambda cut: self.engine.guard(members, cut),
         )
         self.members = members
@@ -309,7 +311,7 @@ class ElasticWorlds:
         world = self._join(watch)
         own = inventory_of(
             self._state,
-            before=self._worlds.present.rank,
+            former=self._worlds.present,
             rank=world.rank,
             node=self._require_members().nodes[world.rank],
             version=self.version,
@@ -358,8 +360,9 @@ class ElasticWorlds:
         saved = fetch_missing(self.planner, plan, repair, world)
         if plan.level == "live":
             share_state(state, plan, world)
-        # Another fault in this exchange leaves live rows as they were; what follows does not wait for peers, except
+        # Another fault in these exchanges leaves live rows as they were; what follows does not wait for peers, except
         # where optimizer shards change hands.
+        rows = state.fetch_rows(plan.shards, world) if plan.level == "live" else None
         self._is_torn |= plan.level != "live"
         state.experts.enter_world(world, repair.placements, plan.held, state.optimizers, plan.nodes)
         self._is_torn = True
@@ -368,7 +371,9 @@ class ElasticWorlds:
         if plan.level == "live" and saved is not None:
             missing = {(la, e) for la, e in np.argwhere(~plan.held.any(axis=2)).tolist()}
             state.training_state().restore_experts(saved, missing)
-        state.reshard(plan.shards if plan.level == "live" else ())
+        state.reshard(plan.shards if plan.level == "live" else (), rows)
+        if saved is not None and plan.lacks_dense:
+            state.training_state().restore_dense(saved)
         if plan.level != "live":
             assert saved is not None
             state.training_state().restore_model(saved)
@@ -379,7 +384,9 @@ class ElasticWorlds:
     def _make_up(self) -> None:
         """Apply the update that this rank was prepared for and others have applied."""
         assert self._pending is not None
-        self._pending.step()
+        with updating_blocks(self._pending) as see_blocks:
+            see_blocks()
+            self._pending.step()
         self._state.after_update()
         self._pending = None
         self.version += 1

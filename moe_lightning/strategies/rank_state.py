@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,11 +18,13 @@ from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replay
 from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
+from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.row_blocks import swap_parameters
 from moe_lightning.strategies.dense_rows import DenseRows
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.row_moves import Rows
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -152,7 +155,24 @@ class RankState:
         for layer in self.experts.layers:
             layer.router.forget_counts()
 
-    # ------------------------------------------------------------------ sharded optimizer states
+    # ------------------------------------------------------------------ who keeps what of the dense parameters
+
+    @property
+    def cuts_dense(self) -> bool:
+        """Whether ranks share copies of the dense parameters, where there are enough."""
+        return hasattr(DENSE_SHARDINGS.find(self._dense), "cut_size")
+
+    def dense_parts(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of what some ranks only keep of the dense state, and of what this rank keeps of that.
+
+        Args:
+            former: the world that this rank comes from.
+        """
+        if self.cuts_dense:
+            names = former.row_cut.names()
+            return names, (names[former.row_cut.part],)
+        owners = self.shard_owners
+        return tuple(sorted(owners)), tuple(sorted(name for name, owner in owners.items() if owner == former.rank))
 
     @property
     def shards_optimizers(self) -> bool:
@@ -181,13 +201,30 @@ class RankState:
         for optimizer in self.optimizers:
             self._shards.shard(optimizer)
 
-    def reshard(self, sources: Sequence[tuple[str, int]]) -> None:
-        """Share the optimizer state of dense parameters among the ranks of the present world; collective.
+    def fetch_rows(self, sources: Sequence[tuple[str, int]], world: World) -> Rows | None:
+        """What this rank will hold of the dense parameters in another world, where ranks share them; collective there,
+        and changes nothing yet.
+
+        Args:
+            sources: (name, rank) of every part that a rank has.
+        """
+        if not self.cuts_dense:
+            return None
+        rows = self.rows.fetch(sources, world)
+        all_reduce_(torch.zeros(1, device=world.device), world)  # all have theirs, and go on, or none does
+        return rows
+
+    def reshard(self, sources: Sequence[tuple[str, int]], rows: Rows | None = None) -> None:
+        """Share the dense state among the ranks of the present world; collective where optimizer states move.
 
         Args:
             sources: (name, rank) of every parameter whose state a rank has, live or replayed; the others are read
                 from elsewhere by who keeps them from now on.
+            rows: of the parameters that this rank will hold, where ranks share them; None: they are restored next.
         """
+        if self.cuts_dense:
+            self.rows.install(rows, self._worlds.present)
+            return
         sharding = self._dense_sharding()
         if not sharding.owners:
             return

@@ -235,6 +235,12 @@ class ElasticRun:
                     found[line["step"]] = (line["time"], line["counts"])
         return {step: counts for step, (_, counts) in sorted(found.items())}
 
+    def units(self) -> set[str]:
+        """Names of all units of state that ranks had."""
+        return {
+            unit for path in self.folder.glob("states-*.jsonl") for line in _lines(path) for unit in line["digests"]
+        }
+
     def assert_replicas_equal(self) -> int:
         """Law L3 after every step and recovery of every world; the number of comparisons."""
         digests: dict[tuple[str, int, str], str] = {}

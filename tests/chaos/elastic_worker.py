@@ -29,6 +29,7 @@ from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsChe
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.comm import exchange
 from moe_lightning.elastic.failure import RunFinished
+from moe_lightning.state.row_blocks import is_cut, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.training import TINY, RandomTokens, make_trainer
@@ -232,18 +233,21 @@ class Witness(pl.Callback):
 
 
 def state_digests(strategy: ExpertParallelStrategy) -> dict[str, str]:
-    """A digest of the weights and optimizer states of every expert that this rank holds, and of all dense ones."""
+    """A digest of the weights and optimizer states of every expert that this rank holds, and of all dense ones, or this
+    rank's part of them.
+    """
     module = strategy.lightning_module
     assert module is not None
     states = collections.ChainMap(*(optimizer.state for optimizer in strategy.optimizers))
     hashes: dict[str, Any] = collections.defaultdict(xxhash.xxh3_64)
     for name, parameter in module.named_parameters():
         state = states.get(parameter, {})
-        tensors = [parameter.detach(), *(v for _, v in sorted(state.items()) if torch.is_tensor(v) and v.ndim)]
+        tensors = [local(parameter.detach()), *(v for _, v in sorted(state.items()) if torch.is_tensor(v) and v.ndim)]
         stack = strategy.experts.stack_of.get(parameter)
         for tensor in tensors:
             if stack is None:
-                hashes["dense"].update(tensor.contiguous().numpy().tobytes())
+                unit = strategy.world.row_cut.names()[strategy.world.row_cut.part] if is_cut(parameter) else "dense"
+                hashes[unit].update(tensor.contiguous().numpy().tobytes())
                 continue
             for slot, expert in stack.held():
                 unit = f"{name.rsplit('.', 1)[0]}/{expert}"

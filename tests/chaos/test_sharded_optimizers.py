@@ -33,3 +33,21 @@ def test_repeated_updates_replace_a_lost_shard(tmp_path: Path, undisturbed: dict
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
         report = run.result(0)["reports"][0]
         assert (report["ranks_after"], report["steps_lost"]) == (2, 0)
+
+
+def test_copied_snapshots_replace_a_lost_shard(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    with elastic_run(
+        tmp_path,
+        workers=3,
+        steps=STEPS,
+        strategy={"zero1": True},
+        saving={"every_n_steps": 1},
+        stores_late=True,
+        recovery={"protection": "arc"},
+        kills=[Kill(worker=1, step=5, place="prepare")],
+    ) as run:
+        finish(run, [0, 2])
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        report = run.result(0)["reports"][0]
+        assert report["ranks_after"] == 2
+        assert report["steps_lost"] <= 1

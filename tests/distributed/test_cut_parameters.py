@@ -1,0 +1,317 @@
+"""Dense parameters cut by rows over ranks (dense=fsdp, hsdp): the same loss, the same checkpoints, a share of the
+bytes, and nothing left behind when it is undone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
+from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.row_blocks import is_cut, local
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_same_loss import LLAMA, NOISY, TOLERANCE, assert_same_training
+from tests.distributed.training import TINY, RandomTokens, make_trainer, train
+
+STEPS = 12
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "uneven": {"batch_size": 13},
+    "accumulate": {"batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}},
+    "noisy": {"model": NOISY},
+    "tied": {"model": {**LLAMA, "tie_embeddings": True}, "validate": True, "trainer": {"val_check_interval": 4}},
+    "by value": {"trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}},
+}
+
+
+def run(world_size: int, *, steps: int = STEPS, **options: Any) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, steps=steps, **options))
+    return results
+
+
+@cache
+def reference(key: str) -> dict[str, Any]:
+    return run(1, **CASES[key])[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "ranks", "strategy"),
+    [
+        ("plain", 2, {"dense": "fsdp"}),
+        ("plain", 4, {"dense": "hsdp", "copies": 2}),
+        ("uneven", 3, {"dense": "fsdp"}),
+        ("accumulate", 4, {"dense": "hsdp"}),
+        ("noisy", 2, {"dense": "fsdp", "copies": 2}),
+        ("tied", 4, {"dense": "hsdp", "shard_size": 2}),
+        ("tied", 3, {"dense": "fsdp"}),
+        ("by value", 2, {"dense": "fsdp"}),
+        pytest.param("uneven", 8, {"dense": "hsdp"}, marks=pytest.mark.slow),
+        pytest.param("accumulate", 3, {"dense": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param("noisy", 4, {"dense": "hsdp"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
+    assert_same_training(reference(key), run(ranks, strategy=strategy, **CASES[key]))
+
+
+# ---------------------------------------------------------------------- users' modules
+
+
+class Mixed(pl.LightningModule):
+    """A user's module that calls itself, with a scalar parameter, a counting buffer, blocks in a list of lists, and a
+    block that shares a weight with another.
+    """
+
+    def __init__(self, *, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.embed = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList([nn.ModuleList([nn.Linear(32, 32), nn.Tanh()]) for _ in range(2)])
+        self.ties = nn.ModuleList([nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)])
+        self.ties[1].weight = self.ties[0].weight
+        self.moe = MoELayer(32, 48, num_experts=6, router={"top_k": 2})
+        self.out = nn.Linear(32, 64)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for linear, act in self.blocks:
+            h = h + act(linear(h))
+        for tie in self.ties:
+            h = h + tie(h)
+        logits: Tensor = self.out(h + self.moe(h)) * self.scale
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.seen += 1
+        loss = nn.functional.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("train/loss", loss, sync_dist=True)
+        loss = loss + auxiliary_loss(self)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, foreach=True)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_users_module_trains_alike(manual: bool) -> None:
+    options: dict[str, Any] = {
+        "own_module": partial(Mixed, manual=manual), "trainer": {"gradient_clip_val": None if manual else 0.5}
+    }  # fmt: skip
+    alone = run(1, **options)[0]
+    for result in run(2, strategy={"dense": "fsdp"}, **options):
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
+    ranks = run(2, strategy={"dense": "fsdp"}, **options)
+    for name, values in alone["state"].items():
+        np.testing.assert_allclose(ranks[0]["state"][name], values, rtol=0, atol=5e-5, err_msg=name)
+
+
+def fit_twice(rank: int, world_size: int) -> tuple[list[bool], int, float, float]:
+    """A module that two Trainers train one after the other, and what is left on it."""
+    module = GPTModule(TINY, OptimizerConfig(lr=3e-3))
+    loader = DataLoader(RandomTokens(), batch_size=12)
+    kinds, losses = [], []
+    hooks = _hooks(module)
+    for _ in range(2):
+        trainer = make_trainer(rank, world_size, {"dense": "fsdp"}, max_steps=3)
+        trainer.fit(module, loader, loader)
+        kinds.append(any(is_cut(p) for p in module.parameters()))
+        losses.append(float(trainer.validate(module, loader, verbose=False)[0]["val/loss"]))
+    assert type(module) is GPTModule
+    assert "training_step" not in vars(module)
+    return kinds, _hooks(module) - hooks, losses[0], losses[1]
+
+
+def _hooks(module: nn.Module) -> int:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+    return sum(len(getattr(m, name)) for m in module.modules() for name in (*names, "_load_state_dict_post_hooks"))
+
+
+def test_a_module_is_whole_after_training_and_trains_again() -> None:
+    for kinds, hooks, first, second in run_ranks(2, fit_twice):
+        assert kinds == [False, False]
+        assert hooks == 0
+        assert second < first
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+class Weigher(pl.Callback):
+    """Bytes of dense parameters, gradients and moments on this rank before an update."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = {}
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        dense = [p for p in pl_module.parameters() if p not in strategy.experts.stack_of]
+        moments = [t for p in dense for t in optimizer.state.get(p, {}).values() if t.ndim]
+        gradients = [p.grad for p in dense if p.grad is not None]
+        self.bytes = {
+            name: sum({s.data_ptr(): s.nbytes() for s in (local(t).untyped_storage() for t in tensors)}.values())
+            for name, tensors in (("parameters", dense), ("gradients", gradients), ("moments", moments))
+        }
+
+
+def weigh(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, int]:
+    weigher = Weigher()
+    train(rank, world_size, strategy=strategy, steps=3, model={"d_model": 64}, callbacks=[weigher])
+    return weigher.bytes
+
+
+def test_a_rank_holds_its_share_of_the_bytes() -> None:
+    (whole,) = run_ranks(1, partial(weigh, strategy={}))
+    for ranks, strategy, shards in ((4, {"dense": "fsdp"}, 4), (4, {"dense": "hsdp"}, 2)):
+        for found in run_ranks(ranks, partial(weigh, strategy=strategy)):
+            for kind, nbytes in found.items():
+                assert nbytes == pytest.approx(whole[kind] / shards, rel=0.05), (kind, strategy)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ddp": (2, {"copies": 2}),
+    "zero1": (2, {"dense": "zero1"}),
+    "fsdp": (3, {"dense": "fsdp"}),
+    "hsdp": (4, {"dense": "hsdp"}),
+}
+
+
+def save(rank: int, world_size: int, strategy: dict[str, Any], folder: str) -> None:
+    saver = PartialExpertsCheckpoint(os.path.join(folder, "steps"), every_n_steps=3)
+    train(rank, world_size, strategy=strategy, steps=3, callbacks=[saver], trainer={"enable_checkpointing": True},
+          save_to=os.path.join(folder, "one.ckpt"))  # fmt: skip
+
+
+def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, target: str) -> None:
+    """Resume at the last step, so that nothing is trained, and save."""
+    train(rank, world_size, strategy=strategy, steps=3, ckpt_path=source, save_to=target)
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    checkpoint = torch.load(path, weights_only=True)
+    (optimizer,) = checkpoint["optimizer_states"]
+    moments = {f"{n}/{k}": v for n, state in optimizer["state"].items() for k, v in state.items()}
+    return {**checkpoint["state_dict"], **moments}
+
+
+@pytest.mark.parametrize(
+    ("writer", "readers"),
+    [
+        ("fsdp", ["one", "hsdp", "zero1"]),
+        ("ddp", ["fsdp"]),
+        pytest.param("one", ["fsdp", "hsdp"], marks=pytest.mark.slow),
+        pytest.param("zero1", ["fsdp", "hsdp"], marks=pytest.mark.slow),
+        pytest.param("hsdp", ["one", "ddp", "zero1", "fsdp"], marks=pytest.mark.slow),
+    ],
+)
+def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
+    ranks, strategy = MESHES[writer]
+    run_ranks(ranks, partial(save, strategy=strategy, folder=str(tmp_path)))
+    written = tensors(tmp_path / "one.ckpt")
+    assert sum(name.endswith("/exp_avg") for name in written) > 10
+    for reader in readers:
+        for source in ("one.ckpt", "steps"):
+            ranks, strategy = MESHES[reader]
+            target = tmp_path / f"{reader}.ckpt"
+            run_ranks(ranks, partial(load, strategy=strategy, source=str(tmp_path / source), target=str(target)))
+            read = tensors(target)
+            assert read.keys() == written.keys()
+            assert all(torch.equal(read[name], tensor) for name, tensor in written.items()), (reader, source)
+
+
+# ---------------------------------------------------------------------- from world to world
+
+
+def change_worlds(rank: int, world_size: int) -> tuple[int, int, int, bool]:
+    """Undo and cut anew many times, as recoveries do; hooks, objects and descriptors that stay."""
+    trainer = make_trainer(rank, world_size, {"dense": "hsdp"}, max_steps=2)
+    module = GPTModule(TINY, OptimizerConfig(lr=3e-3))
+    trainer.fit(module, DataLoader(RandomTokens(), batch_size=12))
+    strategy = trainer.strategy
+    assert isinstance(strategy, ExpertParallelStrategy)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    rows, world, counts = strategy.state.rows, strategy.world, []
+    rows.begin(world)
+    for turn in range(50):
+        sources = [
+            (name, holders[0]) for name, holders in zip(world.row_cut.names(), world.row_cut.holders, strict=True)
+        ]
+        fetched = rows.fetch(sources, world)
+        rows.leave()
+        rows.install(fetched, world)
+        if turn in (9, 49):
+            gc.collect()
+            counts.append((_hooks(module), len(gc.get_objects()), len(os.listdir("/proc/self/fd"))))
+    rows.gather(world, 1 << 30)
+    same = all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    hooks, objects, descriptors = (late - early for early, late in zip(*counts, strict=True))
+    return hooks, objects, descriptors, same
+
+
+def test_fifty_worlds_leave_nothing_behind() -> None:
+    for hooks, objects, descriptors, same in run_ranks(4, change_worlds):
+        assert (hooks, descriptors, same) == (0, 0, True)
+        assert objects < 200
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+class WithAdafactor(Mixed):
+    """An optimizer with a statistic over whole parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(manual=False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        experts = [p for n, p in self.named_parameters() if "experts" in n]
+        dense = [p for n, p in self.named_parameters() if "experts" not in n]
+        return torch.optim.Adafactor([{"params": dense}, {"params": experts}])
+
+
+def refusal(rank: int, world_size: int) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        train(rank, world_size, own_module=WithAdafactor, strategy={"dense": "fsdp"}, steps=1)
+    return str(caught.value)
+
+
+def test_an_optimizer_over_whole_parameters_is_refused() -> None:
+    assert all("Adafactor" in found for found in run_ranks(2, refusal))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dense": "ddp", "shard_size": 2}, "shard_size=2 is for dense=hsdp"),
+        ({"dense": "fspd"}, "did you mean 'fsdp'"),
+        ({"dense": "fsdp", "zero1": True}, "give one of them"),
+        ({"dense": "hsdp", "shard_size": 0}, "shard_size"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_sentence(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        ExpertParallelStrategy(**options)
