@@ -55,8 +55,8 @@ class FaultRecovery(Callback):
         reports: of the recoveries of this process.
 
     Raises:
-        ConfigurationError: a value outside its range, another strategy, dispatch groups, manual optimization, or
-            loaders that are made anew every n epochs.
+        ConfigurationError: a value outside its range, another strategy, dispatch groups, manual optimization,
+            loaders that are made anew every n epochs, or optimizer_replay where dense parameters are cut.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class FaultRecovery(Callback):
         if self._protection != "auto":
             return protected_by(PROTECTIONS[self._protection], node_of, self._failures)
         holders = [p.holders(e) for p in strategy.experts.placements for e in range(p.num_experts)]
+        holders += strategy.world.row_cut.holders  # of dense parameters
         replicated = all(len({node_of[rank] for rank in ranks}) > self._failures for ranks in holders)
         failures = min(self._failures, len(set(node_of)) - 1)
         return choose_protection(
@@ -155,6 +156,11 @@ class FaultRecovery(Callback):
     def _replay_next_rank(self, trainer: pl.Trainer) -> None:
         """Begin to repeat the updates of the next rank's shard, from its present state; collective."""
         strategy = _strategy(trainer)
+        if strategy.state.cuts_dense:
+            raise ConfigurationError(
+                "optimizer_replay repeats a peer's updates, and under dense=fsdp or hsdp nobody has its gradients: use "
+                "dense=hsdp, whose copies replace lost parts, without optimizer_replay"
+            )
         if strategy.state.shards_optimizers:
             strategy.state.replay_peer((strategy.world.rank + 1) % strategy.world.size, trainer.global_step)
             strategy.state.verify_replay(trainer.global_step)

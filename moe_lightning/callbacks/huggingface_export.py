@@ -68,9 +68,11 @@ def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str |
         )
     export = plan_export(module.architecture, module.model, dtype)
     _check(trainer, path)
-    stacks = _stacks(trainer, module, export)
+    dense, stacks = module.model.state_dict(), _stacks(trainer, module, export)
+    if isinstance(trainer.strategy, ExpertParallelStrategy):
+        dense = full_model_state(dense, {}, trainer.strategy.world)  # parameters may be cut over ranks
     if trainer.is_global_zero:
-        export.write(path, module.model.state_dict(), stacks, run=_run(trainer))
+        export.write(path, dense, stacks, run=_run(trainer))
         copy_companions(module.config.folder, path)
     else:
         for _ in stacks:  # gives rank 0 what it asks for

@@ -27,12 +27,13 @@ COMMON = [
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="moe-train's launcher of local ranks needs Linux")
 
 
-def test_fine_tuning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["olmoe_finetune", "olmoe_fsdp"])
+def test_fine_tuning(name: str, tmp_path: Path) -> None:
     """Two ranks with partial checkpoints; the exported model is the last checkpoint's."""
     make_checkpoint("olmoe", tmp_path / "olmoe", vocab_size=256)
     lines = [{"prompt": f"{i} + 1", "response": str(i + 1)} for i in range(60)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = ["recipes=olmoe_finetune", "ranks=2", "model.pretrained=olmoe", "data.path=sums.jsonl"]
+    recipe = [f"recipes={name}", "ranks=2", "model.pretrained=olmoe", "data.path=sums.jsonl"]
     # All experts in every checkpoint: with fewer, the last one would rightly hold some older ones.
     values = ("every_n_steps=2", "k_snapshot=6", "k_persist=6")
     partial = [f"callbacks.partial_experts_checkpoint.{value}" for value in values]

@@ -53,6 +53,7 @@ FITTED = {  # what a smaller world needs besides
 }
 ELSEWHERE = (
     "olmoe_finetune",
+    "olmoe_fsdp",
     "upcycle_gpt2",
     "upcycle_llama",
     "model.pretrained",

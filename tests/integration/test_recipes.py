@@ -20,7 +20,7 @@ from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.train import main
 from tests.agents import ForkedAgent
 
-ELSEWHERE = {"olmoe_finetune", "upcycle_gpt2", "upcycle_llama"}
+ELSEWHERE = {"olmoe_finetune", "olmoe_fsdp", "upcycle_gpt2", "upcycle_llama"}
 IMAGES = {"swinv2_moe", "moc_swinv2_moe"}
 QUICK = {"lazarus_gpt_s", "moc_swinv2_moe", "pro_prophet_moe_gpt_s", "llama_moe_scaling"}
 """Replicas of experts, partial checkpoints of images, shadows, ZeRO-1 with adaptive partial checkpoints."""
