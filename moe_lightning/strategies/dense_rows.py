@@ -60,6 +60,8 @@ class DenseRows:
 
     def __init__(self, state: Holder) -> None:
         self._state = state
+        self._buffers: list[str] = []
+        self._scalars: list[nn.Parameter] = []
 
     @property
     def is_cut(self) -> bool:
@@ -80,7 +82,15 @@ class DenseRows:
             return
         for tensor in self._replicated():
             broadcast_(tensor, 0, world)
-        shard_dense(self._state.module, self._state.experts.stack_of, world)
+        self._shard(world)
+
+    def _shard(self, world: World) -> None:
+        module, stack_of = self._state.module, self._state.experts.stack_of
+        shard_dense(module, stack_of, world)
+        alike = set(identical_buffers(module))
+        self._buffers = [name for name, _ in module.named_buffers() if name not in alike]
+        dense = (p for p in module.parameters() if p not in stack_of)
+        self._scalars = [p for p in dense if not p.ndim and p.requires_grad]
 
     @torch.no_grad()
     def gather(self, world: World, most_bytes: int) -> None:
@@ -112,13 +122,8 @@ class DenseRows:
 
     def take_buffers(self, world: World) -> None:
         """Before a forward pass: rank 0's buffers, as under DDP, but those that all ranks compute alike; collective."""
-        module = self._state.module
-        if not self.is_cut:
-            return
-        alike = set(identical_buffers(module))
-        for name, buffer in module.named_buffers():
-            if name not in alike:
-                broadcast_(buffer, 0, world)
+        for name in self._buffers if self.is_cut else ():
+            broadcast_(self._state.module.get_buffer(name), 0, world)
 
     @contextmanager
     def summing_later(self) -> Generator[None, None, None]:
@@ -136,11 +141,8 @@ class DenseRows:
     @torch.no_grad()
     def sum_scalars(self, world: World) -> None:
         """Sum the gradients of scalar parameters, which cannot be cut, where others are; collective."""
-        if not self.is_cut:
-            return
-        dense = self._state.training_state().dense.values()
-        scalars = [p for p in dense if not p.ndim and p.requires_grad]
-        if not scalars:
+        scalars = self._scalars
+        if not scalars or not self.is_cut:
             return
         found = [[p.grad, torch.ones_like(p)] if p.grad is not None else [torch.zeros_like(p)] * 2 for p in scalars]
         sums = torch.tensor([[float(value) for value in pair] for pair in found], device=world.device)
@@ -160,10 +162,6 @@ class DenseRows:
         """The world has ended: blocks stay, what fully_shard added goes."""
         if self.is_cut:
             undo_shard(self._state.module)
-
-    def held(self, cut: RowCut) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of all parts of a cut, and of this rank's."""
-        return cut.names(), (cut.names()[cut.part],)
 
     def fetch(self, sources: Sequence[tuple[str, int]], world: World) -> Rows:
         """What this rank will hold in a world, from those that have it; collective there.
@@ -188,7 +186,7 @@ class DenseRows:
         }
         replace_parameters(module, empty)
         if world.shards:
-            shard_dense(module, self._state.experts.stack_of, world)
+            self._shard(world)
         else:
             materialise(module, world.device)
         after = dict(module.named_parameters())
