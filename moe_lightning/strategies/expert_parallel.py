@@ -30,7 +30,7 @@ from moe_lightning.strategies.dense_shardings import dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_updates import require_separate_updates
 from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
-from moe_lightning.strategies.module_checks import check_module, identical_buffers
+from moe_lightning.strategies.module_checks import check_module, cut_parameters, identical_buffers
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import RankState
@@ -168,7 +168,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             self._kept = KeptExperts(self.experts)
         assert self._kept is not None
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
-        seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module)])
+        seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
         super().setup(trainer)
         seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:

@@ -9,6 +9,7 @@ from torch import nn
 
 from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.row_blocks import is_cut
 
 
 def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -48,6 +49,11 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "BatchNorm takes its statistics from each rank's part of the batch, so the loss depends on the number "
             "of ranks: use LayerNorm or GroupNorm, or on GPUs sync_batchnorm=True"
         )
+
+
+def cut_parameters(module: nn.Module) -> list[str]:
+    """Parameters of which every rank has other rows, as an earlier training has left them."""
+    return [name for name, parameter in module.named_parameters() if is_cut(parameter)]
 
 
 def identical_buffers(module: nn.Module) -> list[str]:

@@ -21,6 +21,7 @@ from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.row_blocks import is_cut, local
+from moe_lightning.strategies import expert_parallel
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_same_loss import LLAMA, NOISY, TOLERANCE, assert_same_training
@@ -126,8 +127,13 @@ def test_a_users_module_trains_alike(manual: bool) -> None:
         np.testing.assert_allclose(ranks[0]["state"][name], values, rtol=0, atol=5e-5, err_msg=name)
 
 
-def fit_twice(rank: int, world_size: int) -> tuple[list[bool], int, float, float]:
-    """A module that two Trainers train one after the other, and what is left on it."""
+def fit_twice(rank: int, world_size: int, *, room: int) -> tuple[list[bool], int, float, float]:
+    """A module that two Trainers train one after the other, and what is left on it.
+
+    Args:
+        room: bytes that a rank may keep of the whole model.
+    """
+    expert_parallel.room_for_experts = lambda _: room
     module = GPTModule(TINY, OptimizerConfig(lr=3e-3))
     loader = DataLoader(RandomTokens(), batch_size=12)
     kinds, losses = [], []
@@ -137,8 +143,6 @@ def fit_twice(rank: int, world_size: int) -> tuple[list[bool], int, float, float
         trainer.fit(module, loader, loader)
         kinds.append(any(is_cut(p) for p in module.parameters()))
         losses.append(float(trainer.validate(module, loader, verbose=False)[0]["val/loss"]))
-    assert type(module) is GPTModule
-    assert "training_step" not in vars(module)
     return kinds, _hooks(module) - hooks, losses[0], losses[1]
 
 
@@ -148,10 +152,14 @@ def _hooks(module: nn.Module) -> int:
 
 
 def test_a_module_is_whole_after_training_and_trains_again() -> None:
-    for kinds, hooks, first, second in run_ranks(2, fit_twice):
-        assert kinds == [False, False]
-        assert hooks == 0
+    whole = run_ranks(2, partial(fit_twice, room=1 << 30))
+    cut = run_ranks(2, partial(fit_twice, room=0))
+    for kinds, hooks, first, second in whole:
+        assert (kinds, hooks) == ([False, False], 0)
         assert second < first
+    for kinds, _, *losses in cut:  # as after an elastic run, which gathers nothing
+        assert kinds == [True, True]
+        assert losses == pytest.approx(whole[0][2:], abs=TOLERANCE)
 
 
 # ---------------------------------------------------------------------- bytes
