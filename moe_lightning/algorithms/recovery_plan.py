@@ -121,11 +121,6 @@ class RecoveryPlan:
         """The experts that are read from the checkpoint."""
         return tuple((la, e) for la, e in np.argwhere(self.origins == Origin.STORAGE).tolist())
 
-    @property
-    def reads_rest(self) -> bool:
-        """Whether state that is no expert comes from snapshots."""
-        return any(read.expert is None for read in self.reads)
-
     def counts(self, among: Collection[Expert] | None = None) -> dict[Origin, int]:
         """Experts by origin; `among` restricts them, for example to those that a lost node held."""
         chosen = np.argwhere(self.origins >= 0).tolist() if among is None else among
