@@ -1,15 +1,22 @@
-"""Options of command lines: their values checked like those of a configuration, their mistakes one sentence each."""
+"""Options of command lines: fields of a dataclass, their values checked like those of a configuration, their mistakes
+one sentence each.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import types
+import typing
 from collections.abc import Callable
+from dataclasses import MISSING, field, fields
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from moe_lightning.values import Range, described, fits, shown
+
+T = TypeVar("T")
 
 EXIT_MISTAKE = 2
 
@@ -28,6 +35,58 @@ class Parser(argparse.ArgumentParser):
 def shortened(message: str) -> str:
     """The message with words cut off that are too long to be a value."""
     return re.sub(r"(\S{150})\S{100,}", r"\1...", message)
+
+
+def option(help_: str, default: Any = MISSING, **keywords: Any) -> Any:
+    """A field of a dataclass that `add_options` makes an option of; one without a default must be given, by position.
+
+    Args:
+        keywords: further ones of argparse's `add_argument`.
+    """
+    metadata = {"help": help_, **keywords}
+    if isinstance(default, list | tuple):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """An option for each field of a dataclass, of the type that its annotation says: a bool is a switch, a Literal a
+    choice, a list takes one value or more, a tuple any number of them.
+    """
+    hints = typing.get_type_hints(options, include_extras=True)
+    for item in fields(options):
+        name, keywords = item.name, dict(item.metadata)
+        if item.default is not MISSING or item.default_factory is not MISSING:
+            name = f"--{item.name.replace('_', '-')}"
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            keywords |= {"default": default} | _taken(hints[item.name])
+            if default is not None and default is not False and default != [] and "(default" not in keywords["help"]:
+                shown_ = " ".join(map(str, default)) if isinstance(default, list) else default
+                keywords["help"] += f" (default: {shown_})"
+        else:
+            keywords |= _taken(hints[item.name])
+        parser.add_argument(name, **keywords)
+
+
+def read_options(options: type[T], namespace: argparse.Namespace) -> T:
+    """The dataclass that `add_options` described, from what was given."""
+    return options(**{item.name: getattr(namespace, item.name) for item in fields(options)})  # type: ignore[arg-type]
+
+
+def _taken(hint: Any) -> dict[str, Any]:
+    """What argparse must know of a field's annotation."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is bool:
+        return {"action": "store_true"}
+    if origin in (Union, types.UnionType):  # or None
+        return _taken(arguments[0])
+    if origin in (list, tuple):
+        return _taken(arguments[0]) | {"nargs": "+" if origin is list else "*"}
+    if origin is Literal:
+        return {"choices": arguments}
+    if origin is Annotated and callable(arguments[1]):
+        return {"type": arguments[1]}
+    return {"type": hint if hint in (str, Path) else value(hint)}
 
 
 def value(hint: Any) -> Callable[[str], Any]:
@@ -79,6 +138,11 @@ def output_folder(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{shown(text)} is no folder, and none can be made there: give another path")
     _check_writable(there, text)
     return path
+
+
+InputFile = Annotated[Path, input_file]
+OutputFile = Annotated[Path, output_file]
+OutputFolder = Annotated[Path, output_folder]
 
 
 def _is(test: Callable[[Path], bool], path: Path) -> bool:
