@@ -24,6 +24,7 @@ from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.strategies import ExpertParallelStrategy
+from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
 
 STOP = "stop"
 _SAMPLES = 4096
@@ -76,7 +77,7 @@ class Task:
         return write_job(Path(self.folder), "moe_lightning.bench.recovery_worker:train", asdict(self), self.cores)
 
 
-class Diary(StepClock):
+class Diary(StepClock, RecoveryListener):
     """Writes down what this process does as it happens."""
 
     def __init__(self, folder: Path, slot: int) -> None:
@@ -92,8 +93,12 @@ class Diary(StepClock):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         elastic = getattr(trainer.strategy, "elastic", None)
-        if elastic is not None:  # after FaultRecovery, which sets the observers
-            elastic.observers.append(lambda report: self.write("recovery", **asdict(report)))
+        if elastic is not None:  # after FaultRecovery, which sets the listeners
+            elastic.listeners.append(self)
+
+    @override
+    def recovered(self, report: RecoveryReport) -> None:
+        self.write("recovery", **asdict(report))
 
     @override
     def note(self, trainer: pl.Trainer) -> None:

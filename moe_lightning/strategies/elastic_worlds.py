@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -39,7 +39,7 @@ from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_
 from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_over, wait_for_ranks
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
-from moe_lightning.strategies.recovery_report import RecoveryReport, Stopwatch
+from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport, Stopwatch
 from moe_lightning.strategies.world_faults import is_worlds_fault, reason_of, scrub
 from moe_lightning.strategies.worlds import WorldListener, Worlds
 
@@ -63,10 +63,8 @@ class ElasticWorlds:
         is_newcomer: this process holds nothing of the run yet.
         change_is_due: the ranks agreed to form another world before the next step.
         planner: chooses what to go on from.
-        count_stale: told the versions of the experts that came back older than the live state, before newcomers learn
-            what was counted.
         has_rolled_back: the last change of the world went back to a saved state.
-        observers: called with the report of every recovery.
+        listeners: have a part in recoveries.
         report: of the last recovery; None before the first.
     """
 
@@ -90,9 +88,8 @@ class ElasticWorlds:
         self.max_recoveries = 1000
         self.version = 0
         self.is_newcomer = self.change_is_due = False
-        self.observers: list[Callable[[RecoveryReport], None]] = []
-        self.planner = RecoveryPlanner()
-        self.count_stale: Callable[[Mapping[tuple[int, int], int]], None] = lambda stale: None
+        self.listeners: list[RecoveryListener] = []
+        self.planner = RecoveryPlanner(self.listeners)
         self.has_rolled_back = self._has_newcomers = False
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
@@ -291,8 +288,8 @@ class ElasticWorlds:
             began_at=began_at,
             seconds=seconds,
         )
-        for observer in self.observers:
-            observer(self.report)
+        for listener in self.listeners:
+            listener.recovered(self.report)
 
     def _reason(self, fault: BaseException | None) -> str:
         return "this process joins a running world" if self.is_newcomer else reason_of(fault, self.engine.reason)
@@ -338,7 +335,8 @@ class ElasticWorlds:
         with watch.phase("settling"):
             self.version, self.has_rolled_back = plan.version, plan.level != "live"
             if plan.level == "live" and plan.stale:
-                self.count_stale(plan.stale)
+                for listener in self.listeners:
+                    listener.count_stale(plan.stale)
             self._has_newcomers = bool(newcomers_of(plan, world))
             self._share_progress(plan, world)
             self._wrapped.enter(world)
