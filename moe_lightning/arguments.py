@@ -14,11 +14,10 @@ from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
+from moe_lightning.mistakes import EXIT_MISTAKE
 from moe_lightning.values import Range, described, fits, shown
 
 T = TypeVar("T")
-
-EXIT_MISTAKE = 2
 
 Count = Annotated[int, Range(least=1, most=1e6)]
 """Of measurements and of sizes: beyond lies what no machine measures in a year."""
@@ -55,16 +54,15 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """
     hints = typing.get_type_hints(options, include_extras=True)
     for item in fields(options):
-        name, keywords = item.name, dict(item.metadata)
+        name, keywords = item.name, _taken(hints[item.name]) | item.metadata
+        if keywords.get("action") == "append":
+            del keywords["nargs"]
         if item.default is not MISSING or item.default_factory is not MISSING:
             name = f"--{item.name.replace('_', '-')}"
-            default = item.default if item.default_factory is MISSING else item.default_factory()
-            keywords |= {"default": default} | _taken(hints[item.name])
+            keywords["default"] = default = item.default if item.default_factory is MISSING else item.default_factory()
             if default is not None and default is not False and default != [] and "(default" not in keywords["help"]:
-                shown_ = " ".join(map(str, default)) if isinstance(default, list) else default
-                keywords["help"] += f" (default: {shown_})"
-        else:
-            keywords |= _taken(hints[item.name])
+                words = " ".join(map(str, default)) if isinstance(default, list) else default
+                keywords["help"] += f" (default: {words})"
         parser.add_argument(name, **keywords)
 
 

@@ -37,13 +37,14 @@ MAY_IMPORT = {
     "config": set[str](),
     "values": set[str](),
     "registry": set[str](),
+    "mistakes": set[str](),
 }
 MAY_IMPORT["strategies"] = {*MAY_IMPORT["checkpoint"], "modules", "checkpoint", "data", "elastic", "seams"}
 MAY_IMPORT["callbacks"] = {*MAY_IMPORT, "strategies"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "callbacks", "__version__"}
 MAY_IMPORT["bench"] = {*MAY_IMPORT, "cli"}
 MAY_IMPORT |= {"conf": set(), "__init__": set(MAY_IMPORT)}
-SHARED = {"errors", "config", "values", "registry"}
+SHARED = {"errors", "config", "values", "registry", "mistakes"}
 MAY_COMMUNICATE = {"comm", "elastic", "strategies"}
 WITHOUT_LIGHTNING = {"algorithms", "kernels", "state", "comm", "modules", "checkpoint", *SHARED}
 UNSAFE_CALLS = {

@@ -7,13 +7,12 @@ import importlib
 import json
 import logging
 import os
-import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from typing_extensions import override
 from moe_lightning.arguments import Count, option
 from moe_lightning.bench.measure import synchronize
 from moe_lightning.cli.capacity import check_processes
-from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
-from moe_lightning.elastic.lifeline import end_with_launcher, leave, leave_process_groups
+from moe_lightning.elastic.lifeline import leave
+from moe_lightning.elastic.work import work
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_config import GPTConfig
 
@@ -159,29 +158,17 @@ def failing_as_mistakes() -> Iterator[None]:
         raise ConfigurationError(f"a rank of the benchmark failed: {error} {error.failure.details}") from error
 
 
-def main(arguments: Sequence[str]) -> int:
-    """One rank: it does its job and ends with its launcher; what it found stays beside the job."""
-    end_with_launcher()
-    path = Path(arguments[0])
+def do_job(path: Path) -> None:
+    """One rank's part of a job; what it found stays beside the job."""
     job, rank = json.loads(path.read_text()), int(os.environ["LOCAL_RANK"])
     if job["cores"]:
         os.sched_setaffinity(0, {job["cores"][rank % len(job["cores"])]})
     torch.set_num_threads(1)
     hush()
     module, _, name = job["function"].partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)(job["settings"])
-    except RunFinished:
-        return 0
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        return 1
+    found = getattr(importlib.import_module(module), name)(job["settings"])
     (path.parent / f"rank{rank}.json").write_text(json.dumps(found))
-    leave_process_groups()
-    return 0
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(work("moe-bench", partial(do_job, Path(sys.argv[1]))))

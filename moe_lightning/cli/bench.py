@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
+from moe_lightning import mistakes
 from moe_lightning.arguments import Parser, add_options, read_options, value
-from moe_lightning.cli import mistakes
 from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.values import Range
 
