@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_lightning.kernels import checks, functions, reference, selection
+from moe_lightning.kernels import backends, checks, functions, reference
 from moe_lightning.kernels.bodies import ACTIVATIONS, is_gated
 
 
@@ -63,7 +63,7 @@ def grouped_mm(
         total = int(tokens_S.sum())
         valid = total <= num_rows and (num_slots == 0 or int(tokens_S.min()) >= 0)
         checks.require(valid, f"tokens_per_slot sum to {total}, but x holds {num_rows} rows and counts are at least 0")
-    rooms = selection.bodies(x.device, x.dtype)
+    rooms = backends.bodies(x.device, x.dtype)
     if rooms is None:
         rows = x if order_M is None or inverse_TK is None else reference.permute(x, order_M, inverse_TK)
         return reference.grouped_mm(rows, weight_SDF, tokens_S.tolist())
@@ -102,7 +102,7 @@ def expert_activation(
             len(gate_weights_M) == len(h_MH), f"{len(gate_weights_M)} gate weights do not fit {len(h_MH)} rows"
         )
         gate_weights_M = gate_weights_M.contiguous()
-    rooms = selection.bodies(h_MH.device, h_MH.dtype)
+    rooms = backends.bodies(h_MH.device, h_MH.dtype)
     if rooms is None:
         return reference.expert_activation(h_MH, kind, gate_weights_M)
     result: Tensor = functions.apply(
