@@ -73,13 +73,10 @@ def grouped_mm(
     return result
 
 
-def expert_activation(
-    h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = None, *, recompute: bool = True
-) -> Tensor:
+def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = None) -> Tensor:
     """The activation of an expert MLP, times a gate weight for each row.
 
-    Computed in fp32 and rounded once. With `recompute` the backward keeps h only; without, it also keeps the activation
-    when the gate weights need a gradient, and saves its second evaluation.
+    Computed in fp32 and rounded once. The backward keeps h only and computes the activation again.
 
     Args:
         h_MH: floats; [M, F] for the kinds of gelu, [M, 2F] = gate | up for those of swiglu.
@@ -106,6 +103,6 @@ def expert_activation(
     if rooms is None:
         return reference.expert_activation(h_MH, kind, gate_weights_M)
     result: Tensor = functions.apply(
-        functions.ExpertActivation, h_MH.contiguous(), gate_weights_M, kind, recompute, rooms.activation
+        functions.ExpertActivation, h_MH.contiguous(), gate_weights_M, kind, rooms.activation
     )
     return result
