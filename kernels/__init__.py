@@ -5,6 +5,7 @@ The body is chosen by the device of the data and can be set with `set_backend`. 
 non-contiguous inputs, and raise `ConfigurationError` in one sentence for wrong shapes, dtypes or devices.
 """
 
+from moe_lightning.kernels.backends import BACKENDS, backend, set_backend
 from moe_lightning.kernels.bodies import ExpertSort
 from moe_lightning.kernels.ops_bytes import pack, packed_bytes, sum_in_rank_order, unpack, xor_parity
 from moe_lightning.kernels.ops_experts import expert_activation, grouped_mm
@@ -17,7 +18,6 @@ from moe_lightning.kernels.ops_rows import (
     top_k_routing,
     unpermute,
 )
-from moe_lightning.kernels.selection import BACKENDS, backend, set_backend
 
 __all__ = [
     "BACKENDS",

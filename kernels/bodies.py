@@ -84,10 +84,9 @@ class ActivationBodies(Protocol):
     def activation(self, h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor: ...
 
     def activation_grad(
-        self, grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None, out_MF: Tensor | None
+        self, grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients for h and (fp32 [M]) for the gate weights; `out_MF` is the ungated activation where
-        it was saved."""
+        """Gradients for h and (fp32 [M]) for the gate weights."""
         ...
 
 

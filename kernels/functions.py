@@ -127,25 +127,18 @@ class GroupedMM(torch.autograd.Function):
 
 class ExpertActivation(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, h_MH: Tensor, gate_M: Tensor | None, kind: str, recompute: bool, room: ActivationBodies
-    ) -> Tensor:
+    def forward(ctx: Any, h_MH: Tensor, gate_M: Tensor | None, kind: str, room: ActivationBodies) -> Tensor:
         ctx.room, ctx.kind = room, kind
-        ungated = None
-        if not recompute and gate_M is not None and ctx.needs_input_grad[1]:
-            ungated = room.activation(h_MH, kind, None)  # only the gate's gradient needs the value of the activation
-        ctx.save_for_backward(h_MH, gate_M, ungated)
-        if ungated is None or gate_M is None:
-            return room.activation(h_MH, kind, gate_M)
-        return ungated * gate_M.unsqueeze(1).to(ungated.dtype)
+        ctx.save_for_backward(h_MH, gate_M)
+        return room.activation(h_MH, kind, gate_M)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        h_MH, gate_M, ungated = ctx.saved_tensors
-        grad_h, grad_gate = ctx.room.activation_grad(grads[0].contiguous(), h_MH, ctx.kind, gate_M, ungated)
+        h_MH, gate_M = ctx.saved_tensors
+        grad_h, grad_gate = ctx.room.activation_grad(grads[0].contiguous(), h_MH, ctx.kind, gate_M)
         if grad_gate is not None:
             grad_gate = grad_gate.to(gate_M.dtype)
-        return grad_h, grad_gate, None, None, None
+        return grad_h, grad_gate, None, None
 
 
 def invert(index_M: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moe_lightning.kernels import buffers, checks, reference, selection
+from moe_lightning.kernels import backends, buffers, checks, reference
 
 _ALIGNMENT = 64
 
@@ -57,7 +57,7 @@ def xor_parity(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         name = f"buffer {i}" if i < len(parts) else "out"
         checks.byte_buffer(name, part, length)
         checks.same_device(name, part, device)
-    rooms = selection.bodies(device)
+    rooms = backends.bodies(device)
     if rooms is None:
         return out.copy_(reference.xor_parity(parts))
     rooms.bytes.xor(parts, out)
@@ -81,7 +81,7 @@ def sum_in_rank_order(parts_NL: Tensor, out: Tensor | None = None) -> Tensor:
         out.shape == (length,) and out.dtype == parts_NL.dtype,
         f"out is {out.dtype} of shape {list(out.shape)}, but the sum is {parts_NL.dtype} of shape {[length]}",
     )
-    rooms = selection.bodies(parts_NL.device, parts_NL.dtype)
+    rooms = backends.bodies(parts_NL.device, parts_NL.dtype)
     if rooms is None:
         return out.copy_(reference.sum_in_rank_order(parts_NL))
     rooms.bytes.sum_in_rank_order(parts_NL, out)

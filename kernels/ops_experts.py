@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_lightning.kernels import checks, functions, reference, selection
+from moe_lightning.kernels import backends, checks, functions, reference
 from moe_lightning.kernels.bodies import ACTIVATIONS, is_gated
 
 
@@ -63,7 +63,7 @@ def grouped_mm(
         total = int(tokens_S.sum())
         valid = total <= num_rows and (num_slots == 0 or int(tokens_S.min()) >= 0)
         checks.require(valid, f"tokens_per_slot sum to {total}, but x holds {num_rows} rows and counts are at least 0")
-    rooms = selection.bodies(x.device, x.dtype)
+    rooms = backends.bodies(x.device, x.dtype)
     if rooms is None:
         rows = x if order_M is None or inverse_TK is None else reference.permute(x, order_M, inverse_TK)
         return reference.grouped_mm(rows, weight_SDF, tokens_S.tolist())
@@ -73,13 +73,10 @@ def grouped_mm(
     return result
 
 
-def expert_activation(
-    h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = None, *, recompute: bool = True
-) -> Tensor:
+def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = None) -> Tensor:
     """The activation of an expert MLP, times a gate weight for each row.
 
-    Computed in fp32 and rounded once. With `recompute` the backward keeps h only; without, it also keeps the activation
-    when the gate weights need a gradient, and saves its second evaluation.
+    Computed in fp32 and rounded once. The backward keeps h only and computes the activation again.
 
     Args:
         h_MH: floats; [M, F] for the kinds of gelu, [M, 2F] = gate | up for those of swiglu.
@@ -102,10 +99,10 @@ def expert_activation(
             len(gate_weights_M) == len(h_MH), f"{len(gate_weights_M)} gate weights do not fit {len(h_MH)} rows"
         )
         gate_weights_M = gate_weights_M.contiguous()
-    rooms = selection.bodies(h_MH.device, h_MH.dtype)
+    rooms = backends.bodies(h_MH.device, h_MH.dtype)
     if rooms is None:
         return reference.expert_activation(h_MH, kind, gate_weights_M)
     result: Tensor = functions.apply(
-        functions.ExpertActivation, h_MH.contiguous(), gate_weights_M, kind, recompute, rooms.activation
+        functions.ExpertActivation, h_MH.contiguous(), gate_weights_M, kind, rooms.activation
     )
     return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_lightning.kernels import checks, functions, reference, selection
+from moe_lightning.kernels import backends, checks, functions, reference
 from moe_lightning.kernels.bodies import ExpertSort
 
 
@@ -27,7 +27,7 @@ def top_k_routing(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     checks.require(
         1 <= top_k <= num_experts, f"top_k={top_k} does not fit {num_experts} experts: use 1 to {num_experts}"
     )
-    rooms = selection.bodies(scores_TE.device, scores_TE.dtype)
+    rooms = backends.bodies(scores_TE.device, scores_TE.dtype)
     if rooms is None:
         return reference.top_k_routing(scores_TE, top_k)
     scores, ids = functions.apply(functions.TopK, scores_TE.contiguous(), top_k, rooms.routing)
@@ -54,7 +54,7 @@ def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, *, may_drop: bool = 
             lowest <= low and high < num_experts,
             f"expert ids reach from {low} to {high}, but must lie in {lowest}..{num_experts - 1}",
         )
-    rooms = selection.bodies(expert_ids_TK.device)
+    rooms = backends.bodies(expert_ids_TK.device)
     if rooms is None:
         return reference.sort_by_expert(expert_ids_TK, num_experts)
     return rooms.routing.sort_by_expert(expert_ids_TK.contiguous(), num_experts, may_drop)
@@ -76,7 +76,7 @@ def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor) -> Tensor:
     checks.require(
         len(inverse_TK) == len(x_TD), f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x_TD)}"
     )
-    rooms = selection.bodies(x_TD.device, x_TD.dtype)
+    rooms = backends.bodies(x_TD.device, x_TD.dtype)
     if rooms is None:
         return reference.permute(x_TD, order_M, inverse_TK)
     result: Tensor = functions.apply(
@@ -109,7 +109,7 @@ def unpermute(rows_MD: Tensor, inverse_TK: Tensor, order_M: Tensor, weights_TK: 
             f"weights {list(weights_TK.shape)} do not fit inverse {list(inverse_TK.shape)}: both are [tokens, choices]",
         )
         weights_TK = weights_TK.contiguous()
-    rooms = selection.bodies(rows_MD.device, rows_MD.dtype)
+    rooms = backends.bodies(rows_MD.device, rows_MD.dtype)
     if rooms is None:
         return reference.unpermute(rows_MD, inverse_TK, order_M, weights_TK)
     result: Tensor = functions.apply(
@@ -153,7 +153,7 @@ def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None = None) 
         if index is not None:
             checks.index(name, index, 1, x_MD.device)
             checks.require(len(index) == len(x_MD), f"{name} lists {len(index)} rows, but x holds {len(x_MD)}")
-    rooms = selection.bodies(x_MD.device, x_MD.dtype)
+    rooms = backends.bodies(x_MD.device, x_MD.dtype)
     if rooms is None:
         return reference.gather_rows(x_MD, index_M)
     inverse_M = None if inverse_M is None else inverse_M.contiguous()

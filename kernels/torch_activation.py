@@ -26,10 +26,8 @@ def activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
     return out_MF
 
 
-def activation_grad(
-    grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None, out_MF: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients for h and for the gate weights; the activation itself is recomputed unless it was saved."""
+def activation_grad(grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients for h and for the gate weights; the activation itself is computed again."""
     num_rows, hidden = h_MH.shape
     compute = torch.promote_types(h_MH.dtype, torch.float32)
     grad_MH = buffers.empty((num_rows, hidden), h_MH.dtype, h_MH.device)
@@ -37,8 +35,7 @@ def activation_grad(
     for block in row_blocks(num_rows, hidden * compute.itemsize, h_MH.device):
         h, grad = h_MH[block].to(compute), grad_MF[block].to(compute)
         if gate_M is not None and grad_gate_M is not None:
-            value = _activate(h, kind, torch.empty_like(grad)) if out_MF is None else out_MF[block]
-            torch.sum(value * grad, dim=1, out=grad_gate_M[block])
+            torch.sum(_activate(h, kind, torch.empty_like(grad)) * grad, dim=1, out=grad_gate_M[block])
             grad = grad * gate_M[block].to(compute).unsqueeze(1)
         target = _in_place_or_wider(grad_MH[block], compute)
         _differentiate(grad, h, kind, target)

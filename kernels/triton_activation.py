@@ -80,9 +80,8 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    grad, h, gate, saved, grad_h, grad_gate, num_rows, hidden, width,
-    KIND: tl.constexpr, TWO: tl.constexpr, WEIGHED: tl.constexpr, SAVED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad, h, gate, grad_h, grad_gate, num_rows, hidden, width,
+    KIND: tl.constexpr, TWO: tl.constexpr, WEIGHED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     product = tl.zeros((ROWS,), dtype=tl.float32)
@@ -97,11 +96,7 @@ def _backward_kernel(
         if TWO:
             right = tl.load(h + there + width, mask=mask, other=0).to(tl.float32)
         if WEIGHED:
-            if SAVED:  # noqa: SIM108
-                value = tl.load(saved + here, mask=mask, other=0).to(tl.float32)
-            else:
-                value = _value(left, right, KIND)
-            product += tl.sum(above * value, axis=1)
+            product += tl.sum(above * _value(left, right, KIND), axis=1)
             above *= tl.load(gate + row, mask=row < num_rows, other=0).to(tl.float32)[:, None]
         by_left, by_right = _slopes(left, right, KIND)
         if TWO:
@@ -125,9 +120,7 @@ def activation(h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor:
     return out_MF
 
 
-def activation_grad(
-    grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None, out_MF: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def activation_grad(grad_MF: Tensor, h_MH: Tensor, kind: str, gate_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Gradients for h and for the gate weights; a program owns whole rows, so the gate's sum has one order."""
     num_rows, hidden = h_MH.shape
     width = hidden // 2 if is_gated(kind) else hidden
@@ -136,8 +129,7 @@ def activation_grad(
     rows, columns = row_tile(width, elements=2048)
     launch(
         _backward_kernel, (ceil_div(num_rows, rows),), h_MH,
-        grad_MF, h_MH, gate_M, out_MF, grad_MH, grad_gate_M, num_rows, hidden, width,
-        KIND=ACTIVATIONS.index(kind), TWO=is_gated(kind), WEIGHED=gate_M is not None, SAVED=out_MF is not None,
-        ROWS=rows, COLUMNS=columns,
+        grad_MF, h_MH, gate_M, grad_MH, grad_gate_M, num_rows, hidden, width,
+        KIND=ACTIVATIONS.index(kind), TWO=is_gated(kind), WEIGHED=gate_M is not None, ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
     return grad_MH, grad_gate_M

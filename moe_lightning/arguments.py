@@ -1,17 +1,23 @@
-"""Options of command lines: their values checked like those of a configuration, their mistakes one sentence each."""
+"""Options of command lines: fields of a dataclass, their values checked like those of a configuration, their mistakes
+one sentence each.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import types
+import typing
 from collections.abc import Callable
+from dataclasses import MISSING, field, fields
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
+from moe_lightning.mistakes import EXIT_MISTAKE
 from moe_lightning.values import Range, described, fits, shown
 
-EXIT_MISTAKE = 2
+T = TypeVar("T")
 
 Count = Annotated[int, Range(least=1, most=1e6)]
 """Of measurements and of sizes: beyond lies what no machine measures in a year."""
@@ -28,6 +34,57 @@ class Parser(argparse.ArgumentParser):
 def shortened(message: str) -> str:
     """The message with words cut off that are too long to be a value."""
     return re.sub(r"(\S{150})\S{100,}", r"\1...", message)
+
+
+def option(help_: str, default: Any = MISSING, **keywords: Any) -> Any:
+    """A field of a dataclass that `add_options` makes an option of; one without a default must be given, by position.
+
+    Args:
+        keywords: further ones of argparse's `add_argument`.
+    """
+    metadata = {"help": help_, **keywords}
+    if isinstance(default, list | tuple):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """An option for each field of a dataclass, of the type that its annotation says: a bool is a switch, a Literal a
+    choice, a list takes one value or more, a tuple any number of them.
+    """
+    hints = typing.get_type_hints(options, include_extras=True)
+    for item in fields(options):
+        name, keywords = item.name, _taken(hints[item.name]) | item.metadata
+        if keywords.get("action") == "append":
+            del keywords["nargs"]
+        if item.default is not MISSING or item.default_factory is not MISSING:
+            name = f"--{item.name.replace('_', '-')}"
+            keywords["default"] = default = item.default if item.default_factory is MISSING else item.default_factory()
+            if default is not None and default is not False and default != [] and "(default" not in keywords["help"]:
+                words = " ".join(map(str, default)) if isinstance(default, list) else default
+                keywords["help"] += f" (default: {words})"
+        parser.add_argument(name, **keywords)
+
+
+def read_options(options: type[T], namespace: argparse.Namespace) -> T:
+    """The dataclass that `add_options` described, from what was given."""
+    return options(**{item.name: getattr(namespace, item.name) for item in fields(options)})  # type: ignore[arg-type]
+
+
+def _taken(hint: Any) -> dict[str, Any]:
+    """What argparse must know of a field's annotation."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is bool:
+        return {"action": "store_true"}
+    if origin in (Union, types.UnionType):  # or None
+        return _taken(arguments[0])
+    if origin in (list, tuple):
+        return _taken(arguments[0]) | {"nargs": "+" if origin is list else "*"}
+    if origin is Literal:
+        return {"choices": arguments}
+    if origin is Annotated and callable(arguments[1]):
+        return {"type": arguments[1]}
+    return {"type": hint if hint in (str, Path) else value(hint)}
 
 
 def value(hint: Any) -> Callable[[str], Any]:
@@ -79,6 +136,11 @@ def output_folder(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{shown(text)} is no folder, and none can be made there: give another path")
     _check_writable(there, text)
     return path
+
+
+InputFile = Annotated[Path, input_file]
+OutputFile = Annotated[Path, output_file]
+OutputFolder = Annotated[Path, output_folder]
 
 
 def _is(test: Callable[[Path], bool], path: Path) -> bool:

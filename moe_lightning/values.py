@@ -59,7 +59,6 @@ Coefficient = Annotated[float, Range(least=0, most=1e6)]
 """Factor of a term of the loss, or of a random width: far below it lies all that trains, far above it float32's end."""
 Seconds = Annotated[float, Range(above=0, most=1e9)]
 """A wait of at most 30 years: what clocks, stores and collectives can count down."""
-Port = Annotated[int, Range(least=0, most=65535)]
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -21,6 +21,21 @@ from moe_lightning.elastic import processes
 from tests.forks import PATIENCE_S, forked
 from tests.programs import users_environment
 
+WORDS = ("data.source=words.txt", "data.cache_dir=cache")
+"""What `write_words` leaves in the folder of the run."""
+TINY = ("model=llama_moe_tiny", "run_name=tiny", *WORDS, "data.global_batch_size=8", "data.val_samples=4", "logger=csv")
+"""A run of seconds."""
+SMALL_MODEL = (
+    "model.context_length=16", "model.num_layers=2", "model.d_model=16", "model.num_heads=2", "model.d_hidden=24",
+    "model.d_expert=16",
+)  # fmt: skip
+"""Sizes that make any recipe of text quick."""
+
+
+def write_words(folder: Path = Path(), lines: int = 300) -> None:
+    """A text to train on."""
+    (folder / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(lines)))
+
 
 def moe_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `moe-train ARGUMENTS` in a folder: its exit code, and what it and its first rank wrote."""

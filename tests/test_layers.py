@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "config": set[str](),
     "values": set[str](),
     "registry": set[str](),
+    "mistakes": set[str](),
 }
 MAY_IMPORT["strategies"] = {
     *MAY_IMPORT["checkpoint"],
@@ -52,7 +53,7 @@ MAY_IMPORT["callbacks"] = {*MAY_IMPORT, "strategies"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "callbacks", "__version__"}
 MAY_IMPORT["bench"] = {*MAY_IMPORT, "cli"}
 MAY_IMPORT |= {"conf": set(), "__init__": set(MAY_IMPORT)}
-SHARED = {"errors", "config", "values", "registry"}
+SHARED = {"errors", "config", "values", "registry", "mistakes"}
 MAY_COMMUNICATE = {"comm", "elastic", "strategies", "fsdp_seams"}
 WITHOUT_LIGHTNING = {"algorithms", "kernels", "state", "comm", "modules", "checkpoint", *SHARED}
 UNSAFE_CALLS = {

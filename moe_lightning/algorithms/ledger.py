@@ -167,12 +167,6 @@ class Ledger:
         """Proportion of lost tokens so far, as MoC-System defines it (eq. 7)."""
         return self.plt_of(self.lost)
 
-    @property
-    def plt_pec(self) -> float:
-        """Proportion of lost tokens so far, as PEC defines it (eq. 4): all lost over all planned; equal where all
-        layers plan alike."""
-        return float(self.lost.sum() / self.planned_assignments.sum())
-
     def state_dict(self) -> dict[str, Any]:
         """Everything as of the recovery point and now, as arrays; pending checkpoints are not part of it."""
         return {

@@ -217,11 +217,6 @@ def _missing_within(missing: IntArray, ranks: Sequence[Sequence[int]]) -> IntArr
     return cost
 
 
-def missing_states(held: BoolArray, needed: BoolArray) -> IntArray:
-    """int64 [P, Q]: states that planned holder q needs and present holder p lacks, from [L, E, P] and [L, E, Q]."""
-    return _missing(_States.of(held), _States.of(needed))
-
-
 def _missing(have: _States, need: _States) -> IntArray:
     common = np.zeros((have.num_places, need.num_places), dtype=np.int64)
     for mine, theirs in zip(have.blocks(), need.blocks(), strict=True):

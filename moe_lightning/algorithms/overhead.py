@@ -140,8 +140,3 @@ def adapt(
     return AdaptiveConfiguration(
         k_snapshot=k_snapshot, k_persist=k_persist, interval_steps=interval, save_s=model.save_s
     )
-
-
-def partial_wins(*, partial: OverheadModel, partial_interval: int, full: OverheadModel, full_interval: int) -> bool:
-    """Whether partial checkpointing costs less than full checkpointing at the given intervals (MoC-System eq. 16)."""
-    return partial.overhead_share(partial_interval) < full.overhead_share(full_interval)

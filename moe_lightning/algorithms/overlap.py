@@ -119,11 +119,6 @@ class Timeline:
     transfer_s: float
     exposed_s: float
 
-    @property
-    def hidden_fraction(self) -> float:
-        """Part of Trans and Agg that costs no time; 1 where there is none."""
-        return 1.0 - self.exposed_s / self.transfer_s if self.transfer_s else 1.0
-
 
 def predict_timeline(times: Sequence[BlockTimes], costs: Sequence[BlockCosts], plan_s: float = 0.0) -> Timeline:
     """The time line of a step whose blocks take these (scalar) times.

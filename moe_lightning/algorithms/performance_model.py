@@ -129,28 +129,14 @@ class BlockTimes:
     total_s: FloatArray
 
 
-def row_volumes(tokens: IntArray, quota: IntArray) -> IntArray:
-    """int64 [..., 4, N] of each expert: rows computed, sent, received, and 1 where the rank computes any.
-
-    The two first are Pro-Prophet's H and the counterpart of its R, which is the third. Sum over experts for a rank's
-    totals.
-
-    Args:
-        tokens: int64 [..., N], assignments of an expert on each rank before dispatch.
-        quota: int64 [..., N], assignments of it that each rank computes.
-    """
-    surplus = tokens - quota
-    return np.stack([quota, np.maximum(surplus, 0), np.maximum(-surplus, 0), (quota > 0).astype(np.int64)], axis=-2)
-
-
 def total_volumes(tokens: IntArray, quota: IntArray) -> IntArray:
-    """int64 [4, N]: `row_volumes` of int64 [E, N], summed over experts, in time that grows with the holders only."""
+    """int64 [4, N]: as `pair_volumes`, of tokens and quotas int64 [E, N], in time that grows with the holders only."""
     pairs = Pairs.of_table(quota)
     return pair_volumes(tokens, pairs, pairs.replicas)
 
 
 def pair_volumes(tokens: IntArray, pairs: Pairs, rows: IntArray, own: IntArray | None = None) -> IntArray:
-    """int64 [4, N]: `row_volumes`, summed over experts, of quotas that are given for pairs of experts and ranks.
+    """int64 [4, N]: rows that each rank computes (Pro-Prophet's H), sends and receives (R), and of how many experts.
 
     A rank sends what it has and does not compute itself, and receives what it computes and does not have.
 
@@ -166,39 +152,15 @@ def pair_volumes(tokens: IntArray, pairs: Pairs, rows: IntArray, own: IntArray |
     return np.stack([computed, (tokens.sum(axis=0) if own is None else own) - at_home, computed - at_home, touched])
 
 
-def copy_volumes(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> IntArray:
-    """int64 [..., E, P, 2, N]: copies of each expert that each rank sends (0) and receives (1) per phase of Trans, in
-    units of 1 / ONE_COPY.
-
-    Agg is the same in reverse. Sum over experts for a rank's totals.
+def total_copies(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> IntArray:
+    """int64 [P, 2, N]: copies that each rank sends (0) and receives (1) per phase of Trans, in units of 1 / ONE_COPY;
+    Agg is the same in reverse.
 
     Args:
-        shadows: bool [..., E, N], where the shadows go; never the home.
-        homes: int64 [..., E], the rank that sends each expert's weights.
+        shadows: bool [E, N], where the shadows go, never the home; only experts with one take time.
+        homes: int64 [E], the rank that sends each expert's weights.
         transfer: see `TransferMethod`.
     """
-    num_ranks = shadows.shape[-1]
-    count = shadows.sum(axis=-1, keepdims=True)
-    moved = (count > 0).astype(np.int64)
-    at_home = homes[..., None] == np.arange(num_ranks)
-    if transfer == "average":
-        evenly = np.broadcast_to(ONE_COPY * (count + moved) // num_ranks, shadows.shape)
-        return np.stack([evenly, evenly], axis=-2)[..., None, :, :]
-    volumes = np.empty((*shadows.shape[:-1], 1 if transfer == "direct" else 2, 2, num_ranks), dtype=np.int64)
-    if transfer == "direct":
-        np.multiply(at_home, ONE_COPY * count, out=volumes[..., 0, 0, :])
-        np.multiply(shadows, ONE_COPY, out=volumes[..., 0, 1, :])
-        return volumes
-    piece = ONE_COPY // np.maximum(count, 1)
-    np.multiply(at_home, ONE_COPY * moved, out=volumes[..., 0, 0, :])
-    np.multiply(shadows, piece, out=volumes[..., 0, 1, :])
-    np.multiply(shadows, ONE_COPY - piece, out=volumes[..., 1, 0, :])
-    volumes[..., 1, 1, :] = volumes[..., 1, 0, :]
-    return volumes
-
-
-def total_copies(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> IntArray:
-    """int64 [P, 2, N]: `copy_volumes` of bool [E, N], summed over experts; only those with a shadow take time."""
     moved = np.flatnonzero(shadows.any(axis=1))
     num_ranks, visits = shadows.shape[1], shadows[moved].astype(np.int64)
     count = visits.sum(axis=1)
@@ -219,8 +181,8 @@ def predict_block(volumes: IntArray, copies: IntArray, costs: BlockCosts, schedu
     """Seconds of one block from the totals of all ranks.
 
     Args:
-        volumes: int64 [..., 4, N], `row_volumes` summed over experts.
-        copies: int64 [..., P, 2, N], `copy_volumes` summed over experts.
+        volumes: int64 [..., 4, N], see `total_volumes`.
+        copies: int64 [..., P, 2, N], see `total_copies`.
         costs: constants.
         scheduled: whether Trans and Agg run under computations (eq. 8) or on their own (eq. 6).
     """

@@ -14,7 +14,7 @@ from moe_lightning.algorithms.performance_model import ONE_COPY, BoolArray, Tran
 
 
 class CopyTotals:
-    """The totals of `copy_volumes` over the experts moved so far, in units of 1 / ONE_COPY.
+    """`total_copies` of the experts moved so far, in units of 1 / ONE_COPY.
 
     Args:
         num_searches: R at the start.

@@ -52,11 +52,6 @@ class ShadowPlan:
     def num_copies(self) -> int:
         return int(self.shadows.sum())
 
-    @property
-    def moved_experts(self) -> tuple[int, ...]:
-        """Experts with a shadow anywhere, ascending."""
-        return tuple(int(expert) for expert in np.flatnonzero(self.shadows.any(axis=1)))
-
     def check(self, placement: Placement) -> None:
         """Raise ConfigurationError where the plan was made for another placement."""
         pairs = placement.pairs

@@ -202,32 +202,6 @@ def _piece(module: Module, rank: int, first: int, last: int) -> Piece:
     return Piece(module=module.name, rank=rank, first_row=first, last_row=last, nbytes=nbytes)
 
 
-def experts_imbalanced(*, k: int, num_layers: int, dp_size: int, ep_size: int) -> bool:
-    """Whether EE leaves ranks with unequal numbers of experts under sequential selection (MoC-System eq. 9)."""
-    selected = k * num_layers
-    return selected % ep_size != 0 or (selected // ep_size) % (dp_size // ep_size) != 0
-
-
-def sharded_rank_bytes(
-    *, dense_params: int, expert_params: int, weight_bytes: int, optimizer_bytes: int, dp_size: int
-) -> float:
-    """Bytes per rank of a fully sharded full checkpoint.
-
-    MoC-System's eq. 8 divides optimizer state by D_ep although ZeRO shards it over D_dp, and expert weights by D_ep
-    although EE spreads them over D_dp; the ranks' bytes would not sum to one checkpoint. Here everything is divided by
-    D_dp.
-    """
-    return (dense_params + expert_params) * (weight_bytes + optimizer_bytes) / dp_size
-
-
-def sharded_rank_bytes_printed(
-    *, dense_params: int, expert_params: int, weight_bytes: int, optimizer_bytes: int, dp_size: int, ep_size: int
-) -> float:
-    """Eq. 8 as MoC-System prints it; right only where dp_size equals ep_size."""
-    optimizer = (dense_params + expert_params) * optimizer_bytes / ep_size
-    return optimizer + dense_params * weight_bytes / dp_size + expert_params * weight_bytes / ep_size
-
-
 def baseline_rank_bytes(
     *, dense_params: int, expert_params: int, weight_bytes: int, optimizer_bytes: int, dp_size: int, ep_size: int
 ) -> IntArray:

@@ -28,27 +28,6 @@ class SnapshotWindows:
         return self.idle_bytes + self.compute_bytes + self.communication_bytes + self.stall_bytes
 
 
-def pipeline_bubble_s(stage: int, num_stages: int, micro_batch_s: float) -> float:
-    """Idle seconds of a pipeline stage in one 1F1B step.
-
-    At stage 0 this is exactly (P - 1) * (forward + backward); the discount of 0.2 of a micro-batch for each further
-    stage is the paper's.
-
-    Args:
-        stage: 0-based.
-        num_stages: P; without pipeline, 1, there is no bubble.
-        micro_batch_s: the mean of forward and backward time of one micro-batch.
-
-    Raises:
-        ConfigurationError: no such stage, or negative time.
-    """
-    if not 0 <= stage < num_stages:
-        raise ConfigurationError(f"stage={stage} is not one of {num_stages} pipeline stages: count them from 0")
-    if micro_batch_s < 0:
-        raise ConfigurationError(f"micro_batch_s={micro_batch_s} must be 0 or more seconds")
-    return 0.0 if num_stages == 1 else (0.8 * stage + 2 * num_stages - stage - 2) * micro_batch_s
-
-
 def schedule_snapshot(
     snapshot_bytes: int,
     *,

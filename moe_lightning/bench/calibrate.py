@@ -9,28 +9,31 @@ step would take on a machine of its own.
 
 from __future__ import annotations
 
-import argparse
-import json
+import os
+import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from moe_lightning.arguments import Count, input_file, output_file, value
-from moe_lightning.bench.balance import most_skewed
+from moe_lightning.arguments import Count, InputFile, OutputFile, option
+from moe_lightning.bench.balance import most_skewed, trace_gpt, train, write_trace
 from moe_lightning.bench.balance_trace import load_trace
-from moe_lightning.bench.balance_worker import model_config
-from moe_lightning.bench.calibrate_worker import CLOCKS, SAVE_EVERY
 from moe_lightning.bench.measure import machine
-from moe_lightning.bench.ranks import launch
+from moe_lightning.bench.measure import table as text_table
+from moe_lightning.bench.training import ModelOptions, on_ranks
+from moe_lightning.callbacks.calibration import measure_exchange, measure_experts
+from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.cli.capacity import check_processes
-from moe_lightning.elastic.failure import Interrupted
+from moe_lightning.comm.world import World
+from moe_lightning.modules.experts import Experts
 from moe_lightning.simulate.calibrated import save_hardware
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import Hardware
@@ -40,32 +43,51 @@ from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import gpt_workload
 from moe_lightning.values import Range
 
-_SKEWED = "trace"
-_BASE: dict[str, Any] = {
-    "batch": 4, "context": 128, "d_model": 192, "d_expert": 768, "layers": 2, "experts": 8,
-    "routing": "uniform", "strategy": "plain", "snapshots": False,
-}  # fmt: skip
-_REFERENCES: dict[str, dict[str, Any]] = {
-    "base": {},
-    "twice the batch": {"batch": 8},
-    "wide experts": {"d_expert": 1536},
-    "many experts": {"experts": 16},
-    "deep": {"layers": 4},
-    "small": {"batch": 2, "d_model": 128, "d_expert": 512},
-    "snapshots": {"snapshots": True},
+SAVE_EVERY = 4
+"""Steps between snapshots where there are any; times are of so many steps together."""
+
+CLOCKS = ("step_s", "cpu_s")
+
+Shares = Mapping[tuple[str, int], NDArray[np.float64]]
+"""Of the experts, by routing and number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(ModelOptions):
+    """One training: its sizes, the routing of its experts, the way of balancing, whether snapshots are taken."""
+
+    batch: int = 4
+    routing: Literal["uniform", "trace"] = "uniform"
+    strategy: str = "plain"
+    snapshots: bool = False
+    steps: int = 0
+    slots: int = 0
+
+
+BASE = Training()
+_MIDDLE = replace(BASE, batch=6, d_model=160, d_expert=640, layers=3)
+REFERENCES = {
+    "base": BASE,
+    "twice the batch": replace(BASE, batch=8),
+    "wide experts": replace(BASE, d_expert=1536),
+    "many experts": replace(BASE, experts=16),
+    "deep": replace(BASE, layers=4),
+    "small": replace(BASE, batch=2, d_model=128, d_expert=512),
+    "snapshots": replace(BASE, snapshots=True),
 }
-_CHECKS: dict[str, dict[str, Any]] = {
-    "uniform": {"batch": 6, "d_model": 160, "d_expert": 640, "layers": 3},
-    "trace": {"batch": 6, "d_model": 160, "d_expert": 640, "layers": 3, "routing": _SKEWED},
-    "wide": {"batch": 3, "d_model": 256, "d_expert": 512, "experts": 16},
-    "uniform, snapshots": {"batch": 6, "d_model": 160, "d_expert": 640, "layers": 3, "snapshots": True},
-    "trace, snapshots": {"batch": 6, "d_expert": 512, "layers": 3, "routing": _SKEWED, "snapshots": True},
-    "trace, shadows": {"batch": 6, "d_model": 160, "d_expert": 640, "routing": _SKEWED, "strategy": "prophet"},
+CHECKS = {
+    "uniform": _MIDDLE,
+    "trace": replace(_MIDDLE, routing="trace"),
+    "wide": replace(BASE, batch=3, d_model=256, d_expert=512, experts=16),
+    "uniform, snapshots": replace(_MIDDLE, snapshots=True),
+    "trace, snapshots": replace(BASE, batch=6, d_expert=512, layers=3, routing="trace", snapshots=True),
+    "trace, shadows": replace(_MIDDLE, layers=2, routing="trace", strategy="prophet"),
 }
 _SNAPSHOTS = "snapshots"
 _GOAL = 0.15
 _PULL = 0.05
 _SCALES = (0.2, 5.0)
+_QUIET_SHARE = 0.34
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,24 +105,19 @@ class Prediction:
         return abs(self.predicted_s - self.measured_s) / self.measured_s
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument(
-        "--ranks", type=value(Count), nargs="+", default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)"
-    )
-    parser.add_argument("--trace", type=input_file, help="routing trace (.npz) for the skewed trainings; default: Zipf")
-    parser.add_argument(
-        "--steps",
-        type=value(Annotated[int, Range(least=2 * SAVE_EVERY, most=1e6)]),
-        default=36,
-        help="measured steps of a training (default: %(default)s)",
-    )
-    parser.add_argument("--out", type=output_file, default="machine.json", help="file for hardware.preset of moe-sim")
-    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help="by which the file is (default: step_s)")
-    parser.add_argument("--no-check", action="store_true", help="only calibrate, predict nothing")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    ranks: list[Count] = option("numbers of ranks", [1, 2, 4])
+    trace: InputFile | None = option("routing trace (.npz) for the skewed trainings (default: Zipf)", None)
+    steps: Annotated[int, Range(least=2 * SAVE_EVERY, most=1e6)] = option("measured steps of a training", 36)
+    out: OutputFile = option("file for hardware.preset of moe-sim", Path("machine.json"))
+    clock: Literal["step_s", "cpu_s"] = option("by which the file is", CLOCKS[0])
+    no_check: bool = option("only calibrate, predict nothing", False)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Measure, write the file, print predictions beside measurements; 0 on success."""
     for ranks in options.ranks:
         check_processes(ranks)
@@ -108,48 +125,32 @@ def run(options: argparse.Namespace) -> int:
         load_trace(options.trace)  # what is wrong with it is told before the measurements
     machines: dict[int, Hardware] = {}
     predictions: list[Prediction] = []
-    try:
-        with tempfile.TemporaryDirectory(prefix="moe-calibrate-") as folder:
-            for ranks in options.ranks:
-                machines[ranks], found = _one_world(Path(folder), ranks, options)
-                predictions += found
-    except Interrupted as stop:
-        print(f"moe-bench: {stop}", file=sys.stderr)
-        return 128 + stop.signal
+    with tempfile.TemporaryDirectory(prefix="moe-calibrate-") as folder:
+        for ranks in options.ranks:
+            machines[ranks], found = _one_world(Path(folder) / str(ranks), ranks, options)
+            predictions += found
     save_hardware(options.out, machines, machine())
     print(f"{machine()}; written to {options.out}")
     print(table(machines, predictions))
     return 0
 
 
-def _one_world(folder: Path, ranks: int, options: argparse.Namespace) -> tuple[Hardware, list[Prediction]]:
+def _one_world(folder: Path, ranks: int, options: Options) -> tuple[Hardware, list[Prediction]]:
     """Measure with so many ranks: references, then checks, in one launch."""
-    checks = {} if options.no_check else {n: c for n, c in _CHECKS.items() if ranks > 1 or c.get("strategy") is None}
-    named = {
-        name: _BASE | changes
-        for name, changes in {**_REFERENCES, **{f"check {n}": c for n, c in checks.items()}}.items()
-    }
-    shares = {key: _shares(*key, options.trace) for key in {(c["routing"], c["experts"]) for c in named.values()}}
-    runs = []
+    folder.mkdir()
+    checks = {} if options.no_check else {n: c for n, c in CHECKS.items() if ranks > 1 or c.strategy == "plain"}
+    named = {**REFERENCES, **{f"check {name}": choice for name, choice in checks.items()}}
+    shares: Shares = {key: _shares(*key, options.trace) for key in {(c.routing, c.experts) for c in named.values()}}
+    jobs = []
     for index, (name, choice) in enumerate(named.items()):
-        path = folder / f"{ranks}-{index}.npz"
-        counts = np.round(shares[choice["routing"], choice["experts"]] * 1e6).astype(np.int64)[None, None, None]
-        np.savez(path, counts=counts, iteration=np.array([1], dtype=np.int64))
-        slots = -(-choice["experts"] // ranks)
-        runs.append(choice | {"name": name, "trace": str(path), "ranks": ranks, "steps": options.steps, "slots": slots})
-    jobs, results = folder / f"jobs{ranks}.json", folder / f"results{ranks}.json"
-    jobs.write_text(json.dumps({"runs": runs}))
-    launch(
-        "moe_lightning.bench.calibrate_worker",
-        [str(jobs), str(results)],
-        num_ranks=ranks,
-        log_dir=folder / f"logs{ranks}",
-    )
-    found = json.loads(results.read_text())
+        trace = write_trace(folder / f"{index}.npz", shares[choice.routing, choice.experts])
+        training = replace(choice, steps=options.steps, slots=-(-choice.experts // ranks))
+        jobs.append({"name": name, "trace": str(trace), "folder": str(folder / name), "training": asdict(training)})
+    [found, *_] = on_ranks("moe_lightning.bench.calibrate:measure_all", {"jobs": jobs}, num_ranks=ranks, folder=folder)
     measured = dict(zip(named, found["seconds"], strict=True))
     machines, predictions = {}, []
     for clock in CLOCKS:
-        references = {name: measured[name][clock] for name in _REFERENCES}
+        references = {name: measured[name][clock] for name in REFERENCES}
         machines[clock] = fit_hardware(ranks, found["parts"], references, shares)
         predictions += [
             Prediction(
@@ -157,7 +158,7 @@ def _one_world(folder: Path, ranks: int, options: argparse.Namespace) -> tuple[H
                 name=name,
                 clock=clock,
                 measured_s=measured[f"check {name}"][clock],
-                predicted_s=predict_s(machines[clock], _BASE | choice, shares),
+                predicted_s=predict_s(machines[clock], choice, shares),
             )
             for name, choice in checks.items()
         ]
@@ -173,29 +174,79 @@ def _shares(routing: str, experts: int, trace: Path | None) -> NDArray[np.float6
     return np.asarray(weights / weights.sum(), dtype=np.float64)
 
 
-# ---------------------------------------------------------------------- model
+# --- a rank ---------------------------------------------------------------------------------------------------------
 
 
-Shares = Mapping[tuple[str, int], NDArray[np.float64]]
+def measure_all(settings: dict[str, Any]) -> dict[str, Any]:
+    """Short trainings of several sizes, then experts and exchanges alone. Collective."""
+    jobs, seconds = settings["jobs"], []
+    for job in jobs:
+        seconds.append(_train(Training(**job["training"]), job["trace"], job["folder"]))
+        wall_ms, cpu_ms = (1e3 * seconds[-1][clock] for clock in CLOCKS)
+        print(f"{job['name']}: {wall_ms:.1f} ms a step, {cpu_ms:.1f} ms of a processor", flush=True)
+    world = World.connect(torch.device("cpu"), timedelta(seconds=60))  # the trainings have made the default group
+    found = parts(world, Training(**jobs[0]["training"]))
+    world.close()
+    return {"seconds": seconds, "parts": found}
 
 
-def step_cost(hardware: Hardware, choice: Mapping[str, Any], shares: Shares) -> tuple[StepCost, float]:
+def _train(training: Training, trace: str, folder: str) -> dict[str, float]:
+    """Seconds of a step: of the clock, and of the busiest rank's processor."""
+    saving = PartialExpertsCheckpoint(folder, every_n_steps=SAVE_EVERY, save_on_train_end=False)
+    extra = [saving] if training.snapshots else []
+    try:
+        found = train(training.strategy, trace, training, extra=extra, over_steps=quiet_mean)
+        return {clock: found[clock] for clock in CLOCKS}
+    finally:
+        if os.environ["RANK"] == "0":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def quiet_mean(seconds: Sequence[float]) -> float:
+    """Mean over the quickest third of the windows of SAVE_EVERY steps: other work on the machine only adds to a time,
+    and every window holds one snapshot where there are any."""
+    starts = range(0, len(seconds) - SAVE_EVERY + 1, SAVE_EVERY)
+    windows = sorted(sum(seconds[start : start + SAVE_EVERY]) / SAVE_EVERY for start in starts)
+    kept = windows[: max(1, round(_QUIET_SHARE * len(windows)))]
+    return sum(kept) / len(kept)
+
+
+def parts(world: World, training: Training) -> dict[str, float]:
+    """Constants measured alone: the experts' rate and fixed cost, an exchange's bandwidth and latency. Collective."""
+    experts = Experts(1, training.d_model, training.d_expert)
+    times = measure_experts(experts, world, torch.float32)
+    found = {
+        "expert_row_s": times.forward.per_unit_s,
+        "expert_s": times.forward.fixed_s,
+        "backward_ratio": times.backward_ratio,
+        "expert_params": float(sum(p.numel() for p in experts.parameters())),
+    }
+    if world.size > 1:
+        line = measure_exchange(world)
+        found |= {"exchange_byte_s": line.per_unit_s, "latency_s": line.fixed_s}
+    return found
+
+
+# --- model ----------------------------------------------------------------------------------------------------------
+
+
+def step_cost(hardware: Hardware, choice: Training, shares: Shares) -> tuple[StepCost, float]:
     """The simulator's view of one training: its step, and the seconds of one snapshot."""
-    workload = gpt_workload(model_config(choice), rank_batch=choice["batch"], activation_bytes=4)
-    counts = np.round(shares[choice["routing"], choice["experts"]] * 1e6).astype(np.int64)
+    workload = gpt_workload(trace_gpt(choice), rank_batch=choice.batch, activation_bytes=4)
+    counts = np.round(shares[choice.routing, choice.experts] * 1e6).astype(np.int64)
     routing = RoutingScenario(shares_SLE=np.maximum(1, counts)[None, None], steps=np.zeros(1, dtype=np.int64))
-    slots = -(-choice["experts"] // hardware.ranks_per_node)
-    plan = policy("ours", strategy=choice["strategy"], slots=slots, min_replicas=1)
+    slots = -(-choice.experts // hardware.ranks_per_node)
+    plan = policy("ours", strategy=choice.strategy, slots=slots, min_replicas=1)
     cost = StepModel(workload, hardware, plan, routing, 1).cost(1, 0, 0)
-    experts = choice["experts"]
+    experts = choice.experts
     return cost, save_cost(workload, hardware, plan, hardware.ranks_per_node, experts, experts).snapshot_s
 
 
-def predict_s(hardware: Hardware, choice: Mapping[str, Any], shares: Shares) -> float:
+def predict_s(hardware: Hardware, choice: Training, shares: Shares) -> float:
     """Seconds of a step, snapshots included."""
     cost, snapshot_s = step_cost(hardware, choice, shares)
     stall_s = max(0.0, snapshot_s - cost.overlap_s) / SAVE_EVERY
-    return cost.step_s + (stall_s if choice["snapshots"] else 0.0)
+    return cost.step_s + (stall_s if choice.snapshots else 0.0)
 
 
 def fit_hardware(ranks: int, parts: Mapping[str, float], references: Mapping[str, float], shares: Shares) -> Hardware:
@@ -203,7 +254,7 @@ def fit_hardware(ranks: int, parts: Mapping[str, float], references: Mapping[str
 
     Args:
         ranks: of the world.
-        parts: measured alone (`calibrate_worker.parts`).
+        parts: measured alone (`parts`).
         references: seconds of a step by name.
         shares: of the experts, by routing and number.
     """
@@ -225,7 +276,7 @@ def fit_hardware(ranks: int, parts: Mapping[str, float], references: Mapping[str
         host_memory_bytes=8e9,
     )
     plain = [name for name in references if name != _SNAPSHOTS]
-    costs = [step_cost(alone, _BASE | _REFERENCES[name], shares)[0] for name in plain]
+    costs = [step_cost(alone, REFERENCES[name], shares)[0] for name in plain]
     columns = np.array(
         [[1.0, c.dense_s, c.experts_s, c.update_s, c.exchange_s + c.copies_s + c.gradients_s] for c in costs]
     )
@@ -244,8 +295,7 @@ def fit_hardware(ranks: int, parts: Mapping[str, float], references: Mapping[str
         node_bytes_per_s=bytes_per_s / travel,
         latency_s=alone.latency_s * travel,
     )
-    choice = _BASE | _REFERENCES[_SNAPSHOTS]
-    cost, snapshot_s = step_cost(fitted, choice, shares)
+    cost, snapshot_s = step_cost(fitted, REFERENCES[_SNAPSHOTS], shares)
     extra_s = max(references[_SNAPSHOTS] - cost.step_s, 0.01 * cost.step_s) * SAVE_EVERY
     return replace(fitted, host_copy_bytes_per_s=fitted.host_copy_bytes_per_s * snapshot_s / extra_s)
 
@@ -273,28 +323,32 @@ def fit_scales(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> ND
     return factors
 
 
-# ---------------------------------------------------------------------- words
+# --- words ----------------------------------------------------------------------------------------------------------
 
 
 def table(machines: Mapping[int, Hardware], predictions: Sequence[Prediction]) -> str:
     """The machine's numbers, and measured beside predicted."""
-    lines = [
-        f"{'ranks':>5}{'GFLOP/s':>10}{'dense':>7}{'experts':>9}{'GB/s':>7}{'latency us':>12}{'copy GB/s':>11}"
-        f"{'fixed ms':>10}"
-    ]
-    for ranks, found in machines.items():
-        lines.append(
-            f"{ranks:>5}{found.flops_per_s / 1e9:>10.1f}{found.utilization:>7.2f}{found.expert_utilization:>9.2f}"
-            f"{found.node_bytes_per_s / 1e9:>7.2f}{1e6 * found.latency_s:>12.0f}"
-            f"{found.host_copy_bytes_per_s / 1e9:>11.2f}{1e3 * found.step_s:>10.2f}"
+    headers = ("ranks", "GFLOP/s", "dense", "experts", "GB/s", "latency us", "copy GB/s", "fixed ms")
+    rows = [
+        (
+            ranks,
+            f"{found.flops_per_s / 1e9:.1f}",
+            f"{found.utilization:.2f}",
+            f"{found.expert_utilization:.2f}",
+            f"{found.node_bytes_per_s / 1e9:.2f}",
+            f"{1e6 * found.latency_s:.0f}",
+            f"{found.host_copy_bytes_per_s / 1e9:.2f}",
+            f"{1e3 * found.step_s:.2f}",
         )
+        for ranks, found in machines.items()
+    ]
+    lines = [text_table(headers, rows)]
     for clock in CLOCKS if predictions else ():
         mine = [prediction for prediction in predictions if prediction.clock == clock]
-        lines.append(f"{'ranks':>5}  {'training':<22}{'measured ms':>12}{'predicted ms':>14}{'error':>8}   by {clock}")
-        lines += [
-            f"{p.ranks:>5}  {p.name:<22}{1e3 * p.measured_s:>12.1f}{1e3 * p.predicted_s:>14.1f}{p.error:>8.1%}"
-            for p in mine
+        cells = [
+            (p.ranks, p.name, f"{1e3 * p.measured_s:.1f}", f"{1e3 * p.predicted_s:.1f}", f"{p.error:.1%}") for p in mine
         ]
+        lines.append(text_table(("ranks", "training", "measured ms", "predicted ms", "error"), cells, f"by {clock}"))
         median = statistics.median(prediction.error for prediction in mine)
         verdict = "met" if median < _GOAL else "missed"
         lines.append(f"median error {median:.1%} over {len(mine)} trainings; goal below {_GOAL:.0%}: {verdict}")

@@ -9,7 +9,6 @@ per rank, warmed up.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib
 import multiprocessing
@@ -18,19 +17,19 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
 
 from moe_lightning.algorithms.selection import full_selection, sequential_selection
-from moe_lightning.arguments import Count, output_folder, value
-from moe_lightning.bench.measure import machine
+from moe_lightning.arguments import Count, OutputFolder, option
+from moe_lightning.bench.measure import interleaved, machine, table
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.arena_location import arena_directory, arena_path
@@ -44,31 +43,22 @@ _LAYERS, _EXPERTS, _SCOPES = 4, 32, ("weight", "exp_avg", "exp_avg_sq")
 _DENSE_SHARE = 0.1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rounds", type=value(Count), default=5, help="rounds of each contender, in turns (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--ranks", type=value(Count), default=2, help="processes with a state each (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--gigabytes",
-        type=value(Annotated[float, Range(above=0, most=1e6)]),
-        default=0.5,
-        help="state of each rank (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--directory", type=output_folder, default=None, help="where to write (default: the temporary directory)"
-    )
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    rounds: Count = option("rounds of each contender, in turns", 5)
+    ranks: Count = option("processes with a state each", 2)
+    gigabytes: Annotated[float, Range(above=0, most=1e6)] = option("state of each rank", 0.5)
+    directory: OutputFolder | None = option("where to write (default: the temporary directory)", None)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print two tables: what training waits for, and how fast storage is reached."""
     check_processes(options.ranks)
     if options.directory is not None:
         options.directory.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    console.print(f"{machine()}; {options.ranks} ranks of {options.gigabytes:g} GB, medians of {options.rounds} rounds")
+    print(f"{machine()}; {options.ranks} ranks of {options.gigabytes:g} GB, medians of {options.rounds} rounds")
     scratch = Path(tempfile.mkdtemp(prefix="moe-bench-", dir=options.directory))
     sizes = [t.numel() * t.element_size() for t in _state(0, options.gigabytes).values()]
     needed = options.ranks * (arena_bytes(capacity_of(sizes), 1 << 20) + (32 << 20))
@@ -77,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         ranks = [_Rank(rank, options, arenas, scratch) for rank in range(options.ranks)]
         _warm_up(ranks)
-        console.print(_stall_table(ranks, options.rounds))
-        console.print(_step_table(ranks, options.rounds))
-        console.print(_persist_table(ranks, options.rounds, arenas, scratch))
+        print(_stall_table(ranks, options.rounds))
+        print(_step_table(ranks, options.rounds))
+        print(_persist_table(ranks, options.rounds, arenas, scratch))
     finally:
         for rank in ranks:
             rank.close()
@@ -94,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 class _Rank:
     """A process with a state, which runs contenders by name."""
 
-    def __init__(self, rank: int, options: argparse.Namespace, arenas: Path, scratch: Path) -> None:
+    def __init__(self, rank: int, options: Options, arenas: Path, scratch: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         arguments = (rank, options.ranks, options.gigabytes, arenas, scratch, theirs)
@@ -130,15 +120,12 @@ def _warm_up(ranks: list[_Rank]) -> None:
         _all(ranks, contender)
 
 
-def _medians(ranks: list[_Rank], contenders: list[str], rounds: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name in contenders:
-            times[name].append(_all(ranks, name))
+def _medians(ranks: list[_Rank], contenders: Iterable[str], rounds: int) -> dict[str, float]:
+    times = interleaved({name: partial(_all, ranks, name) for name in contenders}, rounds)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _stall_table(ranks: list[_Rank], rounds: int) -> Table:
+def _stall_table(ranks: list[_Rank], rounds: int) -> str:
     names = {
         "memmove": "memmove into touched memory",
         "snapshot": "snapshot, all experts",
@@ -146,28 +133,24 @@ def _stall_table(ranks: list[_Rank], rounds: int) -> Table:
         "async_save": "dcp.async_save, until it returns",
         "torch_save": "torch.save to a file (blocking)",
     }
-    medians = _medians(ranks, list(names), rounds)
-    table = Table(
-        "what training waits for", "ms", "of memmove", "of a full snapshot", title="stall, nothing to hide under"
-    )
-    for name, label in names.items():
-        seconds = medians[name]
-        ratios = [f"{seconds / medians[base]:.2f}" for base in ("memmove", "snapshot")]
-        table.add_row(label, f"{1e3 * seconds:.1f}", *ratios)
-    return table
+    medians = _medians(ranks, names, rounds)
+    rows = [
+        (label, f"{1e3 * medians[n]:.1f}", *(f"{medians[n] / medians[base]:.2f}" for base in ("memmove", "snapshot")))
+        for n, label in names.items()
+    ]
+    headers = ("what training waits for", "ms", "of memmove", "of a full snapshot")
+    return table(headers, rows, "stall, nothing to hide under")
 
 
-def _step_table(ranks: list[_Rank], rounds: int) -> Table:
-    medians = _medians(ranks, ["step", "step_snapshot", "step_quarter"], rounds)
-    table = Table(
-        "step of matrix products on every rank", "ms", "ratio", title="a snapshot in every step, hidden under it"
-    )
-    for name, label in (("step", "no snapshot"), ("step_snapshot", "all experts"), ("step_quarter", "K = E/4")):
-        table.add_row(label, f"{1e3 * medians[name]:.1f}", f"{medians[name] / medians['step']:.3f}")
-    return table
+def _step_table(ranks: list[_Rank], rounds: int) -> str:
+    names = {"step": "no snapshot", "step_snapshot": "all experts", "step_quarter": "K = E/4"}
+    medians = _medians(ranks, names, rounds)
+    rows = [(label, f"{1e3 * medians[n]:.1f}", f"{medians[n] / medians['step']:.3f}") for n, label in names.items()]
+    headers = ("step of matrix products on every rank", "ms", "ratio")
+    return table(headers, rows, "a snapshot in every step, hidden under it")
 
 
-def _persist_table(ranks: list[_Rank], rounds: int, arenas: Path, scratch: Path) -> Table:
+def _persist_table(ranks: list[_Rank], rounds: int, arenas: Path, scratch: Path) -> str:
     """Full snapshots through the agent (write, fsync, commit) against raw safetensors with fsync of the same state."""
     agent = Agent(arenas, scratch / "checkpoints", keep_last=1)
     raw, ours, nbytes = [], [], 0
@@ -182,12 +165,13 @@ def _persist_table(ranks: list[_Rank], rounds: int, arenas: Path, scratch: Path)
     _persist(agent)
     written = checkpoints(scratch / "checkpoints")[0][1].new_bytes
     experts = nbytes * (1 - _DENSE_SHARE)
-    table = Table("", "s", "GB/s", "of raw", title="persist: from the snapshot to the committed checkpoint")
-    table.add_row("safetensors and fsync", f"{raw_s:.3f}", f"{nbytes / raw_s / 1e9:.2f}", "1.00")
-    table.add_row("agent, committed", f"{ours_s:.3f}", f"{nbytes / ours_s / 1e9:.2f}", f"{raw_s / ours_s:.2f}")
+    rows = [
+        (name, f"{seconds:.3f}", f"{nbytes / seconds / 1e9:.2f}", f"{raw_s / seconds:.2f}")
+        for name, seconds in (("safetensors and fsync", raw_s), ("agent, committed", ours_s))
+    ]
     predicted = (nbytes - experts + experts / 4) / nbytes
-    table.caption = f"bytes of a checkpoint of K = E/4: {written / nbytes:.4f} of a full one, predicted {predicted:.4f}"
-    return table
+    text = table(("", "s", "GB/s", "of raw"), rows, "persist: from the snapshot to the committed checkpoint")
+    return f"{text}\nbytes of a checkpoint of K = E/4: {written / nbytes:.4f} of a full one, predicted {predicted:.4f}"
 
 
 def _persist(agent: Agent) -> None:

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
 import shutil
 import statistics
-import sys
-import time
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
-from moe_lightning.bench.balance_worker import model_config
+from moe_lightning.bench.compare import Options
 from moe_lightning.bench.compare_contenders import (
     SAVINGS,
     TIMEOUT,
@@ -34,12 +28,11 @@ from moe_lightning.bench.compare_contenders import (
     saving_callback,
 )
 from moe_lightning.bench.layer import LoopLayer
-from moe_lightning.bench.ranks import enter
-from moe_lightning.bench.step import StepClock
+from moe_lightning.bench.training import StepClock, gpt, quiet_trainer, random_text
 from moe_lightning.comm.world import join_local_world
-from moe_lightning.elastic.lifeline import leave_process_groups
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
+from moe_lightning.modules.router import RouterConfig
 from moe_lightning.strategies import ExpertParallelStrategy
 
 
@@ -70,21 +63,9 @@ class ComparedModule(GPTModule):
 
 
 class Watch(StepClock):
-    """Notes, too, the processor time of this rank, and the bytes of parameters and optimizer state that live here."""
+    """Notes, too, the bytes of parameters and optimizer state that live on this rank."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._cpu_s: list[float] = []
-        self.state_bytes = 0
-
-    @override
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        super().on_train_batch_end(*arguments)
-        self._cpu_s.append(time.process_time())
-
-    def cpu_s(self) -> list[float]:
-        """Of the steps whose durations `durations_s` tells: what they would take if nobody waited for anybody."""
-        return [later - earlier for earlier, later in pairwise(self._cpu_s)]
+    state_bytes = 0
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -100,41 +81,57 @@ _STOCK_OBJECTS = _COLLECTIVES._pickler, _COLLECTIVES._unpickler
 """How torch carries objects of any class, which dcp needs; our strategy carries plain values only."""
 
 
-def measure(contender: Contender, options: dict[str, Any], folder: Path) -> dict[str, float]:
+def measure_all(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What this rank saw of everything that the settings name, in turns."""
+    names, results = settings.pop("contenders"), Path(settings.pop("folder"))
+    options, rows = Options(**settings), []
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    join_local_world(rank=rank, size=ranks, backend="gloo", timeout=TIMEOUT)
+    for index in range(options.rounds):
+        for number, (name, contender) in enumerate((TRAININGS | SAVINGS).items()):
+            if name not in names:
+                continue
+            folder = results / f"compared{index}-{number}"
+            found = measure(contender, options, folder / "checkpoints", rank, ranks)
+            if rank == 0:
+                found["disk_bytes"] = bytes_of_one(folder / "checkpoints", contender)
+                shutil.rmtree(folder, ignore_errors=True)
+            print(f"round {index + 1}, {name}: {1e3 * found['mean_step_s']:.1f} ms a step", flush=True)
+            rows.append({"round": index, "contender": name} | found)
+            gc.collect()  # the wrapped model before is a cycle
+    return rows
+
+
+def measure(contender: Contender, options: Options, folder: Path, rank: int, ranks: int) -> dict[str, float]:
     """Train and save under one contender; what this rank saw."""
     if not contender.is_ours:
         _COLLECTIVES._pickler, _COLLECTIVES._unpickler = _STOCK_OBJECTS
     pl.seed_everything(0, verbose=False)
-    every, first = contender.saves_every(options["every"]), warmup_steps(options["every"])
-    watch, saving = Watch(), saving_callback(contender, folder, num_experts=options["experts"], every=every)
-    strategy = _strategy(contender, options["ranks"])
-    trainer = pl.Trainer(
-        strategy=strategy,
-        plugins=[LightningEnvironment(), *([AsyncCheckpointIO()] if contender.saving == "thread" else [])],
-        accelerator="cpu",
-        devices=options["ranks"],
-        max_steps=first + options["steps"],
+    every, first = contender.saves_every(options.every), warmup_steps(options.every)
+    watch, saving = Watch(), saving_callback(contender, folder, num_experts=options.experts, every=every)
+    strategy = _strategy(contender, ranks)
+    trainer = quiet_trainer(
+        strategy,
+        steps=first + options.steps,
         callbacks=[watch, *([saving] if saving is not None else [])],
-        logger=False,
-        enable_checkpointing=isinstance(saving, ModelCheckpoint),
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        plugins=[LightningEnvironment(), *([AsyncCheckpointIO()] if contender.saving == "thread" else [])],
         use_distributed_sampler=False,  # it would shuffle, and not everywhere alike
     )
-    config = replace(model_config(options), bias=False)  # the loop over experts knows no biases
-    trainer.fit(ComparedModule(config, contender), _loader(contender, options, trainer.max_steps))
+    # The loop over experts knows no biases.
+    config = gpt(options, bias=False, router=RouterConfig(top_k=2, aux_loss_coef=0.0))
+    trainer.fit(ComparedModule(config, contender), _loader(contender, options, trainer.max_steps, rank, ranks))
     if isinstance(strategy, ExpertParallelStrategy):
         strategy.world.close()
-    measured = slice(first - 1, None)  # with the saves after steps `first` to the last but one
+    measured = slice(first, None)  # with the saves after steps `first` to the last but one
     found = {
-        "step_s": statistics.median(watch.durations_s()[measured]),
-        "mean_step_s": statistics.mean(watch.durations_s()[measured]),
-        "cpu_s": statistics.median(watch.cpu_s()[measured]),
+        "step_s": statistics.median(watch.step_s[measured]),
+        "mean_step_s": statistics.mean(watch.step_s[measured]),
+        "cpu_s": statistics.median(watch.cpu_s[measured]),
         "state_bytes": watch.state_bytes,
         "loss": float(trainer.callback_metrics["train/loss"]),
     }
     if saving is not None:
-        saves = range(first, first + options["steps"], every)
+        saves = range(first, first + options.steps, every)
         found["stall_s"] = statistics.median(saving.stalls_s[step - 1] for step in saves)
         found["memory_bytes"] = getattr(saving, "memory_bytes", 0)
     return found
@@ -148,39 +145,10 @@ def _strategy(contender: Contender, ranks: int) -> Strategy:
     return ExpertParallelStrategy(zero1=contender.strategy == "zero1", timeout_s=TIMEOUT.total_seconds())
 
 
-def _loader(contender: Contender, options: dict[str, Any], steps: int) -> DataLoader[Any]:
+def _loader(contender: Contender, options: Options, steps: int, rank: int, ranks: int) -> DataLoader[Any]:
     """The same global batches for everybody; ours cuts them itself."""
-    ids = torch.randint(
-        0, 256, (options["batch"] * steps, options["context"] + 1), generator=torch.Generator().manual_seed(1)
-    )
-    samples, ranks = TensorDataset(ids[:, :-1], ids[:, 1:]), options["ranks"]
+    samples = random_text(options.batch * steps, options.context, torch.Generator().manual_seed(1))
     if contender.is_ours:
-        return DataLoader(samples, options["batch"])
-    sampler: DistributedSampler[Any] = DistributedSampler(samples, ranks, int(os.environ["RANK"]), shuffle=False)
-    return DataLoader(samples, options["batch"] // ranks, sampler=sampler)
-
-
-def main(arguments: list[str]) -> None:
-    """Measure everything that the settings file names; leave the rows of this rank."""
-    options = json.loads(Path(arguments[0]).read_text())
-    rank, results = enter(options["cores"]), Path(arguments[1])
-    join_local_world(rank=rank, size=options["ranks"], backend="gloo", timeout=TIMEOUT)
-    rows = []
-    for index in range(options["rounds"]):
-        for name, contender in (TRAININGS | SAVINGS).items():
-            if name not in options["contenders"]:
-                continue
-            folder = results / f"compared{index}-{list(TRAININGS | SAVINGS).index(name)}"
-            found = measure(contender, options, folder / "checkpoints")
-            if rank == 0:
-                found["disk_bytes"] = bytes_of_one(folder / "checkpoints", contender)
-                shutil.rmtree(folder, ignore_errors=True)
-                print(f"round {index + 1}, {name}: {1e3 * found['mean_step_s']:.1f} ms a step", flush=True)
-            rows.append({"round": index, "contender": name} | found)
-            gc.collect()  # the wrapped model before is a cycle
-    (results / f"rank{rank}.json").write_text(json.dumps(rows))
-    leave_process_groups()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        return DataLoader(samples, options.batch)
+    sampler: DistributedSampler[Any] = DistributedSampler(samples, ranks, rank, shuffle=False)
+    return DataLoader(samples, options.batch // ranks, sampler=sampler)

@@ -22,6 +22,9 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [T, D], expert ids [T, K], weights [T, K]) -> y [T, D]."""
 
 
+SIZES = ("tokens", "d_model", "d_expert", "experts", "top_k")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """One benchmark shape."""

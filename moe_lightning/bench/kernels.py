@@ -7,77 +7,69 @@ Shapes: T tokens, K choices, E experts, M = T*K rows, N ranks, D model width, F 
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import functools
 import resource
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from moe_lightning import kernels as ops
 from moe_lightning.algorithms.dispatch import plan_dispatch
 from moe_lightning.algorithms.quota import balanced_quota
-from moe_lightning.arguments import Count, value
+from moe_lightning.arguments import Count, option
 from moe_lightning.bench import kernels_cuda
-from moe_lightning.bench.kernel_contenders import Contender, Shape, contenders
-from moe_lightning.bench.measure import interleaved_medians, machine
+from moe_lightning.bench.kernel_contenders import SIZES, Contender, Shape, contenders
+from moe_lightning.bench.measure import interleaved_medians, machine, table
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import pool
 
 Call = Callable[[], Tensor]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=value(Count), default=4096, help="tokens T (default: %(default)s)")
-    parser.add_argument("--d-model", type=value(Count), default=512, help="width D (default: %(default)s)")
-    parser.add_argument("--d-expert", type=value(Count), default=512, help="expert width F (default: %(default)s)")
-    parser.add_argument("--experts", type=value(Count), default=32, help="experts E (default: %(default)s)")
-    parser.add_argument("--top-k", type=value(Count), default=2, help="choices K (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="on the CPU")
-    parser.add_argument("--rounds", type=value(Count), default=7, help="measurements of each (default: %(default)s)")
-    parser.add_argument("--no-reference", action="store_true", help="leave the slow reference out")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    tokens: Count = option("tokens T", 4096)
+    d_model: Count = option("width D", 512)
+    d_expert: Count = option("expert width F", 512)
+    experts: Count = option("experts E", 32)
+    top_k: Count = option("choices K", 2)
+    dtype: Literal["float32", "bfloat16"] = option("on the CPU", "float32")
+    rounds: Count = option("measurements of each", 7)
+    no_reference: bool = option("leave the slow reference out", False)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print all tables for this machine."""
-    torch.set_num_threads(options.threads)
-    shape = Shape(
-        name="cpu",
-        tokens=options.tokens,
-        d_model=options.d_model,
-        d_expert=options.d_expert,
-        experts=options.experts,
-        top_k=options.top_k,
-    )
+    shape = Shape(name="cpu", **{name: getattr(options, name) for name in SIZES})
     if min(shape.tokens, shape.d_model, shape.d_expert, options.rounds) < 1 or not 1 <= shape.top_k <= shape.experts:
         raise ConfigurationError(
             f"{shape} with {options.rounds} rounds cannot be measured: all must be at least 1, and K at most E"
         )
     dtype: torch.dtype = getattr(torch, options.dtype)
-    console = Console()
-    console.print(f"{machine()}; medians of {options.rounds} interleaved rounds; CPU tables: {shape} {options.dtype}")
-    console.print(operations_table(shape, dtype, options.rounds, "torch"))
+    print(f"{machine()}; medians of {options.rounds} interleaved rounds; CPU tables: {shape} {options.dtype}")
+    print(operations_table(shape, dtype, options.rounds, "torch"))
     if not options.no_reference:  # its loops over tokens in Python take seconds for more
-        few = dataclasses.replace(shape, tokens=min(shape.tokens, 256))
-        console.print(operations_table(few, dtype, min(options.rounds, 3), "reference"))
-    console.print(mlp_table(shape, dtype, options.rounds, console))
-    console.print(plan_table(options.rounds))
+        few = replace(shape, tokens=min(shape.tokens, 256))
+        print(operations_table(few, dtype, min(options.rounds, 3), "reference"))
+    print(mlp_table(shape, dtype, options.rounds))
+    print(plan_table(options.rounds))
     if torch.cuda.is_available():
-        kernels_cuda.run(console, options.rounds)
+        kernels_cuda.run(options.rounds)
     else:
-        console.print("No GPU here: rates, memory and synchronisations of the Triton kernels were not measured.")
+        print("No GPU here: rates, memory and synchronisations of the Triton kernels were not measured.")
     return 0
 
 
-def operations_table(shape: Shape, dtype: torch.dtype, rounds: int, other: str) -> Table:
+def operations_table(shape: Shape, dtype: torch.dtype, rounds: int, other: str) -> str:
     """Forward and backward of each operation: ours against the obvious torch expression, or against the reference."""
-    table = Table("operation", "pass", "ours ms", f"{other} ms", f"{other}/ours", title=f"{shape}, against {other}")
+    rows = []
     for name, ours, plain, leaves in _operations(shape, dtype):
         calls: dict[str, Call] = {"ours": ours, other: plain if other == "torch" else _in_reference(ours)}
         results = {key: call() for key, call in calls.items()}
@@ -86,8 +78,9 @@ def operations_table(shape: Shape, dtype: torch.dtype, rounds: int, other: str) 
         for label, functions in (("forward", calls), ("backward", backwards)):
             seconds = interleaved_medians(functions, rounds)
             cells = [f"{1e3 * seconds[key]:.3f}" for key in ("ours", other)]
-            table.add_row(name, label, *cells, f"{seconds[other] / seconds['ours']:.2f}")
-    return table
+            rows.append((name, label, *cells, f"{seconds[other] / seconds['ours']:.2f}"))
+    headers = ("operation", "pass", "ours ms", f"{other} ms", f"{other}/ours")
+    return table(headers, rows, f"{shape}, against {other}")
 
 
 def _gradients(result: Tensor, leaves: tuple[Tensor, ...], grad: Tensor) -> Callable[[], object]:
@@ -153,29 +146,29 @@ def _in_reference(call: Call) -> Call:
     return reference
 
 
-def mlp_table(shape: Shape, dtype: torch.dtype, rounds: int, console: Console) -> Table:
+def mlp_table(shape: Shape, dtype: torch.dtype, rounds: int) -> str:
     """The whole expert MLP with routing given: forward, backward, and memory touched for the first time."""
-    table = Table(
-        "expert MLP", "forward ms", "of ours", "backward ms", "of ours", "fresh MiB touched",
-        title=f"{shape}; fresh: page faults of a steady forward + backward",
-    )  # fmt: skip
     built, absent = contenders(shape, torch.device("cpu"), dtype)
     generator = torch.Generator().manual_seed(1)
     x_TD = torch.randn(shape.tokens, shape.d_model, generator=generator).to(dtype).requires_grad_()
     weights_TK, ids_TK = ops.top_k_routing(torch.rand(shape.tokens, shape.experts, generator=generator), shape.top_k)
     inputs = (x_TD, ids_TK, weights_TK.to(dtype))
-    forward = interleaved_medians({name: _forward(c, inputs) for name, c in built.items()}, rounds)
-    backward = interleaved_medians({name: _backward(c, inputs) for name, c in built.items()}, rounds)
-    for name, contender in built.items():
-        blocks, touched_mib = _fresh_memory(contender, inputs)
-        cells = [f"{1e3 * forward[name]:.2f}", f"{forward[name] / forward['ours']:.2f}"]
-        cells += [f"{1e3 * backward[name]:.2f}", f"{backward[name] / backward['ours']:.2f}"]
-        table.add_row(name, *cells, f"{touched_mib:.1f}")
-        if name == "ours":
-            table.caption = f"ours allocates {blocks} large blocks in a steady step"
-    for name, reason in absent.items():
-        console.print(f"{name} left out: {reason}", highlight=False)
-    return table
+    passes = (_forward, _backward)
+    times = [interleaved_medians({name: make(c, inputs) for name, c in built.items()}, rounds) for make in passes]
+    memory = {name: _fresh_memory(contender, inputs) for name, contender in built.items()}
+    rows = [
+        (
+            name,
+            *(cell for of in times for cell in (f"{1e3 * of[name]:.2f}", f"{of[name] / of['ours']:.2f}")),
+            f"{mib:.1f}",
+        )
+        for name, (_, mib) in memory.items()
+    ]
+    headers = ("expert MLP", "forward ms", "of ours", "backward ms", "of ours", "fresh MiB touched")
+    notes = [f"ours allocates {memory['ours'][0]} large blocks in a steady step"]
+    notes += [f"{name} left out: {reason}" for name, reason in absent.items()]
+    title = f"{shape}; fresh: page faults of a steady forward + backward"
+    return "\n".join([table(headers, rows, title), *notes])
 
 
 def _forward(contender: Contender, inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[], object]:
@@ -198,9 +191,9 @@ def _fresh_memory(contender: Contender, inputs: tuple[Tensor, Tensor, Tensor], s
     return blocks // steps, faults * resource.getpagesize() / 2**20 / steps
 
 
-def plan_table(rounds: int) -> Table:
+def plan_table(rounds: int) -> str:
     """Quota and dispatch plan of one rank, on the host."""
-    table = Table("plan", "E", "N", "quota ms", "plan ms", "sum ms", "busiest/mean")
+    rows = []
     for num_experts, num_ranks in ((32, 16), (64, 64), (256, 1024)):
         tokens_EN, replicas_EN = _load(num_experts, num_ranks)
         total_E = tokens_EN.sum(axis=1)
@@ -211,10 +204,9 @@ def plan_table(rounds: int) -> Table:
         }
         times = interleaved_medians(calls, rounds)
         busiest = quota_EN.sum(axis=0).max() / (total_E.sum() / num_ranks)
-        milliseconds = [1e3 * times["quota"], 1e3 * times["plan"], 1e3 * sum(times.values())]
-        cells = [str(num_experts), str(num_ranks), *(f"{ms:.2f}" for ms in milliseconds), f"{busiest:.3f}"]
-        table.add_row("balanced quota + intervals", *cells)
-    return table
+        milliseconds = [f"{1e3 * seconds:.2f}" for seconds in (times["quota"], times["plan"], sum(times.values()))]
+        rows.append(("balanced quota + intervals", num_experts, num_ranks, *milliseconds, f"{busiest:.3f}"))
+    return table(("plan", "E", "N", "quota ms", "plan ms", "sum ms", "busiest/mean"), rows)
 
 
 def _load(num_experts: int, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:

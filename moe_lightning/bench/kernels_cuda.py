@@ -10,13 +10,11 @@ import warnings
 from collections.abc import Callable, Mapping
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from moe_lightning import kernels as ops
 from moe_lightning.bench.kernel_contenders import Contender, Shape, contenders
-from moe_lightning.bench.measure import interleaved_medians
+from moe_lightning.bench.measure import interleaved_medians, table
 
 SHAPES = (
     Shape(name="wide", tokens=32768, d_model=4096, d_expert=2048, experts=64, top_k=4),
@@ -28,16 +26,16 @@ SHAPES = (
 )
 
 
-def run(console: Console, rounds: int) -> None:
+def run(rounds: int) -> None:
     """Print all GPU tables."""
     device = torch.device("cuda")
     peak = _matmul_flops(device, rounds)
     bandwidth = _copy_bytes(device, rounds)
-    console.print(f"dense bf16 matmul {peak / 1e12:.0f} TFLOP/s, copy {bandwidth / 1e9:.0f} GB/s (read + written)")
+    print(f"dense bf16 matmul {peak / 1e12:.0f} TFLOP/s, copy {bandwidth / 1e9:.0f} GB/s (read + written)")
     for shape in SHAPES:
-        console.print(_mlp_table(shape, device, rounds, peak, console))
+        print(_mlp_table(shape, device, rounds, peak))
         torch.cuda.empty_cache()
-    console.print(_rows_table(device, rounds, bandwidth))
+    print(_rows_table(device, rounds, bandwidth))
 
 
 def _matmul_flops(device: torch.device, rounds: int) -> float:
@@ -57,11 +55,8 @@ def _seconds(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict
     return interleaved_medians(functions, rounds, warmup=5)
 
 
-def _mlp_table(shape: Shape, device: torch.device, rounds: int, peak: float, console: Console) -> Table:
-    table = Table(
-        "kernel", "fwd ms", "TFLOP/s", "% of mm", "bwd ms", "TFLOP/s", "% of mm", "kept MiB", "host syncs",
-        title=f"{shape.name}: {shape}, bf16",
-    )  # fmt: skip
+def _mlp_table(shape: Shape, device: torch.device, rounds: int, peak: float) -> str:
+    headers = ("kernel", "fwd ms", "TFLOP/s", "% of mm", "bwd ms", "TFLOP/s", "% of mm", "kept MiB", "host syncs")
     built, absent = contenders(shape, device, torch.bfloat16)
     generator = torch.Generator(device=device).manual_seed(1)
     x_TD = torch.randn(
@@ -69,6 +64,7 @@ def _mlp_table(shape: Shape, device: torch.device, rounds: int, peak: float, con
     ).requires_grad_()
     scores_TE = torch.rand(shape.tokens, shape.experts, device=device, generator=generator)
     weights_TK, ids_TK = (t.detach() for t in ops.top_k_routing(scores_TE, shape.top_k))
+    rows = []
     for name, contender in built.items():
         try:
             row = _mlp_row(contender, shape, (x_TD, ids_TK, weights_TK), rounds, peak)
@@ -77,10 +73,10 @@ def _mlp_table(shape: Shape, device: torch.device, rounds: int, peak: float, con
                 raise
             absent[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
-        table.add_row(name, *row)
+        rows.append((name, *row))
     for name, reason in absent.items():
-        console.print(f"{shape.name}: {name} left out: {reason}", highlight=False)
-    return table
+        print(f"{shape.name}: {name} left out: {reason}")
+    return table(headers, rows, f"{shape.name}: {shape}, bf16")
 
 
 def _mlp_row(
@@ -121,9 +117,9 @@ def _host_syncs(function: Callable[[], object]) -> int:
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
-def _rows_table(device: torch.device, rounds: int, bandwidth: float) -> Table:
+def _rows_table(device: torch.device, rounds: int, bandwidth: float) -> str:
     """Permute and unpermute; bytes count each row and each token once, read or written."""
-    table = Table("rows", "T", "K", "D", "ms", "GB/s", "% of copy", title="row movement, bf16")
+    rows = []
     for tokens, top_k, width in ((32768, 4, 4096), (32768, 8, 4096), (40960, 8, 768)):
         x_TD = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
         ids_TK = torch.rand(tokens, 64, device=device).topk(top_k, dim=1).indices
@@ -138,5 +134,5 @@ def _rows_table(device: torch.device, rounds: int, bandwidth: float) -> Table:
         for name, seconds in _seconds(calls, rounds).items():
             rate = moved / seconds
             cells = (tokens, top_k, width, f"{seconds * 1e3:.3f}", f"{rate / 1e9:.0f}", f"{100 * rate / bandwidth:.0f}")
-            table.add_row(name, *map(str, cells))
-    return table
+            rows.append((name, *cells))
+    return table(("rows", "T", "K", "D", "ms", "GB/s", "% of copy"), rows, "row movement, bf16")

@@ -5,17 +5,16 @@ Shapes: T tokens, K choices, E experts, C slots of a padded expert, D model widt
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
-from moe_lightning.arguments import Count, input_file, value
-from moe_lightning.bench.measure import interleaved_medians, machine
+from moe_lightning.arguments import Count, InputFile, option
+from moe_lightning.bench.measure import interleaved_medians, machine, table
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.forced_routing import ForcedRouting
 from moe_lightning.modules.moe_layer import MoELayer
@@ -23,39 +22,33 @@ from moe_lightning.modules.router import RouterConfig
 from moe_lightning.values import NonNegativeInt
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=value(Count), default=2048, help="tokens T (default: %(default)s)")
-    parser.add_argument("--d-model", type=value(Count), default=256, help="width D (default: %(default)s)")
-    parser.add_argument("--d-expert", type=value(Count), default=512, help="expert width F (default: %(default)s)")
-    parser.add_argument("--experts", type=value(Count), default=32, help="experts E (default: %(default)s)")
-    parser.add_argument("--top-k", type=value(Count), default=2, help="choices K (default: %(default)s)")
-    parser.add_argument("--trace", type=input_file, help="routing trace (.npz) for the row 'trace'")
-    parser.add_argument(
-        "--trace-step", type=value(NonNegativeInt), default=2001, help="iteration of the trace (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=value(Count), default=9, help="measurements of each (default: %(default)s)")
-    parser.add_argument("--activation", choices=("gelu", "swiglu"), default="gelu")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    tokens: Count = option("tokens T", 2048)
+    d_model: Count = option("width D", 256)
+    d_expert: Count = option("expert width F", 512)
+    experts: Count = option("experts E", 32)
+    top_k: Count = option("choices K", 2)
+    trace: InputFile | None = option("routing trace (.npz) for the row 'trace'", None)
+    trace_step: NonNegativeInt = option("iteration of the trace", 2001)
+    rounds: Count = option("measurements of each", 9)
+    activation: Literal["gelu", "swiglu"] = option("of the experts", "gelu")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print forward plus backward milliseconds and the ratios to our layer."""
-    torch.set_num_threads(options.threads)
-    console = Console()
-    console.print(f"{machine()}; medians of {options.rounds} interleaved rounds, forward + backward, float32")
-    table = Table("routing", "busiest/mean", "ours ms", "loop ms", "padded ms", "loop/ours", "padded/ours")
-    kinds: list[tuple[str, ForcedRouting]] = [
-        ("uniform", ForcedRouting(kind="uniform")),
-        ("zipf 1.2", ForcedRouting(kind="zipf", exponent=1.2)),
-    ]
+    kinds = {"uniform": ForcedRouting(kind="uniform"), "zipf 1.2": ForcedRouting(kind="zipf", exponent=1.2)}
     if options.trace:
-        kinds.append(("trace", ForcedRouting(kind="trace", path=str(options.trace))))
-    for name, forced in kinds:
-        table.add_row(name, *_row(forced, options))
-    console.print(table)
+        kinds["trace"] = ForcedRouting(kind="trace", path=str(options.trace))
+    headers = ("routing", "busiest/mean", "ours ms", "loop ms", "padded ms", "loop/ours", "padded/ours")
+    print(f"{machine()}; medians of {options.rounds} interleaved rounds, forward + backward, float32")
+    print(table(headers, [[name, *_row(forced, options)] for name, forced in kinds.items()]))
     return 0
 
 
-def _row(forced: ForcedRouting, options: argparse.Namespace) -> list[str]:
+def _row(forced: ForcedRouting, options: Options) -> list[str]:
     torch.manual_seed(0)
     config = RouterConfig(top_k=options.top_k, aux_loss_coef=0.0, forced=forced)
     layer = MoELayer(options.d_model, options.d_expert, options.experts, config, activation=options.activation)

@@ -1,34 +1,45 @@
-"""Timing that survives a noisy machine: interleaved rounds, medians, ratios inside one run."""
+"""Timing that survives a noisy machine: interleaved rounds, medians, ratios inside one run; and tables of it."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+
+
+def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 0) -> dict[str, list[float]]:
+    """What each contender returns in each round; they take turns, so that a slow spell of the machine hits all.
+
+    Args:
+        contenders: functions that measure a whole unit of work.
+        rounds: measurements of each.
+        warmup: calls of each before, which do not count.
+    """
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(warmup + rounds):
+        for name, measure in contenders.items():
+            found[name].append(measure())
+    return {name: values[warmup:] for name, values in found.items()}
 
 
 def interleaved_medians(
     contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2
 ) -> dict[str, float]:
-    """Median seconds of each contender; they take turns, so that a slow spell of the machine hits all of them.
+    """Median seconds that each contender takes, in turns."""
+    seconds = interleaved({name: partial(_timed, call) for name, call in contenders.items()}, rounds, warmup)
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
-    Args:
-        contenders: functions to time, each a whole measured unit of work.
-        rounds: measurements of each.
-        warmup: unmeasured calls of each before.
-    """
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for index in range(warmup + rounds):
-        for name, function in contenders.items():
-            start = time.perf_counter()
-            function()
-            synchronize()
-            if index >= warmup:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
 
 
 def synchronize() -> None:
@@ -37,8 +48,37 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def medians_of(rows: Sequence[Mapping[str, Any]], *, but: Iterable[str] = ()) -> dict[str, float]:
+    """The median of every figure over rows that all have it, those left out that are named."""
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0] if name not in but}
+
+
+def goal(what: str, reached: float, most: float, form: str = "{:.2f}", note: str = "") -> str:
+    """Whether what was reached is at most the goal, in a line."""
+    verdict = "met   " if reached <= most else "missed"
+    return f"{verdict}  {what}: {form.format(reached)}, goal at most {most:.2f}{note}"
+
+
 def machine() -> str:
     """One line that says where and how something was measured."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "unpinned"
     return f"{device}, torch {torch.__version__}, {torch.get_num_threads()} thread(s), cores {affinity}"
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
+    """Rows as text under their headers, each column as wide as it needs to be; words to the left, numbers to the
+    right.
+    """
+    cells = [list(headers), *([str(cell) for cell in row] for row in rows)]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    are_words = [any(cell[:1].isalpha() for cell in column[1:]) for column in columns]
+    lines = [
+        "  ".join(
+            f"{cell:<{width}}" if words else f"{cell:>{width}}"
+            for cell, width, words in zip(row, widths, are_words, strict=True)
+        )
+        for row in cells
+    ]
+    return "\n".join([title] * bool(title) + [line.rstrip() for line in lines])

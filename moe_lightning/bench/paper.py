@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 
-from moe_lightning.arguments import input_file, output_folder
+from moe_lightning.arguments import InputFile, OutputFolder, option
 from moe_lightning.bench import paper_lazarus, paper_moc, paper_pec, paper_prophet, paper_recovery, paper_reft
 from moe_lightning.bench.paper_table import MissingTrace, Reproduction, Sources
 from moe_lightning.errors import ConfigurationError
@@ -21,15 +21,17 @@ PAPERS: dict[str, Reproduction] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("figure", metavar="NAME", help=f"{ALL}, or one of: {', '.join(PAPERS)}")
-    parser.add_argument("--routing", type=input_file, help="recorded routing trace (.npz with counts and iteration)")
-    parser.add_argument("--spot", type=input_file, help="trace of spot instances (.csv: milliseconds,add|remove,node)")
-    parser.add_argument("--plots", type=output_folder, help="folder for a picture of each (.svg)")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    figure: str = option(f"{ALL}, or one of: {', '.join(PAPERS)}", metavar="NAME")
+    routing: InputFile | None = option("recorded routing trace (.npz with counts and iteration)", None)
+    spot: InputFile | None = option("trace of spot instances (.csv: milliseconds,add|remove,node)", None)
+    plots: OutputFolder | None = option("folder for a picture of each (.svg)", None)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print the tables; 0 on success."""
     if options.figure not in PAPERS and options.figure != ALL:
         raise ConfigurationError(

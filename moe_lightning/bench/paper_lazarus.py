@@ -16,6 +16,7 @@ from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import RoutingScenario, trace_routing
 from moe_lightning.simulate.scenario import Report, Scenario
+from moe_lightning.simulate.workload import Workload
 
 _POLICIES = ("lazarus", "ds", "ds_ft", "ours")
 _LAYERS = 12
@@ -69,12 +70,9 @@ def _routing(sources: Sources, experts: int) -> RoutingScenario:
 
 
 def _run(
-    work: object, hardware: Hardware, routing: RoutingScenario, name: str, events: Sequence[Event], duration_s: float,
+    work: Workload, hardware: Hardware, routing: RoutingScenario, name: str, events: Sequence[Event], duration_s: float,
     **changes: Any,
 ) -> Report:  # fmt: skip
-    from moe_lightning.simulate.workload import Workload
-
-    assert isinstance(work, Workload)
     if name == "ours":
         changes = {"interval_steps": 250} | changes
     return simulate(
@@ -95,27 +93,19 @@ def _compared(
     sources: Sources, events: Sequence[Event], duration_s: float, stretched: int = 1
 ) -> dict[str, dict[str, Report]]:
     """Reports by model and policy; `stretched` multiplies the baselines' intervals."""
-    hardware = testbed(sources)
-    found = {}
+    hardware, found = testbed(sources), {}
+    baselines = {which: _baseline(sources, which, stretched) for which in ("ds", "ds_ft")}
     for name in ("GPT-S", "GPT-M", "GPT-L"):
         work = workload(name)
         routing = _routing(sources, work.num_experts)
         found[name] = {
-            which: _run(
-                work,
-                hardware,
-                routing,
-                which,
-                events,
-                duration_s,
-                **(_baseline(sources, which, stretched) if which.startswith("ds") else {}),
-            )
+            which: _run(work, hardware, routing, which, events, duration_s, **baselines.get(which, {}))
             for which in _POLICIES
         }
     return found
 
 
-def _baseline(sources: Sources, which: str, stretched: int) -> dict[str, object]:
+def _baseline(sources: Sources, which: str, stretched: int) -> dict[str, Any]:
     return {"interval_steps": {"ds": 50, "ds_ft": 250}[which] * stretched, "restart_s": restart_s(sources)}
 
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.arguments import input_file, output_folder
+from moe_lightning.arguments import InputFile, OutputFolder, option
 from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.svg_pictures import heat_map
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=input_file, help="a routing trace (.npz), or the expert_load.csv of a run")
-    parser.add_argument("--out", type=output_folder, default=".", help="folder for layerNN.svg (default: here)")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    source: InputFile = option("a routing trace (.npz), or the expert_load.csv of a run")
+    out: OutputFolder = option("folder for layerNN.svg (default: here)", Path())
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Write one picture for each MoE layer; 0 on success."""
     steps, shares_LSE = read_loads(options.source)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -9,25 +9,29 @@ Shapes: L layers, E experts, N ranks.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from moe_lightning.algorithms.balancing import replan_placement
 from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.inventory import HeldExpert, RankInventory, SnapshotInventory, SnapshotKind
+from moe_lightning.algorithms.migration import BoolArray
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.algorithms.recovery_planner import plan_recovery
+from moe_lightning.algorithms.recovery_probability import sampled_recovery
+from moe_lightning.algorithms.repair import repair_placements
 from moe_lightning.algorithms.shadow_search import search_shadows
-from moe_lightning.arguments import Count, value
-from moe_lightning.bench.planner_recovery import recovery_rows
-from moe_lightning.bench.planner_row import PlannerRow, measured
+from moe_lightning.arguments import Count, option
+from moe_lightning.bench.measure import table
 from moe_lightning.callbacks.balance_planner import BalancePolicy, block_with_sums_s
 from moe_lightning.callbacks.planning_threads import PlanningThreads
 from moe_lightning.errors import ConfigurationError
@@ -43,37 +47,76 @@ _RANKS_PER_NODE = 8
 _TIMEOUT_S = 3600.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sizes", nargs="+", default=["1024x256", "4096x512"], help="ranks x experts (default: %(default)s)"
-    )
-    parser.add_argument("--layers", type=value(Count), default=61, help="MoE layers (default: %(default)s)")
-    parser.add_argument(
-        "--slots", type=value(Count), default=2, help="resident experts of a rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--min-replicas", type=value(Count), default=2, help="nodes for every expert (default: %(default)s)"
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    sizes: list[str] = option("ranks x experts", ["1024x256", "4096x512"])
+    layers: Count = option("MoE layers", 61)
+    slots: Count = option("resident experts of a rank", 2)
+    min_replicas: Count = option("nodes for every expert", 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerRow:
+    """One plan of all layers.
+
+    Attributes:
+        name: what was planned.
+        ranks, experts, layers: how large.
+        seconds: on the clock.
+        processor_s: processor time of all threads, which other work on the machine lengthens less.
+        peak_mib: memory that planning needed beside its inputs, at its peak.
+        goal_s: what processor_s shall stay below; None where nothing is promised for this size.
+    """
+
+    name: str
+    ranks: int
+    experts: int
+    layers: int
+    seconds: float
+    processor_s: float
+    peak_mib: float
+    goal_s: float | None = None
+
+
+def measured(
+    name: str, call: Callable[[], object], ranks: int, experts: int, layers: int, goal_s: float | None = None
+) -> PlannerRow:
+    """Time a call, then trace the memory of another."""
+    began, processor = time.perf_counter(), time.process_time()
+    call()
+    seconds, processor_s = time.perf_counter() - began, time.process_time() - processor
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return PlannerRow(
+        name=name,
+        ranks=ranks,
+        experts=experts,
+        layers=layers,
+        seconds=seconds,
+        processor_s=processor_s,
+        peak_mib=peak / 2**20,
+        goal_s=goal_s,
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print the table; 0 on success."""
-    title = f"Plans of {options.layers} layers; goals are processor seconds"
-    table = Table("plan", "ranks", "experts", "seconds", "cpu s", "goal s", "MiB", title=title, box=None)
     sizes = [_size(text) for text in options.sizes]
-    rows = [quota_rows()]
+    planned = [quota_rows()]
     for ranks, experts in sizes:
-        rows.append(planner_rows(ranks, experts, options.layers, options.slots, options.min_replicas))
-        rows.append(recovery_rows(ranks, experts, options.layers))
-    for row in chain.from_iterable(rows):
-        table.add_row(
-            row.name,
-            *map(str, (row.ranks, row.experts)),
-            *("" if figure is None else f"{figure:.3g}" for figure in (row.seconds, row.processor_s, row.goal_s)),
-            f"{row.peak_mib:.0f}",
-        )
+        planned.append(planner_rows(ranks, experts, options.layers, options.slots, options.min_replicas))
+        planned.append(recovery_rows(ranks, experts, options.layers))
+    rows = []
+    for row in chain.from_iterable(planned):
+        figures = ("" if figure is None else f"{figure:.3g}" for figure in (row.seconds, row.processor_s, row.goal_s))
+        rows.append((row.name, row.ranks, row.experts, *figures, f"{row.peak_mib:.0f}"))
         print(f"planner: {row.name} at {row.ranks} x {row.experts} done", file=sys.stderr)
-    Console().print(table)
+    title = f"Plans of {options.layers} layers; goals are processor seconds"
+    print(table(("plan", "ranks", "experts", "seconds", "cpu s", "goal s", "MiB"), rows, title))
     return 0
 
 
@@ -164,3 +207,74 @@ def _costs() -> BlockCosts:
         bytes_per_s=50e9,
         rows_per_s=400e12 / (2 * numbers),
     )
+
+
+# --- recoveries -----------------------------------------------------------------------------------------------------
+
+_SLOTS = 2
+_STEPS = (18, 19)
+_LIVE_VERSION = 20
+
+
+def recovery_rows(num_ranks: int, num_experts: int, num_layers: int) -> Iterator[PlannerRow]:
+    """The plans of a recovery on nodes of 8 ranks with 2 slots each, one of which is lost."""
+    held = _held(num_ranks, num_experts, num_layers)
+    left = held[..., _RANKS_PER_NODE:]
+    nodes = [str(rank // _RANKS_PER_NODE) for rank in range(num_ranks)]
+    survivors = nodes[_RANKS_PER_NODE:]
+    live = _inventories(left, survivors, live_version=_LIVE_VERSION)
+    fresh = _inventories(held, nodes, live_version=-1)
+    shape = {"num_layers": num_layers, "num_experts": num_experts}
+    tables = [layer.astype(np.int64) for layer in held[:4]]
+    layered = [tables[index % len(tables)] for index in range(num_layers)]
+    calls: dict[str, Callable[[], object]] = {
+        "repair, nothing live": lambda: repair_placements(np.zeros_like(held), nodes=nodes, min_replicas=2),
+        "repair, a node lost": lambda: repair_placements(left, nodes=survivors, min_replicas=2, max_slots=_SLOTS),
+        "plan_recovery, live": lambda: plan_recovery(live, None, **shape),
+        "plan_recovery, snapshots": lambda: plan_recovery(fresh, None, **shape),
+        "sampled_recovery, 8 of N": lambda: sampled_recovery(layered, 8),
+        "sampled_recovery, N/2 of N": lambda: sampled_recovery(layered, num_ranks // 2),
+    }
+    for name, call in calls.items():
+        yield measured(name, call, num_ranks, num_experts, num_layers, goal_s=1.0)
+
+
+def _held(num_ranks: int, num_experts: int, num_layers: int) -> BoolArray:
+    """bool [L, E, N]: every rank's slots under a placement that differs from layer to layer."""
+    held = np.zeros((num_layers, num_experts, num_ranks), dtype=np.bool_)
+    ranks = np.arange(num_ranks)
+    for layer in range(num_layers):
+        for slot in range(_SLOTS):
+            held[layer, (ranks * (2 * slot + 1) + 7 * slot + layer) % num_experts, ranks] = True
+    return held
+
+
+def _inventories(held: BoolArray, nodes: list[str], live_version: int) -> list[RankInventory]:
+    """What the ranks report: live experts or none, and two whole snapshots of every rank in its node's memory."""
+    num_layers, num_experts, num_ranks = held.shape
+    written: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    for number in range(num_layers * num_experts):
+        written[number % num_ranks].append(divmod(number, num_experts))
+    experts: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    for layer, expert, rank in np.argwhere(held).tolist() if live_version >= 0 else ():
+        experts[rank].append((layer, expert))
+    return [
+        RankInventory(
+            rank=rank,
+            node=nodes[rank],
+            live_version=live_version,
+            experts=tuple(experts[rank]),
+            snapshots=tuple(
+                SnapshotInventory(
+                    kind=SnapshotKind.ARENA,
+                    writer=rank,
+                    session="1",
+                    step=step,
+                    world_size=num_ranks,
+                    experts=tuple(HeldExpert(layer, expert, step, step) for layer, expert in written[rank]),
+                )
+                for step in _STEPS
+            ),
+        )
+        for rank in range(num_ranks)
+    ]

@@ -6,14 +6,14 @@ balancing, milliseconds and bytes of checkpoints, lost tokens, numbers of expert
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import statistics
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from moe_lightning.arguments import output_folder
+from moe_lightning.arguments import OutputFolder, option
 from moe_lightning.bench.pictures import read_loads
 from moe_lightning.charts import bar_chart, line_chart
 from moe_lightning.errors import ConfigurationError
@@ -33,12 +33,15 @@ _MAX_RECOVERIES = 30
 _BY_STEPS_MADE = ("checkpoint/", "recovery/")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run directory, outputs/NAME")
-    parser.add_argument("--out", type=output_folder, help="folder for the pictures (default: RUN/pictures)")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    run: Path = option("a run directory, outputs/NAME")
+    out: OutputFolder | None = option("folder for the pictures (default: RUN/pictures)", None)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Draw what the run logged; 0 on success."""
     pictures = dict(draw(options.run))
     if not pictures:

@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_lightning.bench.recovery_worker import MODULE, STOP, Task
+from moe_lightning.bench.recovery_worker import STOP, Task
+from moe_lightning.bench.training import MODULE, failing_as_mistakes
 from moe_lightning.checkpoint.recovery_sources import RecoverySources
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
-from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
+from moe_lightning.elastic.launcher import LocalLauncher
 from moe_lightning.elastic.settings import ElasticSettings
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.recovery_report import PHASES
@@ -150,11 +151,8 @@ def run_elastic(task: Task, act: Callable[[Watch], None] | None = None) -> None:
     )
     director = _Director(act=act, watch=Watch(folder)) if act is not None else None
     with _without_snapshots_after(task):
-        try:
-            with quiet_errors(folder / "launcher.err"):
-                launcher.run([str(task.write(folder / "task.json"))])
-        except RanksFailed as error:
-            raise ConfigurationError(f"a rank of the benchmark failed: {error} {error.failure.details}") from error
+        with failing_as_mistakes(), quiet_errors(folder / "launcher.err"):
+            launcher.run(task.job())
         if director is not None:
             director.join()
 
@@ -169,7 +167,7 @@ def run_plain(task: Task) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     launcher = LocalLauncher(num_ranks=task.ranks, log_dir=folder / "ranks", module=MODULE, grace_s=5.0)
     with quiet_errors(folder / "launcher.err"), _without_snapshots_after(task):
-        launcher.run([str(task.write(folder / "task.json"))])
+        launcher.run(task.job())
 
 
 def run_torchrun(task: Task, act: Callable[[Watch], None]) -> None:
@@ -181,7 +179,7 @@ def run_torchrun(task: Task, act: Callable[[Watch], None]) -> None:
     folder = Path(task.folder)
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(task.ranks)]
-    command += ["--max-restarts", "1000", "-m", MODULE, str(task.write(folder / "task.json"))]
+    command += ["--max-restarts", "1000", "-m", MODULE, *task.job()]
     # torchrun's restarts with gloo meet the keys of the attempt before in a store that it shares
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     with (folder / "torchrun.err").open("w") as err:

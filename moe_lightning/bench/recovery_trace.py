@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.algorithms.faults import Absence, Change, slot_absences
+from moe_lightning.bench.measure import table
 from moe_lightning.bench.recovery_runs import Watch, run_elastic, run_plain
 from moe_lightning.bench.recovery_worker import Task
 from moe_lightning.elastic.launcher import RanksFailed
@@ -192,12 +193,16 @@ def score(entries: Sequence[Mapping[str, Any]], began_s: float, seconds: float, 
 
 def format_table(scores: Mapping[str, Mapping[str, float]]) -> str:
     """One line for each way."""
-    lines = [f"{'':<14}{'steps':>7}{'samples/s':>11}{'times DS-like':>15}{'steps lost':>12}{'longest gap s':>15}"]
     base = scores["DS-like"]["samples_per_s"]
-    for name, row in scores.items():
-        times = f"{row['samples_per_s'] / base:.1f}" if base else "-"
-        lines.append(
-            f"{name:<14}{row['steps']:>7.0f}{row['samples_per_s']:>11.1f}{times:>15}{row['steps_lost']:>12.0f}"
-            f"{row['longest_gap_s']:>15.1f}"
+    rows = [
+        (
+            name,
+            f"{row['steps']:.0f}",
+            f"{row['samples_per_s']:.1f}",
+            f"{row['samples_per_s'] / base:.1f}" if base else "-",
+            f"{row['steps_lost']:.0f}",
+            f"{row['longest_gap_s']:.1f}",
         )
-    return "\n".join(lines)
+        for name, row in scores.items()
+    ]
+    return table(("", "steps", "samples/s", "times DS-like", "steps lost", "longest gap s"), rows)

@@ -7,34 +7,25 @@ that it survives the process. Ranks end at the step that a file named "stop" in 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import signal
-import sys
 import time
-import traceback
-import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from moe_lightning.bench.training import StepClock, gpt, quiet_trainer, random_text, write_job
 from moe_lightning.callbacks.fault_injection import FaultInjection
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.elastic.failure import RunFinished
-from moe_lightning.elastic.lifeline import end_with_launcher, leave, leave_process_groups
-from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.strategies import ExpertParallelStrategy
+from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
 
-MODULE = "moe_lightning.bench.recovery_worker"
 STOP = "stop"
 _SAMPLES = 4096
 _FOREVER = 10_000_000
@@ -81,60 +72,46 @@ class Task:
         """Where checkpoints go; the folder's name is that of the run, and of its snapshots."""
         return Path(self.folder) / "checkpoints"
 
-    def write(self, path: Path) -> Path:
-        """For `read`."""
-        path.write_text(json.dumps(asdict(self)))
-        return path
-
-    @classmethod
-    def read(cls, path: Path) -> Task:
-        """A task as `write` left it."""
-        values = json.loads(path.read_text())
-        return cls(**{**values, "cores": tuple(values["cores"])})
+    def job(self) -> list[str]:
+        """Arguments of the ranks that do it."""
+        return write_job(Path(self.folder), "moe_lightning.bench.recovery_worker:train", asdict(self), self.cores)
 
 
-class Diary(pl.Callback):
+class Diary(StepClock, RecoveryListener):
     """Writes down what this process does as it happens."""
 
     def __init__(self, folder: Path, slot: int) -> None:
         self._stop = folder / STOP
         self._file = (folder / f"diary-{slot}-{os.getpid()}.jsonl").open("a", buffering=1)
-        self._ended, self._cpu_s = time.perf_counter(), time.process_time()
-        self.note("start", slot=slot, pid=os.getpid())
+        super().__init__()
+        self.write("start", slot=slot, pid=os.getpid())
 
-    def note(self, kind: str, **facts: Any) -> None:
+    def write(self, kind: str, **facts: Any) -> None:
         """Append one line."""
         self._file.write(json.dumps({"kind": kind, "time_s": time.time(), **facts}) + "\n")
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         elastic = getattr(trainer.strategy, "elastic", None)
-        if elastic is not None:  # after FaultRecovery, which sets the observers
-            elastic.observers.append(lambda report: self.note("recovery", **asdict(report)))
+        if elastic is not None:  # after FaultRecovery, which sets the listeners
+            elastic.listeners.append(self)
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        now, cpu_s = time.perf_counter(), time.process_time()
-        self.note(
-            "step",
-            step=trainer.global_step,
-            ranks=trainer.strategy.world.size
-            if isinstance(trainer.strategy, ExpertParallelStrategy)
-            else trainer.world_size,
-            step_s=now - self._ended,
-            cpu_s=cpu_s - self._cpu_s,
-        )
+    def recovered(self, report: RecoveryReport) -> None:
+        self.write("recovery", **asdict(report))
+
+    @override
+    def note(self, trainer: pl.Trainer) -> None:
+        strategy = trainer.strategy
+        ranks = strategy.world.size if isinstance(strategy, ExpertParallelStrategy) else trainer.world_size
+        self.write("step", step=trainer.global_step, ranks=ranks, step_s=self.step_s[-1], cpu_s=self.cpu_s[-1])
         if self._stop.exists() and trainer.global_step >= int(self._stop.read_text()):
             trainer.should_stop = True
-        self._ended, self._cpu_s = time.perf_counter(), time.process_time()
 
 
-def train(task: Task) -> None:
+def train(settings: dict[str, Any]) -> None:
     """Train until the end that the task or the stop file says."""
-    slot = int(os.environ.get("LOCAL_RANK", 0))
-    if task.cores:
-        os.sched_setaffinity(0, {task.cores[slot % len(task.cores)]})
-    torch.set_num_threads(1)
+    task = Task(**settings)
     callbacks: list[pl.Callback] = []
     if task.every_n_steps and task.stock:
         callbacks.append(
@@ -156,36 +133,20 @@ def train(task: Task) -> None:
         callbacks.append(FaultRecovery(**task.recovery))
     if task.faults is not None:
         callbacks.append(FaultInjection(str(Path(task.folder) / "faults"), **task.faults))
-    callbacks.append(Diary(Path(task.folder), slot))
+    callbacks.append(Diary(Path(task.folder), int(os.environ.get("LOCAL_RANK", 0))))
     pl.seed_everything(0, verbose=False)
-    trainer = pl.Trainer(
-        strategy="ddp" if task.stock else ExpertParallelStrategy(timeout_s=60.0, **task.strategy),
-        plugins=[] if task.stock else [LightningEnvironment()],
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        max_steps=task.steps or _FOREVER,
-        max_epochs=_FOREVER,
+    strategy = "ddp" if task.stock else ExpertParallelStrategy(timeout_s=60.0, **task.strategy)
+    trainer = quiet_trainer(
+        strategy,
+        steps=task.steps or _FOREVER,
         callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=bool(task.every_n_steps),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=_FOREVER,
+        max_epochs=_FOREVER,
+        devices=task.ranks,
+        **({"plugins": []} if task.stock else {}),
     )
-    config = GPTConfig(
-        vocab_size=256,
-        context_length=task.context,
-        num_layers=task.layers,
-        num_heads=4,
-        d_model=task.d_model,
-        d_expert=task.d_expert,
-        num_experts=task.experts,
-        moe_every=1,
-    )
-    ids = torch.randint(0, 256, (_SAMPLES, task.context + 1))
     batch = task.batch // task.ranks if task.stock else task.batch
-    loader = DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch, shuffle=True)
-    module = GPTModule(config, OptimizerConfig(lr=1e-4, warmup_steps=0, decay="constant"))
+    loader = DataLoader(random_text(_SAMPLES, task.context), batch, shuffle=True)
+    module = GPTModule(gpt(task), OptimizerConfig(lr=1e-4, warmup_steps=0, decay="constant"))
     trainer.fit(module, loader, ckpt_path=_last(task))
     elastic = getattr(trainer.strategy, "elastic", None)
     if elastic is not None:
@@ -198,25 +159,3 @@ def _last(task: Task) -> str | None:
         last = task.checkpoints / "last.ckpt"
         return str(last) if last.exists() else None
     return str(task.checkpoints) if any(task.checkpoints.glob("step-*")) else None
-
-
-def main(arguments: list[str]) -> int:
-    end_with_launcher()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning.pytorch")
-    try:
-        train(Task.read(Path(arguments[0])))
-    except RunFinished:
-        return 0
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        return 1
-    leave_process_groups()
-    return 0
-
-
-if __name__ == "__main__":
-    leave(main(sys.argv[1:]))

@@ -5,13 +5,12 @@ Needs a login (`wandb login`) and the extra `workspaces`. `--dry-run` only lists
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from moe_lightning.arguments import value
+from moe_lightning.arguments import option
 from moe_lightning.callbacks.wandb_logger import has_wandb_login
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.recovery_report import PHASES
@@ -86,20 +85,18 @@ SECTIONS: dict[str, tuple[PanelSpec, ...]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("project", help="of W&B, as in logger.wandb.project: moe-lightning")
-    parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY"), help="team or user (default: your own)")
-    parser.add_argument(
-        "--layers",
-        type=value(Annotated[int, Range(least=0, most=1000)]),
-        default=4,
-        help="MoE layers that get a heat map of loads (default: 4)",
-    )
-    parser.add_argument("--report", action="store_true", help="a report instead of a saved view")
-    parser.add_argument("--dry-run", action="store_true", help="list the panels and stop")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    project: str = option("of W&B, as in logger.wandb.project: moe-lightning")
+    entity: str | None = option("team or user (default: WANDB_ENTITY, or your own)", None)
+    layers: Annotated[int, Range(least=0, most=1000)] = option("MoE layers that get a heat map of loads", 4)
+    report: bool = option("a report instead of a saved view", False)
+    dry_run: bool = option("list the panels and stop", False)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Save the view or the report and print its address; 0 on success."""
     sections = layout(options.layers)
     if options.dry_run:
@@ -110,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not has_wandb_login():
         raise ConfigurationError("there is no login of W&B: run wandb login, or list the panels with --dry-run")
-    entity = options.entity or _own_entity()
+    entity = options.entity or os.environ.get("WANDB_ENTITY") or _own_entity()
     build = report if options.report else workspace
     saved: Any = build(sections, entity, options.project)
     saved.save()

@@ -6,7 +6,6 @@ memory, else from storage; then the failed step runs again with the same samples
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,12 +22,12 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.leaving import WorldChanged
-from moe_lightning.strategies.recovery_report import RecoveryReport
+from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
 from moe_lightning.values import validated
 
 
 @validated
-class FaultRecovery(Callback):
+class FaultRecovery(Callback, RecoveryListener):
     """Recovers from lost ranks inside the running fit.
 
     Needs ranks that an elastic launcher started (`moe-train` with elastic.enabled=true, or
@@ -85,6 +84,7 @@ class FaultRecovery(Callback):
         self._replays, self._verify_every = optimizer_replay, verify_replay_every
         self._max_recoveries = max_recoveries
         self._committed = -1
+        self._trainer: pl.Trainer | None = None  # whose fit recovers
         self.reports: list[RecoveryReport] = []
 
     @override
@@ -117,13 +117,12 @@ class FaultRecovery(Callback):
                 "epochs that a rank which joins later does not count: set it to 0, or leave FaultRecovery out"
             )
         elastic.min_replicas, elastic.max_recoveries = self._min_replicas, self._max_recoveries
-        elastic.observers = [partial(self._note, trainer)]
+        self._trainer, elastic.listeners[:] = trainer, [self]
         checkpoint = next((c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)), None)  # type: ignore[attr-defined]
         if checkpoint is not None:
             checkpoint.protect_with(self._layout)
             elastic.planner.sources = checkpoint.recovery_sources(_strategy(trainer))
-            elastic.planner.publish_snapshots = checkpoint.settle_snapshots
-            elastic.count_stale = checkpoint.count_stale
+            elastic.listeners.insert(0, checkpoint)
         seams.run_fit_by(trainer, elastic.run)
 
     def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
@@ -141,6 +140,7 @@ class FaultRecovery(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainer = None
         seams.run_fit_as_usual(trainer)
 
     @override
@@ -198,7 +198,10 @@ class FaultRecovery(Callback):
         if elastic is not None:
             elastic.epoch_ended()
 
-    def _note(self, trainer: pl.Trainer, report: RecoveryReport) -> None:
+    @override
+    def recovered(self, report: RecoveryReport) -> None:
+        trainer = self._trainer
+        assert trainer is not None
         self.reports.append(report)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, CSVLogger):

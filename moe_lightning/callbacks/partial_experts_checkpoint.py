@@ -36,11 +36,12 @@ from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.recovery_report import RecoveryListener
 from moe_lightning.values import Coefficient, PositiveInt, Seconds, validated
 
 
 @validated
-class PartialExpertsCheckpoint(seams.ResumableFrom):
+class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
     """Saves directories `step-...` under `dirpath`, whole or not at all; resume with `ckpt_path=` such a directory,
     `dirpath` or "last".
 
@@ -182,19 +183,16 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
             enter=partial(self.enter_root, strategy),
         )
 
-    def settle_snapshots(self) -> None:
-        """Publish what is being copied, so that a recovery may read it."""
+    @override
+    def publish_snapshots(self) -> None:
         if self.session is not None:
             self.session.settle()
 
+    @override
     def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:
-        """Account for experts of the live state that came back older, given by (layer, expert)."""
-        if self.checkpoint_ledger is None:
-            return
-        if self._counts is not None:
-            self.checkpoint_ledger.ledger.record(self._counts.cpu().numpy())
-            self._counts = None
-        self._lost_plt += count_stale(self.checkpoint_ledger, versions)
+        self._record_counts()
+        if self.checkpoint_ledger is not None:
+            self._lost_plt += count_stale(self.checkpoint_ledger, versions)
 
     @property
     def _run_name(self) -> str:
@@ -278,20 +276,22 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
             total = torch.stack(counts)
             self._counts = total if self._counts is None else self._counts + total
 
+    def _record_counts(self) -> None:
+        if self._counts is not None and self.checkpoint_ledger is not None:
+            self.checkpoint_ledger.ledger.record(self._counts.cpu().numpy())
+            self._counts = None
+
     def save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, full: bool = False) -> None:
         """Begin a checkpoint now, between two steps; every rank must call it."""
         strategy = trainer.strategy
         assert isinstance(strategy, ExpertParallelStrategy)
-        counted = self._counts.cpu().numpy() if self._counts is not None else None
         if self._experts_moved:
             self._experts_moved = False
             self._reassign(strategy)
         if self.session is None:
-            self._open(trainer, strategy, counted)
+            self._open(trainer, strategy)
         assert self.session is not None
-        if self.checkpoint_ledger is not None and counted is not None:
-            self.checkpoint_ledger.ledger.record(counted)
-        self._counts = None
+        self._record_counts()
         self._adapt(trainer)
         if self.checkpoint_ledger is not None:
             bound_cost(trainer, self.session, self.checkpoint_ledger, order=self.settings.order)
@@ -317,14 +317,14 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
         finally:
             self._is_saving = False
 
-    def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy, counted: Any) -> None:
+    def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         state = strategy.state.training_state()
         restored = strategy.state.restored if self.checkpoint_ledger is None and self._received_ledger is None else None
         if self.checkpoint_ledger is not None:
             self.checkpoint_ledger.reassign(state.owners())
-        elif state.num_experts and counted is not None:
-            steps_counted = max(1, trainer.global_step - max(0, self._saved_at))
-            self.checkpoint_ledger = new_ledger(trainer, state, self.settings, counted.sum(axis=1) // steps_counted)
+        elif state.num_experts and self._counts is not None:
+            per_step = self._counts.sum(dim=1).cpu().numpy() // max(1, trainer.global_step - max(0, self._saved_at))
+            self.checkpoint_ledger = new_ledger(trainer, state, self.settings, per_step)
             if self._received_ledger is not None:
                 self.checkpoint_ledger.load_state_dict(self._received_ledger)
         self._received_ledger = None

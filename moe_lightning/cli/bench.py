@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-from moe_lightning.arguments import Parser, value
-from moe_lightning.cli import mistakes
+from moe_lightning import mistakes
+from moe_lightning.arguments import Parser, add_options, read_options, value
+from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.values import Range
 
 _Threads = Annotated[int, Range(least=1, most=1024)]
@@ -43,17 +45,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--threads", type=value(_Threads), default=1, help="torch and OpenMP threads (default: 1)"
         )
         if name in arguments[:1]:
-            _module(name).add_arguments(subparser)
-    options = parser.parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+            add_arguments(name, subparser)
+    given = parser.parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)
+    if "torch" in sys.modules:  # it has looked already
+        sys.modules["torch"].set_num_threads(given.threads)
+    module = _module(given.name)
     try:
-        return int(_module(options.name).run(options))
+        return int(module.run(read_options(module.Options, given) if hasattr(module, "Options") else given))
+    except Interrupted as stop:
+        print(f"moe-bench: {stop}", file=sys.stderr)
+        return 128 + stop.signal
     except Exception as error:
         sentence = mistakes.sentence_of(error) or _sentence_of_memory(error)
         if sentence is None:
             raise
         print(f"moe-bench: error: {sentence}", file=sys.stderr)
         return mistakes.EXIT_MISTAKE
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """The options of a benchmark."""
+    module = _module(name)
+    if hasattr(module, "Options"):
+        add_options(parser, module.Options)
+    else:
+        module.add_arguments(parser)
 
 
 def _sentence_of_memory(error: BaseException) -> str | None:

@@ -16,9 +16,9 @@ from omegaconf import Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from moe_lightning.cli.mistakes import one_line, suggestion
 from moe_lightning.cli.validation import check_run_name
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.mistakes import one_line, suggestion
 
 CONFIG_DIR = Path(__file__).parent.parent / "conf"
 CONFIG_NAME = "train"

@@ -16,8 +16,8 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from moe_lightning.cli.limits import limits_of
-from moe_lightning.cli.mistakes import one_line, suggestion
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.mistakes import one_line, suggestion
 from moe_lightning.values import TARGET, described, fits, hints_of, shown
 
 _REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, ArithmeticError)

@@ -12,7 +12,6 @@ import argparse
 import csv
 import json
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,10 +23,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moe_lightning import __version__
+from moe_lightning import __version__, mistakes
 from moe_lightning.arguments import output_file
 from moe_lightning.charts import line_chart
-from moe_lightning.cli import mistakes
 from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
@@ -108,12 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except Exception as error:
-        sentence = mistakes.sentence_of(error)
-        if sentence is None:
-            traceback.print_exception(error)
-            return mistakes.EXIT_CRASH
-        print(f"moe-sim: error: {sentence}", file=sys.stderr)
-        return mistakes.EXIT_MISTAKE
+        return mistakes.report("moe-sim", error)
 
 
 def _run(arguments: list[str]) -> int:

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from moe_lightning import __version__
-from moe_lightning.cli import mistakes
+from moe_lightning import __version__, mistakes
 from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes, fixed_keys, with_quotes
 from moe_lightning.cli.elastic import elastic_options
 from moe_lightning.cli.rank_count import is_externally_launched, with_ranks
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"moe-train: ended by {signal.Signals(number).name}{outlook}", file=sys.stderr)
         sys.exit(128 + number)
     except Exception as error:
-        sys.exit(report(error))
+        sys.exit(mistakes.report("moe-train", error))
     sys.exit(0)
 
 
@@ -232,30 +231,6 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     if newest is not None:
         return f", going on after step {newest.step} (resume=false starts anew){told(found)}"
     return told(found)
-
-
-def report(error: Exception) -> int:
-    """Print an error once, as a sentence or with its traceback; the exit code."""
-    import traceback
-
-    failure = getattr(error, "failure", None)
-    if failure is not None:
-        if failure.kind == "mistake":
-            return _say(failure.message)
-        if failure.details:
-            print(failure.details, file=sys.stderr)
-        print(f"moe-train: crash: {failure.message}", file=sys.stderr)
-        return mistakes.EXIT_CRASH
-    sentence = mistakes.sentence_of(error)
-    if sentence is not None:
-        return _say(sentence)
-    traceback.print_exception(error)
-    return mistakes.EXIT_CRASH
-
-
-def _say(sentence: str) -> int:
-    print(f"moe-train: error: {sentence}", file=sys.stderr)
-    return mistakes.EXIT_MISTAKE
 
 
 def _refuse(message: str) -> NoReturn:

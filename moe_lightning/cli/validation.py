@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from moe_lightning.cli.instantiation import check_arguments
-from moe_lightning.cli.mistakes import suggestion
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.mistakes import suggestion
 from moe_lightning.values import TARGET, Range, described, fits, shown
 
 _GROUPS = ("model", "optimizer", "data", "strategy", "trainer", "module")

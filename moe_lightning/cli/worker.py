@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,37 +20,9 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run one rank under the launcher; the exit code."""
-    from moe_lightning.elastic.lifeline import end_with_launcher, leave_process_groups
+    from moe_lightning.elastic.work import work
 
-    end_with_launcher()
-    from moe_lightning.cli.mistakes import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
-    from moe_lightning.elastic.failure import PeerFailed, Preempted, RunFinished, report_failure
-    from moe_lightning.elastic.preemption import EXIT_PREEMPTED
-
-    try:
-        train(read_config(Path(sys.argv[1])))
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except Preempted as notice:
-        print(f"moe-train: this rank leaves: {notice}; what only it held is handed over", file=sys.stderr)
-        leave_process_groups()
-        return EXIT_PREEMPTED
-    except RunFinished:
-        leave_process_groups()
-        return 0
-    except PeerFailed as error:
-        print(f"moe-train: {error}", file=sys.stderr)
-        report_failure(error.kind, str(error), "")
-        return EXIT_CRASH
-    except Exception as error:
-        details = traceback.format_exc()
-        sentence = sentence_of(error)
-        kind, code = ("mistake", EXIT_MISTAKE) if sentence else ("crash", EXIT_CRASH)
-        if not report_failure(kind, sentence or f"{type(error).__name__}: {error}", details):  # type: ignore[arg-type]
-            raise
-        return code
-    leave_process_groups()
-    return 0
+    return work("moe-train", lambda: train(read_config(Path(sys.argv[1]))))
 
 
 def read_config(path: Path) -> dict[str, Any]:

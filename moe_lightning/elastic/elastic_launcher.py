@@ -25,7 +25,6 @@ from moe_lightning.elastic.address import Address, interface_towards
 from moe_lightning.elastic.clock import OwnClock
 from moe_lightning.elastic.failure import Interrupted, RankFailure
 from moe_lightning.elastic.launcher_link import LauncherLink
-from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed, WorkerLogs
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
@@ -238,14 +237,10 @@ class _Workers:
             token=new_token(),
         )
         environment = {
-            **processes.common_environment(launcher.num_ranks, interface=self._interface),
+            **processes.rank_environment(
+                slot, local=launcher.num_ranks, world=task.expected, interface=self._interface
+            ),
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),  # cut connections print stacks
-            "RANK": str(slot),
-            "LOCAL_RANK": str(slot),
-            "NODE_RANK": "0",
-            "WORLD_SIZE": str(task.expected),
-            "LOCAL_WORLD_SIZE": str(launcher.num_ranks),
-            LAUNCHER_PID_VARIABLE: str(os.getpid()),
             **task.to_environment(),
         }
         started = processes.start(self._program, {0: environment}, logs)

@@ -10,7 +10,6 @@ command line once more.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from moe_lightning.comm.private_folder import PrivateFolder
 from moe_lightning.comm.world import STORE_VARIABLE
 from moe_lightning.elastic import processes
 from moe_lightning.elastic.failure import Interrupted, RankFailure
-from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE
 from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed, WorkerLogs
 
 __all__ = ["LocalLauncher", "RanksFailed"]
@@ -59,7 +57,13 @@ class LocalLauncher:
 
     def _run(self, arguments: Sequence[str], folder: Path) -> None:
         logs = WorkerLogs(self.log_dir, [f"rank{rank}" for rank in range(self.num_ranks)], terminal=0)
-        environments = {rank: self._environment(rank, folder) for rank in range(self.num_ranks)}
+        environments = {
+            rank: {
+                **processes.rank_environment(rank, local=self.num_ranks, world=self.num_ranks),
+                STORE_VARIABLE: str(folder),
+            }
+            for rank in range(self.num_ranks)
+        }
         with processes.restored_signal_handlers():
             try:
                 workers = processes.start(("-m", self.module, *arguments), environments, logs)
@@ -73,19 +77,6 @@ class LocalLauncher:
             finally:
                 processes.ignore_signals()
                 processes.end(workers.values(), 0.0)
-
-    def _environment(self, rank: int, folder: Path) -> dict[str, str]:
-        """What a rank finds in its environment, in the names that torch and Lightning read."""
-        return {
-            **processes.common_environment(self.num_ranks),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "NODE_RANK": "0",
-            "WORLD_SIZE": str(self.num_ranks),
-            "LOCAL_WORLD_SIZE": str(self.num_ranks),
-            STORE_VARIABLE: str(folder),
-            LAUNCHER_PID_VARIABLE: str(os.getpid()),
-        }
 
     def _watch(self, workers: Mapping[int, Process], logs: WorkerLogs) -> None:
         """Wait for the ranks; at the first failure end the others and say what came first."""

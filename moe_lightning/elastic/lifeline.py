@@ -6,18 +6,26 @@ import atexit
 import ctypes
 import functools
 import gc
+import logging
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from typing import NoReturn
+
+from moe_lightning.elastic.failure import report_failure
 
 LAUNCHER_PID_VARIABLE = "MOE_LIGHTNING_LAUNCHER_PID"
 """Set by the launcher for its workers: its process id."""
 
+EXIT_HANGING = 75  # EX_TEMPFAIL: start me again
+
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _CHECK_S = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 def end_with_launcher() -> None:
@@ -95,3 +103,23 @@ def _watch_parent(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(_CHECK_S)
     os._exit(1)
+
+
+def end_hanging_process(limit_s: float, reason: str | None) -> NoReturn:
+    """Tell where the main thread is, and end this process.
+
+    Args:
+        limit_s: how long it had.
+        reason: why its world broke.
+    """
+    message = f"the main thread did not come back within {limit_s:g} s after its world broke ({reason})"
+    stack = _stack_of_main_thread()
+    logger.error("%s: ending this process, which is at\n%s", message, stack)
+    report_failure("death", message, stack)
+    os._exit(EXIT_HANGING)
+
+
+def _stack_of_main_thread() -> str:
+    """Where the main thread is, as in a traceback."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -18,7 +18,7 @@ from typing import Any
 from moe_lightning.elastic.address import Address
 from moe_lightning.elastic.clock import OwnClock
 from moe_lightning.elastic.control_store import StoreRequests
-from moe_lightning.elastic.hanging import end_hanging_process
+from moe_lightning.elastic.lifeline import end_hanging_process
 from moe_lightning.elastic.link import ControlLink
 from moe_lightning.elastic.links import LinkWatch
 from moe_lightning.elastic.membership import Members, new_member_id

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from moe_lightning.comm.world import loopback_variables
 from moe_lightning.elastic.failure import FAILURE_FILE_VARIABLE, KILLED, RankFailure, read_failure
+from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE
 
 WORKER_MODULE = "moe_lightning.cli.worker"
 """What launchers start unless told otherwise."""
@@ -183,16 +184,26 @@ def kill_orphans(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def common_environment(workers: int, *, interface: str | None = None) -> dict[str, str]:
-    """Variables for workers of one machine that the user has not set.
+def rank_environment(rank: int, *, local: int, world: int, interface: str | None = None) -> dict[str, str]:
+    """What a rank finds in its environment, in the names that torch and Lightning read; what the user has set stays.
 
     Args:
+        rank: of this machine's.
+        local, world: ranks of this machine, and of all.
         interface: through which ranks talk to each other; the loopback interface unless there are other machines.
     """
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = max(1, (os.cpu_count() or 1) // local)
     meeting = {"GLOO_SOCKET_IFNAME": interface} if interface else loopback_variables()
     defaults = {"OMP_NUM_THREADS": str(threads), **meeting}
-    return {name: value for name, value in defaults.items() if name not in os.environ}
+    return {
+        **{name: value for name, value in defaults.items() if name not in os.environ},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(local),
+        LAUNCHER_PID_VARIABLE: str(os.getpid()),
+    }
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from moe_lightning.comm.private_folder import PrivateFolder
 from moe_lightning.elastic.address import Address
 from moe_lightning.elastic.formation import RECONNECT_S
 from moe_lightning.elastic.membership import LOOPBACK
-from moe_lightning.elastic.registry import Registry
+from moe_lightning.elastic.roster import Roster
 from moe_lightning.elastic.secret import create_secret
 from moe_lightning.elastic.server import ControlServer
 from moe_lightning.errors import ConfigurationError
@@ -62,8 +62,8 @@ class RendezvousHost:
         name = listener.getsockname()
         self.address = Address(path=name) if isinstance(name, str) else Address(host=name[0], port=name[1])
         # a host that others may know already lets them tell first what it knew before
-        registry = Registry(settle_s=0.0 if bind is None or bind.endswith(":0") else RECONNECT_S)
-        self._server: ControlServer | None = ControlServer(listener, secret, registry)
+        roster = Roster(settle_s=0.0 if bind is None or bind.endswith(":0") else RECONNECT_S)
+        self._server: ControlServer | None = ControlServer(listener, secret, roster)
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from moe_lightning.comm.tcp import tune
 from moe_lightning.elastic.clock import OwnClock
-from moe_lightning.elastic.registry import Registry
+from moe_lightning.elastic.roster import Roster
 from moe_lightning.elastic.wire import Channel, Message, Refused, WireError
 from moe_lightning.elastic.world_store import WorldStore
 
@@ -51,11 +51,11 @@ class ControlServer:
     Args:
         listener: bound and listening.
         secret: of the run.
-        registry: what it serves.
+        roster: what it serves.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, registry: Registry) -> None:
-        self._listener, self._secret, self._registry = listener, secret, registry
+    def __init__(self, listener: socket.socket, secret: bytes, roster: Roster) -> None:
+        self._listener, self._secret, self._roster = listener, secret, roster
         self._store = WorldStore()
         self._clock = OwnClock()
         self._connections: dict[int, _Connection] = {}
@@ -109,15 +109,15 @@ class ControlServer:
             self._paused_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         try:
-            self._registry.tick(now)
+            self._roster.tick(now)
         except Exception:  # a defect in one decision shall not silence the host
             logger.exception("the rendezvous host could not decide")
-        if self._registry.world is not None:
-            self._store.begin(self._registry.world.number)
+        if self._roster.world is not None:
+            self._store.begin(self._roster.world.number)
         self._deliver()
 
     def _deliver(self) -> None:
-        for outbox in (self._registry.outbox, self._store.outbox):
+        for outbox in (self._roster.outbox, self._store.outbox):
             touched: dict[int, None] = {}
             for number, message in outbox:
                 if (connection := self._connections.get(number)) is not None:
@@ -126,9 +126,9 @@ class ControlServer:
             outbox.clear()
             for number in touched:
                 self._write(number)
-        for number in self._registry.dropped:
+        for number in self._roster.dropped:
             self._close(number)
-        self._registry.dropped.clear()
+        self._roster.dropped.clear()
 
     # ------------------------------------------------------------------ connections
 
@@ -202,7 +202,7 @@ class ControlServer:
         if message.get("t") == "store":
             self._store.receive(number, message)
         else:
-            self._registry.receive(number, message, now, is_local=connection.is_local)
+            self._roster.receive(number, message, now, is_local=connection.is_local)
 
     def _write(self, number: int) -> None:
         """Send what the system takes, and come back for the rest; a client that does not read is closed."""
@@ -233,5 +233,5 @@ class ControlServer:
         with suppress(OSError):  # a process that was forked from this one may hold the socket, too
             connection.socket.shutdown(socket.SHUT_RDWR)
         connection.socket.close()
-        self._registry.disconnect(number, self._clock.now)
+        self._roster.disconnect(number, self._clock.now)
         self._store.forget(number)

@@ -159,9 +159,3 @@ class RMSNorm(nn.RMSNorm):
 
 def _norm(config: GPTConfig, size: int) -> nn.Module:
     return nn.LayerNorm(size, bias=config.bias) if config.norm == "layernorm" else RMSNorm(size)
-
-
-def count_parameters(config: GPTConfig) -> int:
-    """Distinct parameters of the model, found without allocating them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(config).parameters())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -34,13 +34,12 @@ from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.row_blocks import updating_blocks
 from moe_lightning.strategies.brought_state import fetch_missing, inventory_of, newcomers_of, repaired, share_state
 from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_up_data, shared_progress
 from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_over, wait_for_ranks
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
-from moe_lightning.strategies.recovery_report import RecoveryReport, Stopwatch
+from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport, Stopwatch
 from moe_lightning.strategies.world_faults import is_worlds_fault, reason_of, scrub
 from moe_lightning.strategies.worlds import WorldListener, Worlds
 
@@ -64,10 +63,8 @@ class ElasticWorlds:
         is_newcomer: this process holds nothing of the run yet.
         change_is_due: the ranks agreed to form another world before the next step.
         planner: chooses what to go on from.
-        count_stale: told the versions of the experts that came back older than the live state, before newcomers learn
-            what was counted.
         has_rolled_back: the last change of the world went back to a saved state.
-        observers: called with the report of every recovery.
+        listeners: have a part in recoveries.
         report: of the last recovery; None before the first.
     """
 
@@ -91,9 +88,8 @@ class ElasticWorlds:
         self.max_recoveries = 1000
         self.version = 0
         self.is_newcomer = self.change_is_due = False
-        self.observers: list[Callable[[RecoveryReport], None]] = []
-        self.planner = RecoveryPlanner()
-        self.count_stale: Callable[[Mapping[tuple[int, int], int]], None] = lambda stale: None
+        self.listeners: list[RecoveryListener] = []
+        self.planner = RecoveryPlanner(self.listeners)
         self.has_rolled_back = self._has_newcomers = False
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
@@ -293,8 +289,8 @@ class ElasticWorlds:
             began_at=began_at,
             seconds=seconds,
         )
-        for observer in self.observers:
-            observer(self.report)
+        for listener in self.listeners:
+            listener.recovered(self.report)
 
     def _reason(self, fault: BaseException | None) -> str:
         return "this process joins a running world" if self.is_newcomer else reason_of(fault, self.engine.reason)
@@ -340,7 +336,8 @@ class ElasticWorlds:
         with watch.phase("settling"):
             self.version, self.has_rolled_back = plan.version, plan.level != "live"
             if plan.level == "live" and plan.stale:
-                self.count_stale(plan.stale)
+                for listener in self.listeners:
+                    listener.count_stale(plan.stale)
             self._has_newcomers = bool(newcomers_of(plan, world))
             self._share_progress(plan, world)
             self._wrapped.enter(world)
@@ -382,12 +379,9 @@ class ElasticWorlds:
         self._is_torn = False
 
     def _make_up(self) -> None:
-        """Apply the update that this rank was prepared for and others have applied."""
+        """Apply the update that others have applied."""
         assert self._pending is not None
-        with updating_blocks(self._pending) as see_blocks:
-            see_blocks()
-            self._pending.step()
-        self._state.after_update()
+        self._state.apply_update(self._pending)
         self._pending = None
         self.version += 1
 

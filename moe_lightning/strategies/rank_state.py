@@ -20,7 +20,7 @@ from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.row_blocks import swap_parameters
+from moe_lightning.state.row_blocks import swap_parameters, updating_blocks
 from moe_lightning.strategies.dense_rows import DenseRows
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.placed_experts import PlacedExperts
@@ -128,6 +128,13 @@ class RankState:
         """After an update: what one rank has computed for all reaches the others; then `after_update`."""
         if self._shards is not None:
             self._shards.spread_updates(self.parameters_of(optimizer))
+        self.after_update()
+
+    def apply_update(self, optimizer: Optimizer) -> None:
+        """Make an update that this rank was prepared for, outside of a step."""
+        with updating_blocks(optimizer) as see_blocks:
+            see_blocks()
+            optimizer.step()
         self.after_update()
 
     def after_update(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,20 +13,23 @@ from moe_lightning.checkpoint.recovery_sources import RecoverySources, storage_i
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.recovery_report import RecoveryListener
 
 
 class RecoveryPlanner:
     """Looks at saved state only when live state is not enough: that reads files, and a plan is waited for.
 
+    Args:
+        listeners: publish their snapshots before they are looked for.
+
     Attributes:
         sources: where saved state lies; None where nothing is saved.
-        publish_snapshots: called before snapshots are looked for: one may be half done.
         storage: the checkpoint that the last plan counted on; None where it counted on none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listeners: Sequence[RecoveryListener]) -> None:
+        self._listeners = listeners
         self.sources: RecoverySources | None = None
-        self.publish_snapshots: Callable[[], None] = lambda: None
         self.storage: Checkpoint | None = None
 
     def plan(
@@ -72,7 +75,8 @@ class RecoveryPlanner:
         self, inventories: list[RankInventory], sources: RecoverySources, world: World
     ) -> list[RankInventory]:
         """The first rank of every node reports what lies in its memory."""
-        self.publish_snapshots()
+        for listener in self._listeners:
+            listener.publish_snapshots()
         mine = inventories[world.rank]
         first = next(inventory.rank for inventory in inventories if inventory.node == mine.node)
         found = sources.snapshots() if world.rank == first else []

@@ -1,10 +1,10 @@
-"""What a recovery did, and how long its phases took."""
+"""What a recovery did, how long its phases took, and who hears of it."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -42,6 +42,21 @@ class RecoveryReport:
     min_replicas: int
     began_at: float
     seconds: dict[str, float]
+
+
+class RecoveryListener:
+    """Has a part in recoveries, or hears of them: `ElasticWorlds.listeners`."""
+
+    def publish_snapshots(self) -> None:
+        """Snapshots are about to be looked for: one that is half done shall be found."""
+
+    def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:
+        """Experts of the live state, by (layer, expert), came back as they were at these steps; newcomers learn next
+        what is counted.
+        """
+
+    def recovered(self, report: RecoveryReport) -> None:
+        """A recovery has ended."""
 
 
 @dataclass

@@ -32,6 +32,7 @@ from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.state.row_blocks import is_cut, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
 from tests.distributed.training import TINY, RandomTokens, make_trainer
 
 PLACES = (
@@ -179,7 +180,7 @@ class Holder(pl.Callback):
             time.sleep(0.01)
 
 
-class Witness(pl.Callback):
+class Witness(pl.Callback, RecoveryListener):
     """Digests of the state after every step, and what the process holds open after every recovery."""
 
     def __init__(self, folder: Path, worker: int) -> None:
@@ -191,7 +192,8 @@ class Witness(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         elastic = _elastic(trainer)
         if elastic is not None:
-            elastic.observers.append(lambda report: self._note(trainer, report))
+            self._trainer = trainer
+            elastic.listeners.append(self)
             choose = elastic.planner.plan
 
             def chosen(*args: Any, **options: Any) -> Any:
@@ -205,7 +207,8 @@ class Witness(pl.Callback):
         if not trainer.fit_loop._should_accumulate():
             self._write_state(trainer, after_step=True)
 
-    def _note(self, trainer: pl.Trainer, report: Any) -> None:
+    def recovered(self, report: RecoveryReport) -> None:
+        trainer = self._trainer
         self._write_state(trainer, after_step=False)
         line = {
             "report": vars(report),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,18 @@ from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.errors import ConfigurationError
 from tests.distributed import training
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_same_loss import TOLERANCE, assert_same_training
+from tests.distributed.same_training import (
+    CASES,
+    STEPS,
+    TOLERANCE,
+    assert_same_training,
+    on_one_world,
+    reference,
+)
 from tests.distributed.training import OwnModule, make_trainer
 
-STEPS = 12
-SKEWED = {"router": {"forced": {"kind": "zipf", "exponent": 2.0}}}
-TOP_1 = {"router": {"top_k": 1, "forced": {"kind": "zipf", "exponent": 2.0}}}
 # Slow experts on fast links: shadows pay, and every run plans alike.
 EAGER = {"calibrate": False, "flops_per_s": 1e6, "bytes_per_s": 1e12}
-CASES: dict[str, dict[str, Any]] = {
-    "learned": {},
-    "skewed": {"model": SKEWED},
-    "top_1": {"model": TOP_1},
-    "accumulate": {"model": SKEWED, "batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}},
-    "bf16": {"model": SKEWED, "trainer": {"precision": "bf16-mixed"}},
-    "own": {"own_module": True},
-}
 
 
 def balanced(rank: int, world_size: int, *, balancer: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -56,39 +52,41 @@ def run(world_size: int, balancer: dict[str, Any], **options: Any) -> list[dict[
     return results
 
 
-@cache
-def reference(key: str) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(1, partial(training.train, **{"steps": STEPS} | CASES[key]))[0]
-    return result
-
-
 @pytest.mark.parametrize(
-    ("key", "world_size", "strategy", "balancer"),
+    ("world_size", "cases"),
     [
-        ("skewed", 1, {}, {}),
-        ("skewed", 2, {"slots": 4}, {}),
-        ("skewed", 4, {"slots": 3, "zero1": True}, {"rebalance_every": 3}),
-        ("top_1", 2, {"slots": 3}, {"rebalance_every": 5}),
-        ("top_1", 4, {"slots": 2}, {"shadows": "top2", "placement": "plain"}),
-        ("accumulate", 2, {"slots": 4}, {"rebalance_every": 3}),
-        ("accumulate", 4, {"slots": 2}, {"shadows": "fastermoe", "forecast": "last"}),
+        (1, [("skewed", {}, {})]),
         (
-            "learned",
-            4,
-            {"slots": 3},
-            {"placement": "mro+", "min_replicas": 2, "ranks_per_node": 1, "rebalance_every": 2},
+            2,
+            [
+                ("skewed", {"slots": 4}, {}),
+                ("skewed_top_1", {"slots": 3}, {"rebalance_every": 5}),
+                ("skewed_accumulate", {"slots": 4}, {"rebalance_every": 3}),
+                ("skewed", {"slots": 4}, {"rebalance_every": 3, "lag": 3}),
+            ],
         ),
-        ("skewed", 2, {"slots": 4}, {"rebalance_every": 3, "lag": 3}),
-        ("own", 3, {"slots": 4}, {"shadows": "top3", "rebalance_every": 4}),
+        (3, [("own", {"slots": 4}, {"shadows": "top3", "rebalance_every": 4})]),
+        (
+            4,
+            [
+                ("skewed", {"slots": 3, "zero1": True}, {"rebalance_every": 3}),
+                ("skewed_top_1", {"slots": 2}, {"shadows": "top2", "placement": "plain"}),
+                ("skewed_accumulate", {"slots": 2}, {"shadows": "fastermoe", "forecast": "last"}),
+                (
+                    "plain",
+                    {"slots": 3},
+                    {"placement": "mro+", "min_replicas": 2, "ranks_per_node": 1, "rebalance_every": 2},
+                ),
+            ],
+        ),
     ],
 )
-def test_the_training_is_the_same(
-    key: str, world_size: int, strategy: dict[str, Any], balancer: dict[str, Any]
-) -> None:
-    ranks = run(world_size, EAGER | balancer, strategy=strategy, **CASES[key])
-    assert_same_training(reference(key), ranks)
-    if world_size > 1:
-        assert ranks[0]["moved"] + ranks[0]["shadows"] > 0, "the balancer had nothing to do: the test shows nothing"
+def test_the_training_is_the_same(world_size: int, cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
+    options = [{"balancer": EAGER | balancer, "strategy": strategy, **CASES[key]} for key, strategy, balancer in cases]
+    for (key, *how), ranks in zip(cases, on_one_world(world_size, balanced, options), strict=True):
+        assert_same_training(reference(key), ranks, f"{key}, {how}")
+        # Where the balancer had nothing to do, the test shows nothing.
+        assert world_size == 1 or ranks[0]["moved"] + ranks[0]["shadows"] > 0, f"{key}, {how}"
 
 
 def test_shadows_and_migrations_together_relieve_the_busiest_rank() -> None:

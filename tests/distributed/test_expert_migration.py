@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.expert_stacks import ExpertStack
 from tests.distributed.balanced_training import random_placement, train
 from tests.distributed.harness import connect, run_ranks
-from tests.distributed.test_same_loss import TOLERANCE, assert_same_training
+from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
 from tests.distributed.training import OwnModule, make_trainer
 
 SHAPES = {"weight": (3, 2), "moment": (3, 2), "bias": (4,), "counter": ()}
@@ -94,34 +94,20 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
     return results
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulate": {"batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}},
-    "own": {"own_module": True},
-}
-
-
-@cache
-def reference(key: str) -> dict[str, Any]:
-    result: dict[str, Any] = run(1, **CASES[key])[0]
-    return result
-
-
 @pytest.mark.parametrize(
-    ("key", "world_size", "strategy"),
+    ("world_size", "cases"),
     [
-        ("plain", 2, {}),
-        ("plain", 4, {"zero1": True}),
-        ("plain", 3, {"copies": 2, "slots": 6}),
-        ("accumulate", 2, {}),
-        ("own", 4, {}),
+        (2, [("plain", {}), ("accumulate", {})]),
+        (3, [("plain", {"copies": 2, "slots": 6})]),
+        (4, [("plain", {"zero1": True}), ("own", {})]),
     ],
 )
-def test_moving_experts_changes_nothing(key: str, world_size: int, strategy: dict[str, Any]) -> None:
+def test_moving_experts_changes_nothing(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
     moving = {"move_at": (2, 3, 6), "slots": 4}
-    ranks = run(world_size, strategy={"slots": 4, **strategy}, moving=moving, **CASES[key])
-    assert ranks[0]["moved_states"] > 0
-    assert_same_training(reference(key), ranks)
+    options = [{"strategy": {"slots": 4, **strategy}, "moving": moving, **CASES[key]} for key, strategy in cases]
+    for (key, strategy), ranks in zip(cases, on_one_world(world_size, train, options), strict=True):
+        assert ranks[0]["moved_states"] > 0
+        assert_same_training(reference(key), ranks, f"{key}, {strategy}")
 
 
 def test_a_checkpoint_after_a_migration_resumes_anywhere(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_lightning.cli.ckpt import main as moe_ckpt
-from tests.commands import moe_train
+from tests.commands import WORDS, moe_train, write_words
 from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
 
 COMMON = [
@@ -62,8 +62,8 @@ def test_instructions_without_a_recipe(tmp_path: Path) -> None:
 def test_upcycling(tmp_path: Path) -> None:
     """One rank trains; transformers has no class for the result, which stays a Lightning checkpoint."""
     make_checkpoint("gpt2", tmp_path / "gpt2", vocab_size=256)
-    (tmp_path / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(800)))
-    recipe = ["recipes=upcycle_gpt2", "model.pretrained=gpt2", "data.source=words.txt", "data.cache_dir=cache"]
+    write_words(tmp_path, 800)
+    recipe = ["recipes=upcycle_gpt2", "model.pretrained=gpt2", *WORDS]
     trained = moe_train(tmp_path, *recipe, "data.val_samples=4", "trainer.max_steps=2", "ranks=1", *COMMON)
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
@@ -74,8 +74,8 @@ def test_upcycling(tmp_path: Path) -> None:
 
 def test_an_upcycled_llama_leaves_as_a_mixtral(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path / "llama", vocab_size=256)
-    (tmp_path / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(800)))
-    recipe = ["recipes=upcycle_llama", "model.pretrained=llama", "data.source=words.txt", "data.cache_dir=cache"]
+    write_words(tmp_path, 800)
+    recipe = ["recipes=upcycle_llama", "model.pretrained=llama", *WORDS]
     trained = moe_train(tmp_path, *recipe, "data.val_samples=4", "trainer.max_steps=2", "ranks=1", *COMMON)
     assert trained.returncode == 0, trained.stderr
     last = next((tmp_path / "outputs" / "small" / "checkpoints").glob("*.ckpt"))

@@ -13,20 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import moe_train
+from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
 from tests.programs import run_program
 
 STEPS = 8
 SMALL = [
     "logger=csv",
-    "model.context_length=16",
-    "model.num_layers=2",
-    "model.d_model=16",
-    "model.num_heads=2",
-    "model.d_hidden=24",
-    "model.d_expert=16",
-    "data.source=words.txt",
-    "data.cache_dir=cache",
+    *SMALL_MODEL,
+    *WORDS,
     "data.val_samples=4",
     f"trainer.max_steps={STEPS}",
     f"trainer.val_check_interval={STEPS}",
@@ -40,7 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpo
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """With a text to train on; the run's snapshots are deleted afterwards, which ends its agents."""
-    (tmp_path / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(2000)))
+    write_words(tmp_path, 2000)
     yield tmp_path
     for path in Path("/dev/shm").glob(f"moe-lightning-{run_name(tmp_path)}-*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -9,23 +9,17 @@ from pathlib import Path
 import pytest
 
 from moe_lightning.checkpoint.loader import find_newest
-from tests.commands import moe_train
+from tests.commands import TINY, moe_train, write_words
 
-SETTINGS = [
-    "model=llama_moe_tiny",
-    "run_name=tiny",
-    "data.source=words.txt",
-    "data.cache_dir=cache",
-    "data.global_batch_size=8",
-    "data.val_samples=4",
-    "logger=csv",
+SETTINGS = (
+    *TINY,
     "ranks=2",
     "callbacks=partial_experts",
     "callbacks.partial_experts_checkpoint.every_n_steps=1",
     "callbacks.partial_experts_checkpoint.k_snapshot=1",
     "callbacks.partial_experts_checkpoint.k_persist=1",
     "callbacks.partial_experts_checkpoint.save_on_train_end=false",
-]
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,7 +30,7 @@ pytestmark = [
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a run that was gone on with once, so that it has checkpoints of two steps at least."""
-    (tmp_path / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(3000)))
+    write_words(tmp_path, 3000)
     for steps in (3, 6):
         result = moe_train(tmp_path, *SETTINGS, f"trainer.max_steps={steps}")
         assert result.returncode == 0, result.stderr

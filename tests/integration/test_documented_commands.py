@@ -21,22 +21,16 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import kernels
 from moe_lightning.cli import bench, ckpt, sim, train
-from tests.commands import moe_train
+from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
 from tests.distributed.training import OwnModule, RandomTokens
 from tests.documented import PAGES, ROOT, blocks, commands
 
 SMALL = [
     "ranks=2",
-    "model.context_length=16",
+    *SMALL_MODEL,
     "model.vocab_size=auto",
-    "model.num_layers=2",
-    "model.d_model=16",
-    "model.num_heads=2",
-    "model.d_hidden=24",
-    "model.d_expert=16",
     "data.tokenizer=bytes",
-    "data.cache_dir=cache",
-    "data.source=words.txt",
+    *WORDS,
     "data.global_batch_size=4",
     "data.val_samples=4",
     "trainer.accelerator=cpu",
@@ -73,7 +67,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpo
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "words.txt").write_text("".join(f"line {i} of some text\n" for i in range(300)))
+    write_words(tmp_path)
     (tmp_path / "placement.json").write_text(json.dumps([[1, 1]] * 8))
     (tmp_path / "spot_trace.csv").write_text("0,add,0\n0,add,1\n60000,remove,1\n120000,add,1\n")
     counts = np.ones((2, 2, 1, 8), dtype=np.uint16)

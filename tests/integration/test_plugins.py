@@ -22,18 +22,17 @@ from moe_lightning.algorithms.protection import PROTECTIONS, protected_by
 from moe_lightning.cli import sim
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies import ExpertParallelStrategy
-from tests.commands import users_environment
+from tests.commands import SMALL_MODEL, WORDS, users_environment, write_words
 from tests.documented import ROOT, blocks
 from tests.plugins import install
 
 PAGE = ROOT / "docs" / "extending.md"
 STEPS = 12
 SMALL = (
-    "ranks=2", "elastic.ranks_are_nodes=true", "logger=csv", "data.source=words.txt", "data.cache_dir=cache",
-    "data.val_samples=4", "model.context_length=16", "model.num_layers=2", "model.d_model=16", "model.num_heads=2",
-    "model.d_hidden=24", "model.d_expert=16", f"trainer.max_steps={STEPS}", f"trainer.val_check_interval={STEPS}",
-    "trainer.log_every_n_steps=1", "callbacks.partial_experts_checkpoint.every_n_steps=4",
-    "callbacks.load_balancer.rebalance_every=4", "callbacks.load_balancer.calibrate=false",
+    "ranks=2", "elastic.ranks_are_nodes=true", "logger=csv", *WORDS, "data.val_samples=4", *SMALL_MODEL,
+    f"trainer.max_steps={STEPS}", f"trainer.val_check_interval={STEPS}", "trainer.log_every_n_steps=1",
+    "callbacks.partial_experts_checkpoint.every_n_steps=4", "callbacks.load_balancer.rebalance_every=4",
+    "callbacks.load_balancer.calibrate=false",
 )  # fmt: skip
 
 
@@ -65,7 +64,7 @@ def test_one_of_each_trains(installed: Mapping[str, dict[str, str]], tmp_path: P
     told = " ".join(arguments)
     assert all(f"={name}" in told for parts in installed.values() for name in parts)
     run_name = f"plugins-{os.getpid()}"
-    (tmp_path / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(2000)))
+    write_words(tmp_path, 2000)
     try:
         with (tmp_path / "log").open("w") as log:  # a file, as a persist agent outlives the command for a while
             code = subprocess.run(

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.train import main
 from tests.agents import ForkedAgent
+from tests.commands import SMALL_MODEL, WORDS, write_words
 
 ELSEWHERE = {"olmoe_finetune", "olmoe_fsdp", "upcycle_gpt2", "upcycle_llama"}
 IMAGES = {"swinv2_moe", "moc_swinv2_moe"}
@@ -37,19 +38,7 @@ SMALL = [
     "trainer.limit_val_batches=1",
     "trainer.log_every_n_steps=1",
 ]
-SMALL_TEXT = [
-    "model.context_length=16",
-    "model.vocab_size=auto",
-    "model.num_layers=2",
-    "model.d_model=16",
-    "model.num_heads=2",
-    "model.d_hidden=24",
-    "model.d_expert=16",
-    "data.tokenizer=bytes",
-    "data.cache_dir=cache",
-    "data.source=words.txt",
-    "data.val_samples=4",
-]
+SMALL_TEXT = [*SMALL_MODEL, "model.vocab_size=auto", "data.tokenizer=bytes", *WORDS, "data.val_samples=4"]
 SMALL_IMAGES = [
     "model.image_size=16",
     "model.patch_size=2",
@@ -72,7 +61,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpo
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "words.txt").write_text("".join(f"line {i} of some text\n" for i in range(300)))
+    write_words(tmp_path)
     counts = np.ones((2, 2, 1, 8), dtype=np.uint16)
     np.savez(tmp_path / "trace.npz", counts=counts, iteration=np.array([1, 2]))
     for name in range(12):

@@ -20,35 +20,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.commands import moe_train
+from tests.commands import TINY, moe_train, write_words
 from tests.programs import Program, Watched, children_of, run_program
 
 COMMAND = ["-m", "moe_lightning.cli.train"]
-TINY = [
-    "model=llama_moe_tiny",
-    "run_name=tiny",
-    "data.source=words.txt",
-    "data.cache_dir=cache",
-    "data.global_batch_size=8",
-    "data.val_samples=4",
-    "trainer.log_every_n_steps=2",
-    "trainer.val_check_interval=2",
-    "logger=csv",
-]
+RUN = (*TINY, "trainer.log_every_n_steps=2", "trainer.val_check_interval=2")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and waits on process descriptors")
 
 
 def _fork(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return moe_train(folder, *TINY, *arguments)
+    return moe_train(folder, *RUN, *arguments)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A folder with a run of four steps on two ranks, and what it said."""
     folder = tmp_path_factory.mktemp("cli")
-    (folder / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(3000)))
-    return folder, run_program(*COMMAND, *TINY, "trainer.max_steps=4", "ranks=2", "logger=default", folder=folder)
+    write_words(folder, 3000)
+    return folder, run_program(*COMMAND, *RUN, "trainer.max_steps=4", "ranks=2", "logger=default", folder=folder)
 
 
 @pytest.fixture

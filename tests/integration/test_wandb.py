@@ -16,23 +16,16 @@ from wandb.proto import wandb_internal_pb2
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from moe_lightning.cli.train import main
+from tests.commands import WORDS, write_words
 
 SWEEP = Path(__file__).parents[2] / "docs" / "sweep.yaml"
-SMALL = [
-    "model=llama_moe_tiny",
-    "ranks=1",
-    "data.source=words.txt",
-    "data.cache_dir=cache",
-    "data.global_batch_size=4",
-    "data.val_samples=4",
-    "trainer.val_check_interval=2",
-    "trainer.log_every_n_steps=1",
-]
+EVERY_STEP = ("trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
+SMALL = ("model=llama_moe_tiny", "ranks=1", *WORDS, "data.global_batch_size=4", "data.val_samples=4", *EVERY_STEP)
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "words.txt").write_text("".join(f"line {i} of some text\n" for i in range(300)))
+    write_words(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID", "PL_GLOBAL_SEED"):

@@ -88,7 +88,7 @@ def measuring(folder: Path) -> Iterator[Case]:
 
 def _options(name: str) -> list[argparse.Action]:
     parser = argparse.ArgumentParser(add_help=False)
-    bench._module(name).add_arguments(parser)
+    bench.add_arguments(name, parser)
     parser.add_argument("--threads", type=int)
     return parser._actions
 

@@ -12,9 +12,10 @@ import torch
 from omegaconf import OmegaConf
 
 from moe_lightning.cli import ckpt, train
+from tests.commands import write_words
 from tests.sweep.cases import Case
 from tests.sweep.files import common, unwritable
-from tests.sweep.moe_train import composed, write_words
+from tests.sweep.moe_train import composed
 from tests.sweep.values import TEXTS
 
 COMMANDS: dict[str, list[str]] = {
@@ -32,7 +33,7 @@ _DAMAGES = ("gone", "half", "flipped", "folder")
 
 def looking(folder: Path) -> Iterator[Case]:
     """Wrong paths, damaged files and folders, wrong targets and options."""
-    write_words()
+    write_words(lines=3000)
     for path in common(folder, ".ckpt", _trained("text", folder)):
         yield from _each(path)
     for path in _foreign_files(folder):

@@ -16,6 +16,7 @@ from moe_lightning.cli import train, worker
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.elastic import elastic_options
 from moe_lightning.cli.rank_count import with_ranks
+from tests.commands import WORDS, write_words
 from tests.sweep.cases import Case
 from tests.sweep.values import VALUES, keys_of
 
@@ -23,8 +24,7 @@ COMMON = ["run_name=x", "trainer.accelerator=cpu", "ranks=1", "trainer.max_steps
 TEXT = [
     *COMMON,
     "model=llama_moe_tiny",
-    "data.source=words.txt",
-    "data.cache_dir=cache",
+    *WORDS,
     "data.global_batch_size=2",
     "data.val_samples=2",
     "trainer.val_check_interval=1",
@@ -76,7 +76,7 @@ def training(_folder: Path) -> Iterator[Case]:
 def _cases(bases: list[str], job: Callable[[Any], None]) -> Iterator[Case]:
     """Every key of these with every value, each key once; in the current folder."""
     warnings.simplefilter("ignore")
-    write_words()
+    write_words(lines=3000)
     seen = set[str]()
     for base in bases:
         config = composed(base)
@@ -95,11 +95,6 @@ def _cases(bases: list[str], job: Callable[[Any], None]) -> Iterator[Case]:
                             sensible=_is_sensible(key, name, current),
                         )
                 seen.add(key)
-
-
-def write_words() -> None:
-    """The text that the configurations train on."""
-    Path("words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(3000)))
 
 
 def composed(base: str) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.performance_model import BlockCosts, copy_volumes, predict_block, row_volumes
+from moe_lightning.algorithms.performance_model import ONE_COPY, BlockCosts, TransferMethod, predict_block
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.algorithms.shadows import ShadowPlan, choose_homes, no_shadows, shadow_quota
@@ -99,3 +99,48 @@ def missing_nodes(table: np.ndarray, cluster: Cluster, floor: int) -> int:
     """Distinct nodes that are missing, over all experts."""
     nodes = [{cluster.node_of[rank] for rank in np.flatnonzero(row)} for row in table]
     return sum(max(0, floor - len(held)) for held in nodes)
+
+
+def row_volumes(tokens: np.ndarray, quota: np.ndarray) -> np.ndarray:
+    """int64 [..., 4, N] of each expert: rows computed, sent, received, and 1 where the rank computes any.
+
+    The two first are Pro-Prophet's H and the counterpart of its R, which is the third. Sum over experts for a rank's
+    totals.
+
+    Args:
+        tokens: int64 [..., N], assignments of an expert on each rank before dispatch.
+        quota: int64 [..., N], assignments of it that each rank computes.
+    """
+    surplus = tokens - quota
+    return np.stack([quota, np.maximum(surplus, 0), np.maximum(-surplus, 0), (quota > 0).astype(np.int64)], axis=-2)
+
+
+def copy_volumes(shadows: np.ndarray, homes: np.ndarray, transfer: TransferMethod) -> np.ndarray:
+    """int64 [..., E, P, 2, N]: copies of each expert that each rank sends (0) and receives (1) per phase of Trans, in
+    units of 1 / ONE_COPY.
+
+    Agg is the same in reverse. Sum over experts for a rank's totals.
+
+    Args:
+        shadows: bool [..., E, N], where the shadows go; never the home.
+        homes: int64 [..., E], the rank that sends each expert's weights.
+        transfer: see `TransferMethod`.
+    """
+    num_ranks = shadows.shape[-1]
+    count = shadows.sum(axis=-1, keepdims=True)
+    moved = (count > 0).astype(np.int64)
+    at_home = homes[..., None] == np.arange(num_ranks)
+    if transfer == "average":
+        evenly = np.broadcast_to(ONE_COPY * (count + moved) // num_ranks, shadows.shape)
+        return np.stack([evenly, evenly], axis=-2)[..., None, :, :]
+    volumes = np.empty((*shadows.shape[:-1], 1 if transfer == "direct" else 2, 2, num_ranks), dtype=np.int64)
+    if transfer == "direct":
+        np.multiply(at_home, ONE_COPY * count, out=volumes[..., 0, 0, :])
+        np.multiply(shadows, ONE_COPY, out=volumes[..., 0, 1, :])
+        return volumes
+    piece = ONE_COPY // np.maximum(count, 1)
+    np.multiply(at_home, ONE_COPY * moved, out=volumes[..., 0, 0, :])
+    np.multiply(shadows, piece, out=volumes[..., 0, 1, :])
+    np.multiply(shadows, ONE_COPY - piece, out=volumes[..., 1, 0, :])
+    volumes[..., 1, 1, :] = volumes[..., 1, 0, :]
+    return volumes

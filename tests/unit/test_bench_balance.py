@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from moe_lightning.algorithms.metrics import imbalance
 from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.bench import balance
 from moe_lightning.errors import ConfigurationError
+from tests.options import options_of
 
 ROW = {
     "step_s": 0.1,
@@ -29,10 +29,8 @@ ROW = {
 }
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    balance.add_arguments(parser)
-    return parser.parse_args(arguments)
+def parse(*arguments: str) -> balance.Options:
+    return options_of(balance.Options, *arguments)
 
 
 @pytest.mark.parametrize("num_experts", [2, 8, 32])

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from moe_lightning.bench import compare
 from moe_lightning.bench.compare_contenders import BASES, SAVINGS, TRAININGS, Contender, bytes_of_one
 from moe_lightning.bench.compare_worker import warmup_steps
-from moe_lightning.bench.ranks import launch
+from moe_lightning.bench.measure import medians_of
+from moe_lightning.bench.training import on_ranks
 from moe_lightning.errors import ConfigurationError
+from tests.options import options_of
 
 SMALL = "--rounds 1 --steps 4 --every 2 --batch 4 --context 16 --d-model 16 --d-expert 32 --layers 1 --experts 8"
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
-    return parser.parse_args(arguments)
+def parse(*arguments: str) -> compare.Options:
+    return options_of(compare.Options, *arguments)
 
 
 def test_figures_are_those_of_the_slower_rank_and_of_the_middle_round() -> None:
@@ -29,7 +28,7 @@ def test_figures_are_those_of_the_slower_rank_and_of_the_middle_round() -> None:
     second = first | {"step_s": 3.0, "state_bytes": 4.0}
     assert compare.slowest([first | {"disk_bytes": 5}, second]) == first | {"step_s": 3.0, "disk_bytes": 5}
     rounds = [first | {"round": index, "step_s": seconds} for index, seconds in enumerate([5.0, 1.0, 2.0])]
-    assert compare.medians_of(rounds) == {"ours": {"step_s": 2.0, "state_bytes": 8.0}}
+    assert medians_of(rounds, but=("round", "contender")) == {"step_s": 2.0, "state_bytes": 8.0}
 
 
 def test_unequal_work_is_no_comparison() -> None:
@@ -66,10 +65,8 @@ def test_tables_relate_each_row_to_its_base() -> None:
     saving = {"mean_step_s": 0.3, "stall_s": 0.05, "disk_bytes": 4e6}
     medians = dict.fromkeys(TRAININGS, training) | dict.fromkeys(SAVINGS, saving)
     medians["ours"] = training | {"step_s": 0.05, "cpu_s": 0.08, "mean_step_s": 0.15}
-    console = Console(record=True, width=80)
-    console.print(compare.training_table(medians, 1000), compare.saving_table(medians, 5))
-    lines = [line.split("│") for line in console.export_text().splitlines() if line.startswith("│")]
-    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in lines}
+    lines = f"{compare.training_table(medians, 1000)}\n{compare.saving_table(medians, 5)}".splitlines()
+    rows = {name: line.removeprefix(name).split() for name in medians for line in lines if line.startswith(f"{name}  ")}
     assert rows["ours"] == ["50.0", "0.50", "80.0", "0.80", "20000", "2.0"]
     assert rows["DDP, our layer"] == ["100.0", "1.00", "100.0", "1.00", "10000", "2.0"]
     assert rows["DDP, dcp.async_save"] == ["5", "50.0", "300.0", "1.50", "4.0"]
@@ -100,11 +97,9 @@ def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytes
 @pytest.mark.slow
 def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     names = ["DDP, loop", "FSDP2, our layer", "ours", "DDP, dcp.async_save", "ours, K = E/4"]
-    options = {name: value for name, value in vars(parse(*SMALL.split())).items() if isinstance(value, int)}
-    (tmp_path / "settings.json").write_text(json.dumps(options | {"contenders": names, "cores": [], "ranks": 2}))
-    arguments = [str(tmp_path / "settings.json"), str(tmp_path)]
-    launch("moe_lightning.bench.compare_worker", arguments, num_ranks=2, log_dir=tmp_path / "logs")
-    rows = {row["contender"]: row for row in json.loads((tmp_path / "rank0.json").read_text())}
+    options = asdict(parse(*SMALL.split())) | {"contenders": names, "folder": str(tmp_path)}
+    function = "moe_lightning.bench.compare_worker:measure_all"
+    rows = {row["contender"]: row for row in on_ranks(function, options, num_ranks=2, folder=tmp_path)[0]}
     assert set(rows) == set(names)
     assert compare.loss_spread(rows) < 1e-5
     looped, sharded, ours = (rows[name]["state_bytes"] for name in names[:3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -15,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.bench import recovery
+from moe_lightning.bench.measure import goal
 from moe_lightning.bench.recovery_runs import KILL_PHASES, Watch, _phases
 from moe_lightning.bench.recovery_trace import Replay, format_table, score
 from moe_lightning.bench.recovery_worker import Task
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import read_trace
 from moe_lightning.svg_pictures import phase_lines
+from tests.options import options_of
 
 TRACE = (
     Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data")) / "spot_trace_p3.csv"
@@ -28,10 +29,8 @@ TRACE = (
 TASK = Task(folder="", ranks=2, batch=4)
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    recovery.add_arguments(parser)
-    return parser.parse_args(arguments)
+def parse(*arguments: str) -> recovery.Options:
+    return options_of(recovery.Options, *arguments)
 
 
 def diary(attempts: list[tuple[int, int, bool]]) -> tuple[list[dict[str, Any]], int, int]:
@@ -115,8 +114,8 @@ def test_phases_add_up_to_the_whole(tmp_path: Path) -> None:
 
 
 def test_goals_and_tables_say_what_was_measured() -> None:
-    assert recovery._goal("x", 0.5, 1.0, "s") == "met     x: 0.50 s, goal at most 1.00"
-    assert recovery._goal("x", 1.5, 1.0, "s").startswith("missed  x: 1.50 s")
+    assert goal("x", 0.5, 1.0, "{:.2f} s") == "met     x: 0.50 s, goal at most 1.00"
+    assert goal("x", 1.5, 1.0, "{:.2f} s").startswith("missed  x: 1.50 s")
     row = {"steps": 10.0, "samples_per_s": 2.5, "steps_lost": 3.0, "longest_gap_s": 1.25}
     table = format_table({"ours": row, "DS-like": {**row, "samples_per_s": 0.5}}).splitlines()
     assert table[1].split() == ["ours", "10", "2.5", "5.0", "3", "1.2"]

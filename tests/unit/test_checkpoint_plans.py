@@ -21,7 +21,7 @@ from moe_lightning.algorithms.checkpoint_size import (
     gpt_moe_tensors,
     parameter_count,
 )
-from moe_lightning.algorithms.overhead import OverheadModel, adapt, free_k, partial_wins
+from moe_lightning.algorithms.overhead import OverheadModel, adapt, free_k
 from moe_lightning.algorithms.parts import cut
 from moe_lightning.algorithms.selection import Selection, full_selection, parse_scopes, sequential_selection
 from moe_lightning.algorithms.sharding import (
@@ -29,11 +29,8 @@ from moe_lightning.algorithms.sharding import (
     balanced_expert_writers,
     baseline_rank_bytes,
     equal_expert_writers,
-    experts_imbalanced,
     longest_processing_time,
     shard_checkpoint,
-    sharded_rank_bytes,
-    sharded_rank_bytes_printed,
 )
 from moe_lightning.errors import ConfigurationError
 
@@ -69,7 +66,7 @@ def test_imbalance_criterion_is_exact() -> None:
             )
             load = Counter(equal_expert_writers(selection, dp_size=dp_size, ep_size=ep_size).values())
             unequal = len({load[rank] for rank in range(dp_size)}) > 1
-            assert unequal == experts_imbalanced(k=k, num_layers=layers, dp_size=dp_size, ep_size=ep_size)
+            assert unequal == (k * layers % dp_size != 0)
             checked += 1
     assert checked > 72
 
@@ -157,9 +154,6 @@ def test_who_writes_an_expert_goes_on_where_it_still_holds_it() -> None:
 
 def test_bytes_per_rank_of_a_full_checkpoint() -> None:
     sizes = {"dense_params": 100, "expert_params": 60, "weight_bytes": 2, "optimizer_bytes": 12}
-    assert sharded_rank_bytes(**sizes, dp_size=4) * 4 == 160 * 14
-    assert sharded_rank_bytes_printed(**sizes, dp_size=4, ep_size=4) == sharded_rank_bytes(**sizes, dp_size=4)
-    assert sharded_rank_bytes_printed(**sizes, dp_size=4, ep_size=2) * 4 != 160 * 14
     assert baseline_rank_bytes(**sizes, dp_size=4, ep_size=2).sum() == 160 * 14
 
 
@@ -274,14 +268,6 @@ def test_overhead_at_the_best_interval_is_youngs() -> None:
     best = model.best_interval_steps()
     assert best * 0.01 == pytest.approx(math.sqrt(2 * 2.0 / 1e-4), rel=1e-3)
     assert model.overhead_share(best) == pytest.approx(math.sqrt(2 * 2.0 * 1e-4) + 30e-4, rel=1e-3)
-
-
-def test_partial_wins_by_either_route() -> None:
-    times = {"step_s": 1.0, "overlap_s": 0.8, "persist_s": 5.0, "failure_rate_per_s": 1e-4}
-    partial, full = OverheadModel(snapshot_s=1.0, **times), OverheadModel(snapshot_s=4.0, **times)
-    assert partial_wins(partial=partial, partial_interval=100, full=full, full_interval=100)
-    assert partial_wins(partial=partial, partial_interval=7, full=full, full_interval=112)
-    assert not partial_wins(partial=full, partial_interval=100, full=partial, full_interval=100)
 
 
 def test_adaptive_configuration() -> None:

@@ -8,15 +8,9 @@ import pytest
 import torch
 
 from moe_lightning.cli.train import main
+from tests.commands import WORDS, write_words
 
-TINY = [
-    "model=llama_moe_tiny",
-    "data.source=words.txt",
-    "data.cache_dir=cache",
-    "logger=none",
-    "ranks=1",
-    "trainer.max_steps=1",
-]
+TINY = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_steps=1")
 
 # What is typed, and what the sentence must name: the value or key, and the cure.
 COMPOSING = [
@@ -88,7 +82,7 @@ STARTING = [
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "words.txt").write_text("".join(f"line {i} of some text\n" for i in range(500)))
+    write_words(tmp_path, 500)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
 

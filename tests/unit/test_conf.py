@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.instantiation import check_arguments, located
-from moe_lightning.models.gpt import count_parameters
 from moe_lightning.models.gpt_config import GPTConfig
+from tests.unit.gpt_size import count_parameters
 
 FILES = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "recipes")
 RECIPES = sorted(path.stem for path in (CONFIG_DIR / "recipes").glob("*.yaml"))

@@ -21,7 +21,7 @@ from moe_lightning.elastic.formation import (
     next_world,
     overdue,
 )
-from moe_lightning.elastic.registry import Registry
+from moe_lightning.elastic.roster import Roster
 from moe_lightning.elastic.wire import Message, WireError
 
 PATIENCE = Patience(heartbeat_s=0.5, silence_s=5.0, hang_s=10.0, start_s=120.0)
@@ -119,10 +119,10 @@ def test_many_dead_links_are_decided_at_once() -> None:
 
 
 class Crowd:
-    """Clients of a registry that remember what they were told."""
+    """Clients of a roster that remember what they were told."""
 
     def __init__(self, **options: float) -> None:
-        self.registry = Registry(wall_clock_s=lambda: 1.0 + self.now, **options)
+        self.roster = Roster(wall_clock_s=lambda: 1.0 + self.now, **options)
         self.now = 0.0
         self.told: dict[int, list[Message]] = {}
 
@@ -134,15 +134,15 @@ class Crowd:
         self.say(connection, introduction)
 
     def say(self, connection: int, message: Message) -> None:
-        self.registry.receive(connection, message, self.now)
+        self.roster.receive(connection, message, self.now)
         self.tick(0.0)
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.registry.tick(self.now)
-        for connection, message in self.registry.outbox:
+        self.roster.tick(self.now)
+        for connection, message in self.roster.outbox:
             self.told.setdefault(connection, []).append(message)
-        self.registry.outbox.clear()
+        self.roster.outbox.clear()
 
     def last(self, connection: int, kind: str) -> Message | None:
         return next((m for m in reversed(self.told.get(connection, [])) if m["t"] == kind), None)
@@ -191,7 +191,7 @@ def test_who_was_formed_without_hearing_it_hears_it_on_the_next_connection() -> 
     crowd.join(1, "a", expected=2)
     crowd.join(2, "b", expected=2)
     formed = crowd.last(1, "formed")
-    crowd.registry.disconnect(1, crowd.now)
+    crowd.roster.disconnect(1, crowd.now)
     crowd.join(3, "a", expected=2)
     assert crowd.last(3, "formed") == formed
 
@@ -204,7 +204,7 @@ def test_a_host_that_heard_nobody_was_cut_off_itself() -> None:
     for _ in range(300):
         crowd.tick(0.1)
     for connection, name in ((2, "a"), (3, "b")):
-        crowd.registry.disconnect(connection - 2, crowd.now)
+        crowd.roster.disconnect(connection - 2, crowd.now)
         crowd.join(connection, name, joining=False, number=1, world={**world_of("a", "b"), "number": formed["number"]})
         crowd.tick(2.0)
     crowd.say(2, {"t": "beat", "progress": 1})
@@ -266,7 +266,7 @@ def test_a_dead_link_is_remembered_until_the_one_left_out_reaches_the_others() -
 )
 def test_messages_that_are_none(message: Message) -> None:
     with pytest.raises(WireError):
-        Registry().receive(1, message, 0.0)
+        Roster().receive(1, message, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -283,13 +283,13 @@ def test_random_histories_end_in_one_world_of_all_that_live(seed: int) -> None:
         clients.hear(crowd)
         if rng.random() < 0.02:
             crowd = clients.meet_a_new_host(crowd)
-        world = crowd.registry.world
+        world = crowd.roster.world
         if world is not None:
             assert worlds.setdefault(world.number, world.ids) == world.ids, "a number is one world's for ever"
     clients.settle(crowd)
-    assert crowd.registry.world is not None
-    assert {c.world for c in clients.alive} == {crowd.registry.world.number}
-    assert sorted(c.member_id for c in clients.alive) == sorted(crowd.registry.world.ids)
+    assert crowd.roster.world is not None
+    assert {c.world for c in clients.alive} == {crowd.roster.world.number}
+    assert sorted(c.member_id for c in clients.alive) == sorted(crowd.roster.world.ids)
 
 
 class Client:
@@ -335,7 +335,7 @@ class Clients:
                 continue
             crowd.say(client.connection, {"t": "beat", "progress": 0})
             if rng.random() < 0.05:
-                crowd.registry.disconnect(client.connection, crowd.now)
+                crowd.roster.disconnect(client.connection, crowd.now)
                 client.connection = None
                 if rng.random() < 0.5:
                     self.alive.remove(client)  # it has died

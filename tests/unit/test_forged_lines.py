@@ -18,7 +18,7 @@ from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.checkpoint.mending import find_usable
 from moe_lightning.checkpoint.node_inventory import local_inventory, protected_tables
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
-from moe_lightning.elastic.registry import Registry
+from moe_lightning.elastic.roster import Roster
 from moe_lightning.elastic.wire import Message, WireError
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import Node, node
@@ -145,12 +145,12 @@ def forged_lines() -> Iterator[Message]:
             yield MEMBER | {"world": WORLD | {name: wrong}}
 
 
-def told(registry: Registry, sender: int, line: Message) -> str | None:
+def told(roster: Roster, sender: int, line: Message) -> str | None:
     """Why the host gives up a connection that said this; None where it does not."""
     try:
-        registry.receive(sender, line, 0.2)
+        roster.receive(sender, line, 0.2)
     except WireError as error:
-        registry.disconnect(sender, 0.2)
+        roster.disconnect(sender, 0.2)
         return str(error)
     return None
 
@@ -158,17 +158,17 @@ def told(registry: Registry, sender: int, line: Message) -> str | None:
 def test_forged_lines_do_no_harm_to_the_host_or_to_other_members() -> None:
     refused = 0
     for line in forged_lines():
-        registry = Registry(wall_clock_s=lambda: 1.0)
-        registry.receive(1, MEMBER | {"id": "b.0.z", "world": None, "expected": 1}, 0.0)
-        registry.tick(0.0)
-        registry.receive(3, MEMBER | {"world": None, "expected": 1}, 0.1)
+        roster = Roster(wall_clock_s=lambda: 1.0)
+        roster.receive(1, MEMBER | {"id": "b.0.z", "world": None, "expected": 1}, 0.0)
+        roster.tick(0.0)
+        roster.receive(3, MEMBER | {"world": None, "expected": 1}, 0.1)
         for sender in (2, 3):  # one that has not said who it is, and one that has
-            sentence = told(registry, sender, line)
+            sentence = told(roster, sender, line)
             refused += sentence is not None
             assert len(str(sentence)) < 400
             assert "\n" not in str(sentence)
-            registry.tick(0.3)
-        json.dumps(registry.outbox)
-        registry.receive(1, {"t": "beat", "progress": 1}, 0.4)
-        registry.tick(0.5)
+            roster.tick(0.3)
+        json.dumps(roster.outbox)
+        roster.receive(1, {"t": "beat", "progress": 1}, 0.4)
+        roster.tick(0.5)
     assert refused > 300

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt import GPT, Attention, Rotary, count_parameters
+from moe_lightning.models.gpt import GPT, Attention, Rotary
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.modules.feed_forward import FeedForward
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from tests.unit.gpt_size import count_parameters
 
 TINY: dict[str, Any] = {
     "vocab_size": 40,

@@ -16,7 +16,6 @@ from moe_lightning.algorithms.migration import (
     Transfer,
     align_placements,
     held_states,
-    missing_states,
     plan_migration,
 )
 from moe_lightning.algorithms.placement import Placement, uniform_placement
@@ -119,12 +118,6 @@ def test_of_equal_moves_between_nodes_the_fewest_transfers_are_taken(
 def _lost(held: np.ndarray, placements: list[Placement]) -> int:
     """States that nobody can send."""
     return int((held_states(placements) & ~held.any(axis=2, keepdims=True)).sum())
-
-
-def test_cost_counts_what_the_planned_node_needs_and_the_node_lacks() -> None:
-    held = np.array([[[True, False], [False, False]]])
-    needed = np.array([[[True, False], [True, True]]])
-    assert missing_states(held, needed).tolist() == [[1, 1], [2, 1]]
 
 
 def test_nodes_become_planned_nodes_of_their_size() -> None:

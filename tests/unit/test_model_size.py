@@ -11,10 +11,10 @@ from torch import nn
 
 from moe_lightning import GPTModule, MoELayer
 from moe_lightning.callbacks.model_summary import ExpertModelSummary, WholeModelSummary
-from moe_lightning.models.gpt import count_parameters
 from moe_lightning.models.size import expert_size, model_size, whole_parameters
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import TINY, OwnModule
+from tests.unit.gpt_size import count_parameters
 
 
 def test_parameters_in_all_and_active() -> None:

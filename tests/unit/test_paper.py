@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lightning.arguments import add_options
 from moe_lightning.bench import paper
 from moe_lightning.bench.paper_lazarus import shrunk
 from moe_lightning.bench.paper_table import PaperTable, Row, Sources
@@ -153,6 +154,6 @@ def test_a_large_trace_on_a_small_cluster() -> None:
 
 def test_every_reproduction_has_a_test() -> None:
     parser = argparse.ArgumentParser()
-    paper.add_arguments(parser)
+    add_options(parser, paper.Options)
     assert set(paper.PAPERS) == {*WITHOUT_TRACES, *QUICK, *SLOW}
     assert all(name in parser.format_help().replace("\n", "").replace(" ", "") for name in ("pec-sizes", "all"))

@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from moe_lightning.algorithms.performance_model import (
     ONE_COPY,
     BlockCosts,
-    copy_volumes,
     fit_line,
     mean_relative_error,
     predict_block,
-    row_volumes,
     total_copies,
     total_volumes,
 )
 from moe_lightning.errors import ConfigurationError
+from tests.unit.planning_references import copy_volumes, row_volumes
 
 
 def costs(**changes: object) -> BlockCosts:

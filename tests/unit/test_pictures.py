@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -83,7 +82,7 @@ def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.Capture
     np.savez(trace, counts=np.array([[[[1, 3], [2, 2]]]]), iteration=np.array([1]))
     steps, shares = pictures.read_loads(trace)
     assert (steps, shares.tolist()) == ([1], [[[0.375, 0.625]]])
-    assert pictures.run(argparse.Namespace(source=table, out=tmp_path / "out")) == 0
+    assert pictures.run(pictures.Options(source=table, out=tmp_path / "out")) == 0
     assert len(boxes((tmp_path / "out" / "layer01.svg").read_text())) == 4 + SHADES
     assert capsys.readouterr().out.count(".svg") == 2
 

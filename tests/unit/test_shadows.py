@@ -43,6 +43,11 @@ def layers(draw: st.DrawFn) -> tuple[np.ndarray, Placement]:
     return tokens, Placement(replicas=table)
 
 
+def moved_experts(plan: ShadowPlan) -> tuple[int, ...]:
+    """Experts with a shadow anywhere."""
+    return tuple(np.flatnonzero(plan.shadows.any(axis=1)).tolist())
+
+
 def test_the_example_of_the_paper_is_balanced_without_travel() -> None:
     tokens_by_rank = np.array([[3, 0, 0], [2, 1, 0], [0, 1, 2]])  # [ranks, experts]
     placement = uniform_placement(3, 3)
@@ -51,7 +56,7 @@ def test_the_example_of_the_paper_is_balanced_without_travel() -> None:
     quota = shadow_quota(tokens_by_rank.T, placement, plan)
     assert quota.sum(axis=0).tolist() == [3, 3, 3]
     assert (quota == tokens_by_rank.T).all()
-    assert plan.moved_experts == (0, 1)
+    assert moved_experts(plan) == (0, 1)
     assert plan.num_copies == 2
 
 
@@ -194,7 +199,7 @@ def test_homes_take_turns() -> None:
 def test_top_policies_shadow_the_heaviest_everywhere() -> None:
     tokens = np.array([[1] * 3, [9] * 3, [5] * 3])
     plan = top_shadows(tokens, uniform_placement(3, 3), 2)
-    assert plan.moved_experts == (1, 2)
+    assert moved_experts(plan) == (1, 2)
     assert plan.num_copies == 4
 
 
@@ -203,8 +208,8 @@ def test_fastermoe_estimate_by_hand() -> None:
     tokens = np.array([[100] * 3, [40] * 3, [30] * 3])
     # rows left after k copies: 300, 120, 90, 0; each row 1 s, each copy 100 s: 300, 220, 290, 300
     costs = BlockCosts(row_bytes=0, weight_bytes=100, gradient_bytes=0, bytes_per_s=1, rows_per_s=3)
-    assert fastermoe_shadows(tokens, placement, costs).moved_experts == (0,)
-    assert fastermoe_best_shadows(tokens, placement, costs).moved_experts == (0,)
+    assert moved_experts(fastermoe_shadows(tokens, placement, costs)) == (0,)
+    assert moved_experts(fastermoe_best_shadows(tokens, placement, costs)) == (0,)
 
 
 def test_fastermoe_stops_at_the_first_rise_as_published() -> None:
@@ -214,7 +219,7 @@ def test_fastermoe_stops_at_the_first_rise_as_published() -> None:
     # rows left after k copies: 396, 392, 196, 194, 0; each row 1 s, each copy 50 s: 396, 442, 296, 344, 200
     costs = BlockCosts(row_bytes=0, weight_bytes=50, gradient_bytes=0, bytes_per_s=1, rows_per_s=3)
     assert fastermoe_shadows(tokens, placement, costs).num_copies == 0
-    assert fastermoe_best_shadows(tokens, placement, costs).moved_experts == (0, 1, 2, 3)
+    assert moved_experts(fastermoe_best_shadows(tokens, placement, costs)) == (0, 1, 2, 3)
 
 
 def test_wrong_input_is_one_sentence() -> None:

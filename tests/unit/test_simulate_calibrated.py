@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.bench import calibrate
-from moe_lightning.bench.calibrate_worker import SAVE_EVERY, quiet_mean
+from moe_lightning.bench.calibrate import SAVE_EVERY, quiet_mean
 from moe_lightning.cli.bench import main
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.calibrated import load_hardware, save_hardware
@@ -41,8 +41,7 @@ def test_scales_are_never_negative() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_trainings_of_a_known_machine_are_predicted(ranks: int) -> None:
     """Times made by the model itself, of a machine unlike the one that the parts were measured on."""
-    base = calibrate._BASE
-    first = calibrate.fit_hardware(ranks, PARTS, dict.fromkeys(calibrate._REFERENCES, 0.1), SHARES)
+    first = calibrate.fit_hardware(ranks, PARTS, dict.fromkeys(calibrate.REFERENCES, 0.1), SHARES)
     true = replace(
         first,
         step_s=0.004,
@@ -52,11 +51,11 @@ def test_trainings_of_a_known_machine_are_predicted(ranks: int) -> None:
         memory_bytes_per_s=6e9,
         host_copy_bytes_per_s=2e9,
     )
-    references = {n: calibrate.predict_s(true, base | c, SHARES) for n, c in calibrate._REFERENCES.items()}
+    references = {n: calibrate.predict_s(true, c, SHARES) for n, c in calibrate.REFERENCES.items()}
     found = calibrate.fit_hardware(ranks, PARTS, references, SHARES)
-    for name, choice in calibrate._CHECKS.items():
-        expected = calibrate.predict_s(true, base | choice, SHARES)
-        assert calibrate.predict_s(found, base | choice, SHARES) == pytest.approx(expected, rel=0.1), name
+    for name, choice in calibrate.CHECKS.items():
+        expected = calibrate.predict_s(true, choice, SHARES)
+        assert calibrate.predict_s(found, choice, SHARES) == pytest.approx(expected, rel=0.1), name
 
 
 def test_quiet_windows_hold_a_snapshot_each() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt import count_parameters
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.modules.router import RouterConfig
 from moe_lightning.simulate import step_model
@@ -18,6 +17,7 @@ from moe_lightning.simulate.policy import POLICIES, policy
 from moe_lightning.simulate.routing import RoutingScenario, hottest, make_routing
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import Workload, gpt_workload
+from tests.unit.gpt_size import count_parameters
 from tests.unit.simulated import NODES, small_hardware, small_workload
 
 

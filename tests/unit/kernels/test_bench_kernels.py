@@ -1,7 +1,5 @@
 """moe-bench kernels: the contenders compute the same thing, the tables come out, wrong sizes are refused."""
 
-import argparse
-
 import pytest
 import torch
 
@@ -9,14 +7,12 @@ from moe_lightning import kernels as ops
 from moe_lightning.bench import kernels as bench
 from moe_lightning.bench.kernel_contenders import Shape, contenders
 from moe_lightning.errors import ConfigurationError
+from tests.options import options_of
 
 
-def options(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--threads", type=int, default=1)
-    bench.add_arguments(parser)
+def options(*arguments: str) -> bench.Options:
     sizes = ["--tokens", "12", "--d-model", "16", "--d-expert", "8", "--experts", "4", "--top-k", "2", "--rounds", "1"]
-    return parser.parse_args([*sizes, *arguments])
+    return options_of(bench.Options, *sizes, *arguments)
 
 
 def test_contenders_agree_in_value_and_gradient():
@@ -35,7 +31,6 @@ def test_contenders_agree_in_value_and_gradient():
 
 
 def test_run_prints_every_table(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.run(options()) == 0
     printed = capsys.readouterr().out

@@ -69,26 +69,20 @@ def test_gradients_equal_finite_differences():
 
 @pytest.mark.parametrize("kind", ["gelu", "swiglu", "gelu_tanh", "swiglu_clamped"])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("shape", [(0, 4), (1, 2), (40, 72)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activation_equals_reference(kind, gated, recompute, shape, dtype):
+def test_activation_equals_reference(kind, gated, shape, dtype):
     h = randn(*shape, dtype=dtype) * 3
     gate = randn(shape[0], seed=1).sigmoid() if gated else None
-    equals_reference(lambda h, g: ops.expert_activation(h, kind, g, recompute=recompute), h, gate)
+    equals_reference(lambda h, g: ops.expert_activation(h, kind, g), h, gate)
 
 
-def test_recompute_keeps_h_only():
+def test_the_backward_keeps_h_only():
     h, gate = randn(8, 4).requires_grad_(), randn(8, seed=1).requires_grad_()
-
-    def saved(recompute):
-        tensors = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
-            ops.expert_activation(h, "gelu", gate, recompute=recompute)
-        return len([t for t in tensors if t.dim() == 2])
-
-    assert saved(recompute=True) == 1
-    assert saved(recompute=False) == 2
+    tensors = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
+        ops.expert_activation(h, "gelu", gate)
+    assert len([t for t in tensors if t.dim() == 2]) == 1
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies bf16 wrongly")

@@ -92,7 +92,7 @@ def test_kernels_compile_and_fit(capability, monkeypatch, tmp_path):
     triton_matmul.grouped_mm(rows[:, :64].contiguous(), weight.transpose(1, 2), counts, None, 1)
     for kind in ("gelu", "swiglu", "gelu_tanh", "swiglu_clamped"):
         triton_activation.activation(rows, kind, gate)
-        triton_activation.activation_grad(rows, rows, kind, gate, None)
+        triton_activation.activation_grad(rows, rows, kind, gate)
     triton_bytes.xor([torch.zeros(1024, dtype=torch.uint8)] * 4, torch.zeros(1024, dtype=torch.uint8))
     triton_bytes.sum_in_rank_order(torch.zeros(4, 1024), torch.zeros(1024))
 

@@ -2,7 +2,7 @@
 
 It knows who is there and which world is the newest; it forms worlds, says when one breaks and why, and lets newcomers
 knock. All that it knows can be learned again from the members, so a host that is started anew goes on with their
-world. Messages are dictionaries with a kind "t"; `Registry.receive` lists those of clients.
+world. Messages are dictionaries with a kind "t"; `Roster.receive` lists those of clients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEAF_S = 2 * BEAT_S  # without a word of anybody at all
 logger = logging.getLogger(__name__)
 
 
-class Registry:
+class Roster:
     """See the top of the file. Times are seconds of one clock of the owner's.
 
     Args:

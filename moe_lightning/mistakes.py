@@ -1,10 +1,11 @@
-"""Which exceptions are the user's mistakes, and the one sentence that each becomes."""
+"""Which exceptions are the user's mistakes, the one sentence that each becomes, and how commands end with them."""
 
 from __future__ import annotations
 
 import difflib
 import errno
 import sys
+import traceback
 from collections.abc import Iterable
 
 from moe_lightning.errors import CheckpointError, ConfigurationError, ForeignMessageError, ReplicasDifferError
@@ -36,9 +37,9 @@ def sentence_of(error: BaseException) -> str | None:
         ReplicasDifferError,
     ]
     # Lightning is slow to import: where nobody did, no error of it can have come up.
-    lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
-    if lightning is not None:
-        mistakes.append(lightning.MisconfigurationException)
+    theirs = sys.modules.get("lightning.fabric.utilities.exceptions")
+    if theirs is not None:
+        mistakes.append(theirs.MisconfigurationException)
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
@@ -47,6 +48,26 @@ def sentence_of(error: BaseException) -> str | None:
         chain.append(link)
         link = link.__cause__ or link.__context__
     return _sentence_of_path(error)
+
+
+def report(program: str, error: BaseException) -> int:
+    """Print an error once, as a sentence or with its traceback; the command's exit code.
+
+    Args:
+        error: its own, or one of a launcher whose ranks failed (with the `failure` of the first).
+    """
+    failure = getattr(error, "failure", None)
+    sentence = sentence_of(error) if failure is None else failure.message if failure.kind == "mistake" else None
+    if sentence is not None:
+        print(f"{program}: error: {sentence}", file=sys.stderr)
+        return EXIT_MISTAKE
+    if failure is None:
+        traceback.print_exception(error)
+        return EXIT_CRASH
+    if failure.details:
+        print(failure.details, file=sys.stderr)
+    print(f"{program}: crash: {failure.message}", file=sys.stderr)
+    return EXIT_CRASH
 
 
 _OF_A_PATH = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR}
