@@ -13,6 +13,7 @@ from tests.chaos.elastic_runs import Hold, Kill, elastic_run, finish
 
 STEPS = 10
 EVERY_STEP = {"every_n_steps": 1}
+IN_PAIRS = {"dense": "hsdp", "shard_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 def test_another_copy_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[int, float], place: str) -> None:
     """Four ranks in two copies go on as three in one."""
     kills = [Kill(worker=1, step=5, place=place)]
-    with elastic_run(tmp_path, workers=4, steps=STEPS, strategy={"dense": "hsdp"}, kills=kills) as run:
+    with elastic_run(tmp_path, workers=4, steps=STEPS, strategy=IN_PAIRS, kills=kills) as run:
         finish(run, [0, 2, 3])
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
         report = run.result(0)["reports"][0]
@@ -35,13 +36,14 @@ def test_another_copy_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[int
         assert {"dense rows 1 of 2", "dense rows 2 of 3"} <= run.units()
 
 
-def test_ranks_leave_and_come_back(tmp_path: Path, undisturbed: dict[int, float]) -> None:
-    """From two copies of two parts to one copy of three, and back."""
+@pytest.mark.parametrize("strategy", [IN_PAIRS, {"dense": "hsdp"}])
+def test_ranks_leave_and_come_back(tmp_path: Path, undisturbed: dict[int, float], strategy: dict[str, Any]) -> None:
+    """From two copies of two parts to one copy of three, or three whole copies, and back."""
     options: dict[str, Any] = {
         "kills": [Kill(worker=0, step=3, place="backward"), Kill(worker=2, step=7, place="forward")],
         "holds": [Hold(step=5, ranks=4), Hold(step=9, ranks=4)],
     }
-    with elastic_run(tmp_path, workers=4, steps=STEPS, strategy={"dense": "hsdp"}, **options) as run:
+    with elastic_run(tmp_path, workers=4, steps=STEPS, strategy=strategy, **options) as run:
         run.supervise(restart=range(4))
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
         assert run.kills_done() == 2
