@@ -23,25 +23,29 @@ from moe_lightning.strategies import ExpertParallelStrategy
 TIMEOUT = timedelta(seconds=120)
 
 
+OURS = {"expert_parallel": "ddp", "zero1": "zero1", "cut": "fsdp"}
+"""Our strategies, and what each does with dense parameters."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """One way to train and to save.
 
     Attributes:
-        strategy: "ddp" and "fsdp" are stock Lightning, FSDP as its ModelParallelStrategy with FSDP2; the other two are
-            ours.
+        strategy: "ddp" and "fsdp" are stock Lightning, FSDP as its ModelParallelStrategy with FSDP2; the others are
+            `OURS`.
         loop: compute experts one after the other, as stock PyTorch code does.
         saving: "file" and "thread" are Lightning's ModelCheckpoint, the latter with its AsyncCheckpointIO; "dcp" is
             torch's async_save; "every" and "quarter" are our callback with all of the experts or E/4; None: not at all.
     """
 
-    strategy: Literal["ddp", "fsdp", "expert_parallel", "zero1"]
+    strategy: Literal["ddp", "fsdp", "expert_parallel", "zero1", "cut"]
     loop: bool = False
     saving: Literal["file", "thread", "dcp", "every", "quarter"] | None = None
 
     @property
     def is_ours(self) -> bool:
-        return self.strategy in ("expert_parallel", "zero1")
+        return self.strategy in OURS
 
     def saves_every(self, steps: int) -> int:
         """Steps between its checkpoints, where the stock ways save every so many."""
@@ -55,6 +59,7 @@ TRAININGS = {
     "FSDP2, our layer": Contender(strategy="fsdp"),
     "ours": Contender(strategy="expert_parallel"),
     "ours, zero1": Contender(strategy="zero1"),
+    "ours, fsdp": Contender(strategy="cut"),
 }
 SAVINGS = {
     "DDP, ModelCheckpoint": Contender(strategy="ddp", saving="file"),
