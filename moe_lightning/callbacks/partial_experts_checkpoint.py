@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -28,9 +27,10 @@ from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.fence import enter_world, next_world
 from moe_lightning.checkpoint.plan import Order
-from moe_lightning.checkpoint.recovery_sources import RecoverySources
+from moe_lightning.checkpoint.recovery_sources import RecoverySources, fallback_room
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.settings import CheckpointSettings
+from moe_lightning.checkpoint.storages import absolute, place_of
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -95,7 +95,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
             fallback_dir=fallback_dir,
             windows=windows,
         )
-        self._root = Path(dirpath)
+        self._root = place_of(dirpath)
         self._every_n_steps = every_n_steps
         self._save_on_train_end = save_on_train_end
         self._timeout_s = timeout_s
@@ -125,7 +125,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
         def look() -> bool:
             if trainer.state.fn == "fit":
                 self.enter_root(strategy)
-            return self._root.is_dir() and bool(checkpoints(self._root))
+            return bool(checkpoints(self._root))
 
         return {str(self._root)} if strategy.decide(look) else set()
 
@@ -143,7 +143,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
         says so for all; who waits to join a running world does not."""
         elastic = strategy.elastic
         is_member = elastic is None or (elastic.members is not None and not elastic.is_newcomer)
-        if is_member and strategy.is_global_zero and self._root.is_dir() and run_of(self._root) is not None:
+        if is_member and strategy.is_global_zero and run_of(self._root) is not None:
             number = strategy.worlds.number or self._world_number or next_world(self._root)
             enter_world(self._root, number)
             self._world_number = number if strategy.elastic is None else 0
@@ -174,10 +174,10 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
     def recovery_sources(self, strategy: ExpertParallelStrategy) -> RecoverySources:
         """Where a recovery finds what was saved."""
         return RecoverySources(
-            root=self._root.absolute(),
+            root=absolute(self._root),
             name=self._run_name,
             node=strategy.worlds.node,
-            fallback=Path(self.settings.fallback_dir or self._root.absolute()),
+            fallback=fallback_room(self.settings.fallback_dir, absolute(self._root)),
             report=rank_zero_warn,
             enter=partial(self.enter_root, strategy),
         )
@@ -198,7 +198,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
 
     @property
     def _run_name(self) -> str:
-        return self._root.absolute().parent.name or "run"
+        return absolute(self._root).parent.name or "run"
 
     def enter(self, world: World) -> None:
         """Other ranks write from now on: the session ends where it is, and the next checkpoint opens another."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +18,7 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
@@ -374,7 +374,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
         else:
             self.meet()
-            checkpoint = self.checkpoints.open(Path(str(checkpoint_path)), self.reachable)
+            checkpoint = self.checkpoints.open(place_of(str(checkpoint_path)), self.reachable)
         positions, trainer = take_positions(checkpoint), seams.trainer_of(self.lightning_module)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._step_data().restore(positions, trainer.train_dataloader)
