@@ -30,7 +30,7 @@ from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.recovery_sources import RecoverySources, fallback_room
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.settings import CheckpointSettings
-from moe_lightning.checkpoint.storages import absolute, place_of
+from moe_lightning.checkpoint.storages import absolute, shared_place
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -95,7 +95,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
             fallback_dir=fallback_dir,
             windows=windows,
         )
-        self._root = place_of(dirpath)
+        self._root = shared_place(dirpath)
         self._every_n_steps = every_n_steps
         self._save_on_train_end = save_on_train_end
         self._timeout_s = timeout_s

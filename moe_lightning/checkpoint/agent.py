@@ -326,6 +326,7 @@ class Agent:
                     with contextlib.suppress(OSError, CheckpointError):  # `problem` says it already
                         withdraw_part(self.root, job.session, job.step, table.rank, world=job.world)
             self._end_job(success=False, keep=keep)
+        self._seen = None
         self._retry_at = time.monotonic() + min(_LONGEST_PAUSE_S, self.retry_s * 2 ** min(self._failures, 10))
         self._failures += 1
         self._report(replace(self.status, error=problem, errors=self.status.errors + 1))

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from moe_lightning.checkpoint.fence import check_world, world_lock
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, PRUNED, FileRecord, Manifest, Part, check_coverage
 from moe_lightning.checkpoint.storage import Place, Storage
 from moe_lightning.checkpoint.storages import storage_of
-from moe_lightning.checkpoint.store import Heading, directories, has_manifest, headings, part_path, previous_of
+from moe_lightning.checkpoint.store import Heading, directories, has_manifest, headings, part_name, previous_of
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import Piece, is_partial
 
@@ -42,9 +42,8 @@ def try_commit(root: Place, session: str, step: int, world_size: int, *, world: 
     """
     storage = storage_of(root)
     staging = storage.staging(root, session, step, world)
-    if not storage.is_dir(root) or (
-        storage.is_dir(staging) and not has_manifest(staging) and missing_ranks(staging, world_size)
-    ):
+    names = storage.names(staging)
+    if (names and MANIFEST not in names and _missing(names, world_size)) or (not names and not storage.is_dir(root)):
         return None
     with world_lock(root, world):
         done = next((p for p, h in headings(root) if (h.session, h.step) == (session, step)), None)
@@ -73,13 +72,17 @@ def withdraw_part(root: Place, session: str, step: int, rank: int, *, world: int
     storage = storage_of(root)
     if storage.is_dir(root):
         with world_lock(root, world):
-            storage.delete(part_path(storage.staging(root, session, step, world), rank))
+            storage.delete(storage.staging(root, session, step, world) / part_name(rank))
 
 
 def missing_ranks(staging: Place, world_size: int) -> list[int]:
     """Ranks whose part is not in a staging directory."""
-    there = {*storage_of(staging).names(staging)}
-    return [rank for rank in range(world_size) if part_path(staging, rank).name not in there]
+    return _missing(storage_of(staging).names(staging), world_size)
+
+
+def _missing(names: Collection[str], world_size: int) -> list[int]:
+    there = {*names}
+    return [rank for rank in range(world_size) if part_name(rank) not in there]
 
 
 def _assemble(root: Place, held: Place, parts: list[Part]) -> Manifest:
@@ -232,9 +235,9 @@ def _delete_unneeded(storage: Storage, path: Place, run: str, needed: set[str]) 
         return  # somebody else's, or damaged: nothing vouches for its files
     if manifest.run != run:
         return
-    own = [path / record.path for record in manifest.files.values() if "/" not in record.path]
-    for file in own:
+    there = [path / name for name in storage.names(path) if name in manifest.files]
+    for file in there:
         if _key(file) not in needed:
             storage.delete(file)
-    if all(_key(file) not in needed for file in own):
+    if not any(_key(file) in needed for file in there):
         storage.unmark(path)

@@ -14,23 +14,25 @@ from moe_lightning.checkpoint.dcp_format import frame_of
 from moe_lightning.checkpoint.fence import make_staging
 from moe_lightning.checkpoint.manifest import FileRecord, Manifest, Part
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex, digest_of
-from moe_lightning.checkpoint.storage import Place, exists
+from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import storage_of
-from moe_lightning.checkpoint.store import claim, part_path, previous_of
+from moe_lightning.checkpoint.store import claim, part_name, previous_of
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import Location, Piece, is_partial
 
 
 def carried_keys(path: Place, manifest: Manifest, damaged: Collection[str] = ()) -> set[str]:
-    """The keys that a next checkpoint can carry over: all but those in files that are damaged, gone or of another
-    size.
+    """The keys of experts that a next checkpoint can carry over: all but those in files that are damaged, gone or of
+    another size.
 
     Args:
         path: the checkpoint's directory.
         damaged: names of files that are known to be damaged.
     """
-    lost = {name for name, r in manifest.files.items() if name in damaged or not _is_there(path / r.path, r.nbytes)}
-    return {p.key for p in manifest.stored} - {p.key for p in manifest.stored if p.at.file in lost}
+    stored = [piece for piece in manifest.stored if is_partial(piece.key)]
+    files = {name: manifest.files[name] for name in {piece.at.file for piece in stored}}
+    lost = {name for name, r in files.items() if name in damaged or not _is_there(path / r.path, r.nbytes)}
+    return {p.key for p in stored} - {p.key for p in stored if p.at.file in lost}
 
 
 def _is_there(path: Place, nbytes: int) -> bool:
@@ -67,8 +69,10 @@ def write_part(
     """
     claim(root, table.run)
     storage = storage_of(root)
-    done = part_path(storage.staging(root, table.session, table.step, table.world), table.rank)
-    if exists(storage, done):  # by an agent that died: another node may be committing it, so the files must not change
+    staging = storage.staging(root, table.session, table.step, table.world)
+    done = staging / part_name(table.rank)
+    if done.name in storage.names(staging):
+        # By an agent that died: another node may be committing it, so the files must not change.
         return Part.parse(storage.read(done), str(done))
     previous = previous_of(root, table.session, table.step)
     held = carried_keys(*previous, damaged) if previous else set()
@@ -79,7 +83,7 @@ def write_part(
     for piece in table.placed:
         if piece.due > written_until or not is_partial(piece.key) or piece.key not in held:
             groups.setdefault(piece.group, []).append(piece)
-    staging = make_staging(root, table.session, table.step, table.world)
+    make_staging(root, table.session, table.step, table.world)
     files: dict[str, FileRecord] = {}
     stored: list[Piece] = []
     written: list[str] = []

@@ -28,7 +28,7 @@ from moe_lightning.checkpoint.settings import CheckpointSettings
 from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.snapshotter import SnapshotReport, Snapshotter
 from moe_lightning.checkpoint.storage import Place
-from moe_lightning.checkpoint.storages import absolute
+from moe_lightning.checkpoint.storages import absolute, pause_s
 from moe_lightning.checkpoint.store import claim, run_of
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.comm.collect import all_gather_json
@@ -163,6 +163,7 @@ class CheckpointSession:
             keep_last=self._settings.keep_last,
             verify_within=self._settings.verify_within,
             copy_every=self._settings.copies_on_storage or 0,
+            poll_s=2 * pause_s(self._root),
         )
         self._agent.begin()
         return arenas
@@ -340,7 +341,7 @@ class CheckpointSession:
                     f"the checkpoint of step {report.step} is not written after {timeout_s:.0f} s ({reason}): "
                     f"the last whole one is step {status.committed_step}"
                 )
-            time.sleep(0.01)
+            time.sleep(pause_s(self._root))
         status = self.status()
         all_gather_json(0, self._world)  # every rank of the node has read the status
         if self._agent is not None:

@@ -29,11 +29,12 @@ from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.errors import CheckpointError
 
 RECORD = "run.json"
-_NAMED = re.compile(r"step-(\d{8,})(-\d+)?")
+_NAMED = re.compile(r"step-(\d{8,})(-\d+|-w\d+-[\w-]+)?")
 
 
-def part_path(staging: Place, rank: int) -> Place:
-    return staging / f"part-{rank:05d}.json"
+def part_name(rank: int) -> str:
+    """Of the file that says what a rank wrote."""
+    return f"part-{rank:05d}.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.checkpoint import agent, commit, fence, posix_storage, store
+from moe_lightning.checkpoint import agent, commit, fence, part_writer, posix_storage
 from moe_lightning.checkpoint.agent import main as agent_main
 from moe_lightning.checkpoint.fence import enter_world
 from moe_lightning.checkpoint.loader import find_newest
@@ -24,7 +24,7 @@ from tests.forks import PATIENCE_S, forked
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds
 
 PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "before its staging directory": (store, "make_staging", lambda *_: True),
+    "before its staging directory": (part_writer, "make_staging", lambda *_: True),
     "before it looks for marks": (fence, "check_world", lambda *_: True),
     "before its data": (PosixStorage, "write", lambda *_: True),
     "before its part": (PosixStorage, "put", lambda _, path, __: path.name.startswith("part-")),
