@@ -30,6 +30,7 @@ from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.recovery_sources import RecoverySources, fallback_room
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.settings import CheckpointSettings
+from moe_lightning.checkpoint.storage import URL
 from moe_lightning.checkpoint.storages import absolute, shared_place
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.comm.world import World
@@ -48,7 +49,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
     used.
 
     Args:
-        dirpath: directory of the checkpoints of this run.
+        dirpath: directory of the checkpoints of this run, or its URL in a store, such as s3://BUCKET/NAME.
         every_n_steps: optimizer steps between checkpoints; "auto" after the first one takes the interval that costs
             least (MoC 5.3), never shorter than writing takes.
         k_snapshot, k_persist, order, scopes, keep_last, verify_within, copies_on_storage, failures_per_hour,
@@ -82,7 +83,9 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
         save_on_train_end: bool = True,
         timeout_s: Seconds = 600.0,
     ) -> None:
-        super().__init__(dirpath=dirpath, save_top_k=0, save_last=False)
+        self._root = shared_place(dirpath)
+        # Of a URL Lightning would ask fsspec, which need not know the scheme.
+        super().__init__(dirpath=None if isinstance(self._root, URL) else dirpath, save_top_k=0, save_last=False)
         self.settings = CheckpointSettings(
             k_snapshot=k_snapshot,
             k_persist=k_persist,
@@ -95,7 +98,6 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
             fallback_dir=fallback_dir,
             windows=windows,
         )
-        self._root = shared_place(dirpath)
         self._every_n_steps = every_n_steps
         self._save_on_train_end = save_on_train_end
         self._timeout_s = timeout_s
@@ -104,15 +106,13 @@ class PartialExpertsCheckpoint(seams.ResumableFrom):
         self._strategy: ExpertParallelStrategy | None = None
         self._layout: Callable[[ExpertParallelStrategy], ProtectionLayout] | None = None
         self._received_ledger: dict[str, Any] | None = None
-        self._is_interrupted = False
-        self._is_saving = False
+        self._is_interrupted = self._is_saving = False
         self._counts: Tensor | None = None
         self._lost_plt = 0.0  # by faults that the choice of K does not know yet
         self._saved_at = -1
         self._experts_moved = False
         self._world_number = 0  # of this start of a run in which worlds do not change, once it has one
-        self._batch_began = self._step_ended = 0.0
-        self._overlap_s = self._step_s = 0.0
+        self._batch_began = self._step_ended = self._overlap_s = self._step_s = 0.0
 
     # ------------------------------------------------------------------ resuming
 

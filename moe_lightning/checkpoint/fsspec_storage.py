@@ -41,11 +41,10 @@ class FsspecStorage(ObjectStorage):
     """
 
     def __init__(self, scheme: str) -> None:
-        super().__init__()
+        super().__init__(scheme)
         package = PACKAGES.get(scheme)
         if package is not None and importlib.util.find_spec(package) is None:
             raise ConfigurationError(f"{scheme}:// needs {package}, which is not installed: pip install {package}")
-        self._scheme = scheme
 
     @override
     def size(self, path: Place) -> int:
@@ -122,11 +121,11 @@ class FsspecStorage(ObjectStorage):
         """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return action(_store(self._scheme, os.getpid()))
+                return action(_store(self.scheme, os.getpid()))
             except (CheckpointError, ConfigurationError):
                 raise  # of the data, not of the store
             except Exception as error:  # stores raise what their libraries do
-                failure = _in_words(error, path, self._scheme, is_put=is_put)
+                failure = _in_words(error, path, self.scheme, is_put=is_put)
                 if isinstance(failure, _FINAL) or attempt == _ATTEMPTS:
                     raise failure from error
             pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1))

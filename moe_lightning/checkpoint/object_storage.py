@@ -47,9 +47,14 @@ _BLOCKS = 16
 
 class ObjectStorage(ABC):
     """What all stores of objects have in common; `storage.Storage` says what each call promises. A store of another
-    kind overrides the six calls that are abstract here."""
+    kind overrides the six calls that are abstract here.
 
-    def __init__(self) -> None:
+    Args:
+        scheme: of its URLs.
+    """
+
+    def __init__(self, scheme: str) -> None:
+        self.scheme = scheme
         self._block = lru_cache(maxsize=_BLOCKS)(self._read_block)
         self._void: set[Place] = set()  # what is void stays so: its name is not used again
 

@@ -5,11 +5,12 @@ pruned.
     ROOT/.staging-wWORLD-SESSION-STEP/  parts being written: data files and part-RANK.json
     ROOT/step-00000120/                 a checkpoint: data files, .metadata (for stock dcp.load), MANIFEST.json
 
-A directory gets its name by a rename after everything in it, MANIFEST.json last, has been forced to disk, so a
-checkpoint that has a name is whole. Data files are immutable. Experts that were not saved this time are hard links to
-the files of the checkpoint before; where links cannot be made, the manifest refers to `../step-.../file`, and pruning
-counts such references. Two agents may try to commit or prune at the same time: both happen under a lock that the
-kernel releases when its holder dies. Agents of an older world cannot commit (`fence.py`).
+On a file system a directory gets its name by a rename after everything in it, MANIFEST.json last, has been forced to
+disk, so a checkpoint that has a name is whole. Data files are immutable. Experts that were not saved this time are hard
+links to the files of the checkpoint before; where links cannot be made, the manifest refers to `../step-.../file`, and
+pruning counts such references. Two agents may try to commit or prune at the same time: both happen under a lock that
+the kernel releases when its holder dies. Agents of an older world cannot commit (`fence.py`). Object stores do all of
+this otherwise (`object_storage.py`).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.checkpoint.files import SUFFIX
 from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World
@@ -370,7 +371,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
         """
-        if "://" in str(checkpoint_path):
+        if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
         else:
             self.meet()
