@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -28,9 +27,11 @@ from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.fence import enter_world, next_world
 from moe_lightning.checkpoint.plan import Order
-from moe_lightning.checkpoint.recovery_sources import RecoverySources
+from moe_lightning.checkpoint.recovery_sources import RecoverySources, fallback_room
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.settings import CheckpointSettings
+from moe_lightning.checkpoint.storage import URL
+from moe_lightning.checkpoint.storages import absolute, shared_place
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -49,7 +50,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
     used.
 
     Args:
-        dirpath: directory of the checkpoints of this run.
+        dirpath: directory of the checkpoints of this run, or its URL in a store, such as s3://BUCKET/NAME.
         every_n_steps: optimizer steps between checkpoints; "auto" after the first one takes the interval that costs
             least (MoC 5.3), never shorter than writing takes.
         k_snapshot, k_persist, order, scopes, keep_last, verify_within, copies_on_storage, failures_per_hour,
@@ -83,7 +84,9 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         save_on_train_end: bool = True,
         timeout_s: Seconds = 600.0,
     ) -> None:
-        super().__init__(dirpath=dirpath, save_top_k=0, save_last=False)
+        self._root = shared_place(dirpath)
+        # Of a URL Lightning would ask fsspec, which need not know the scheme.
+        super().__init__(dirpath=None if isinstance(self._root, URL) else dirpath, save_top_k=0, save_last=False)
         self.settings = CheckpointSettings(
             k_snapshot=k_snapshot,
             k_persist=k_persist,
@@ -96,7 +99,6 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
             fallback_dir=fallback_dir,
             windows=windows,
         )
-        self._root = Path(dirpath)
         self._every_n_steps = every_n_steps
         self._save_on_train_end = save_on_train_end
         self._timeout_s = timeout_s
@@ -105,15 +107,13 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         self._strategy: ExpertParallelStrategy | None = None
         self._layout: Callable[[ExpertParallelStrategy], ProtectionLayout] | None = None
         self._received_ledger: dict[str, Any] | None = None
-        self._is_interrupted = False
-        self._is_saving = False
+        self._is_interrupted = self._is_saving = False
         self._counts: Tensor | None = None
         self._lost_plt = 0.0  # by faults that the choice of K does not know yet
         self._saved_at = -1
         self._experts_moved = False
         self._world_number = 0  # of this start of a run in which worlds do not change, once it has one
-        self._batch_began = self._step_ended = 0.0
-        self._overlap_s = self._step_s = 0.0
+        self._batch_began = self._step_ended = self._overlap_s = self._step_s = 0.0
 
     # ------------------------------------------------------------------ resuming
 
@@ -126,7 +126,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         def look() -> bool:
             if trainer.state.fn == "fit":
                 self.enter_root(strategy)
-            return self._root.is_dir() and bool(checkpoints(self._root))
+            return bool(checkpoints(self._root))
 
         return {str(self._root)} if strategy.decide(look) else set()
 
@@ -144,7 +144,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         says so for all; who waits to join a running world does not."""
         elastic = strategy.elastic
         is_member = elastic is None or (elastic.members is not None and not elastic.is_newcomer)
-        if is_member and strategy.is_global_zero and self._root.is_dir() and run_of(self._root) is not None:
+        if is_member and strategy.is_global_zero and run_of(self._root) is not None:
             number = strategy.worlds.number or self._world_number or next_world(self._root)
             enter_world(self._root, number)
             self._world_number = number if strategy.elastic is None else 0
@@ -175,10 +175,10 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
     def recovery_sources(self, strategy: ExpertParallelStrategy) -> RecoverySources:
         """Where a recovery finds what was saved."""
         return RecoverySources(
-            root=self._root.absolute(),
+            root=absolute(self._root),
             name=self._run_name,
             node=strategy.worlds.node,
-            fallback=Path(self.settings.fallback_dir or self._root.absolute()),
+            fallback=fallback_room(self.settings.fallback_dir, absolute(self._root)),
             report=rank_zero_warn,
             enter=partial(self.enter_root, strategy),
         )
@@ -196,7 +196,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
 
     @property
     def _run_name(self) -> str:
-        return self._root.absolute().parent.name or "run"
+        return absolute(self._root).parent.name or "run"
 
     def enter(self, world: World) -> None:
         """Other ranks write from now on: the session ends where it is, and the next checkpoint opens another."""

@@ -18,6 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from moe_lightning.callbacks.telemetry import Telemetry
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import absolute, place_of
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.ngram import ngram_cross_entropy
 from moe_lightning.data.text import TextData
@@ -108,12 +110,12 @@ def ngram_losses(data: TextData, orders: Sequence[int]) -> dict[str, float]:
     return losses
 
 
-def _files(trainer: pl.Trainer) -> dict[str, Path]:
+def _files(trainer: pl.Trainer) -> dict[str, Place]:
     """Where the checkpoint, the logs and W&B's files lie."""
-    files = {}
+    files: dict[str, Place] = {}
     checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if checkpoint:
-        files["checkpoint"] = Path(checkpoint)
+        files["checkpoint"] = place_of(checkpoint)
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
             files["metrics"] = Path(logger.log_dir) / "metrics.csv"
@@ -122,12 +124,12 @@ def _files(trainer: pl.Trainer) -> dict[str, Path]:
     return {name: _relative(path) for name, path in files.items()}
 
 
-def _relative(path: Path) -> Path:
-    path, here = path.absolute(), Path.cwd()
+def _relative(path: Place) -> Place:
+    path, here = absolute(path), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def render(numbers: Mapping[str, float], files: Mapping[str, Path]) -> str:
+def render(numbers: Mapping[str, float], files: Mapping[str, Place]) -> str:
     """The summary as aligned lines."""
     rows: list[tuple[str, str]] = []
     if "val_loss" in numbers:

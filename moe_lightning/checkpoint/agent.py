@@ -26,14 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_lightning.checkpoint.agent_control import LOCK, STATUS, STOP, AgentStatus, record_root
+from moe_lightning.checkpoint.agent_control import LOCK, STATUS, STOP, AgentStatus, complaint_of, record_root
 from moe_lightning.checkpoint.agreed_step import Agreement, propose
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.arena_location import ARENAS, rank_of
 from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part
-from moe_lightning.checkpoint.durable import identity_of, lock_exclusively, write_durably
-from moe_lightning.checkpoint.fence import Superseded, check_world, staging_path
+from moe_lightning.checkpoint.durable import lock_exclusively, write_durably
+from moe_lightning.checkpoint.fence import Superseded, check_world
 from moe_lightning.checkpoint.own_root import Elsewhere, OwnRoot
+from moe_lightning.checkpoint.part_writer import write_part
 from moe_lightning.checkpoint.persist_job import (
     Job,
     has_work,
@@ -46,7 +47,9 @@ from moe_lightning.checkpoint.persist_job import (
     will_lack_parts,
 )
 from moe_lightning.checkpoint.scrubbing import Scrubber
-from moe_lightning.checkpoint.store import read_manifest, write_part
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import place_of, storage_of
+from moe_lightning.checkpoint.store import read_manifest
 from moe_lightning.checkpoint.triple_buffer import TripleBuffer, newest_common
 from moe_lightning.errors import CheckpointError
 
@@ -70,13 +73,13 @@ class Agent:
         grace_s: after the last worker's death, how long to wait for new ones before exiting.
         retry_s: pause after a failed attempt; it doubles with every further one, up to a minute.
         commit_timeout_s: how long to wait for the parts of other nodes.
-        identity: of the very directory that the snapshots are for (`identity_of`); None: of the one that is there.
+        identity: of the very directory that the snapshots are for (`Storage.identity`); None: of the one that is there.
     """
 
     def __init__(
         self,
         arenas: Path,
-        root: Path,
+        root: Place,
         *,
         keep_last: int = 2,
         verify_within: int = 8,
@@ -150,7 +153,7 @@ class Agent:
                 return True
             # Storage may recover; a snapshot that makes no whole checkpoint stays as it is.
             keep = isinstance(error, OSError) or self._failures < _LAST_ATTEMPTS
-            self._fail(_sentence(error, self.root), keep=keep, withdraw=is_own)
+            self._fail(complaint_of(error, self.root), keep=keep, withdraw=is_own)
             return True
 
     def scrub(self) -> bool:
@@ -263,7 +266,7 @@ class Agent:
         self._after_commit(committed, job.world)
         return True
 
-    def _after_commit(self, committed: Path, world: int) -> None:
+    def _after_commit(self, committed: Place, world: int) -> None:
         """Nothing here makes the commit a failure."""
         try:
             ranks = {rank_of(path) for path in self._arenas}
@@ -280,7 +283,8 @@ class Agent:
         if now - job.checked < _HOPE_S:
             return
         job.checked = now
-        missing = missing_ranks(staging_path(self.root, job.session, job.step, job.world), job.world_size)
+        staging = storage_of(self.root).staging(self.root, job.session, job.step, job.world)
+        missing = missing_ranks(staging, job.world_size)
         if is_void(job, self._arenas.values()):
             self._end_job(success=False, keep=False)
         elif will_lack_parts(job, missing, self._arenas, self.root):
@@ -322,6 +326,7 @@ class Agent:
                     with contextlib.suppress(OSError, CheckpointError):  # `problem` says it already
                         withdraw_part(self.root, job.session, job.step, table.rank, world=job.world)
             self._end_job(success=False, keep=keep)
+        self._seen = None
         self._retry_at = time.monotonic() + min(_LONGEST_PAUSE_S, self.retry_s * 2 ** min(self._failures, 10))
         self._failures += 1
         self._report(replace(self.status, error=problem, errors=self.status.errors + 1))
@@ -362,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line of the agent."""
     parser = argparse.ArgumentParser(description="Writes the snapshots of this node's workers to storage.")
     parser.add_argument("--arenas", type=Path, required=True)
-    parser.add_argument("--checkpoints", type=Path, required=True)
+    parser.add_argument("--checkpoints", type=place_of, required=True)
     parser.add_argument("--identity", help="of the directory of checkpoints; default: of what is there")
     for name, default in (("keep-last", 2), ("verify-within", 8), ("copy-every", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -370,8 +375,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}-s", type=float, default=seconds)
     options: dict[str, Any] = vars(parser.parse_args(argv))
     arenas, root = options.pop("arenas"), options.pop("checkpoints")
-    if options["identity"] is None and root.is_dir():
-        options["identity"] = identity_of(root)
+    if options["identity"] is None and storage_of(root).is_dir(root):
+        options["identity"] = storage_of(root).identity(root)
     if not arenas.is_dir():
         print(f"{arenas} is gone, there is nothing to write")
         return 0
@@ -386,13 +391,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.stop())
         return agent.run()
-
-
-def _sentence(error: OSError | CheckpointError, root: Path) -> str:
-    if isinstance(error, OSError):
-        where = error.filename or root
-        return f"writing a checkpoint to {where} failed ({error.strerror or error}): the last one is untouched"
-    return str(error)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from moe_lightning.checkpoint.durable import identity_of
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import place_of, storage_of
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 STATUS = "status.json"
@@ -70,6 +71,14 @@ def warnings_of(status: AgentStatus) -> list[str]:
     return found
 
 
+def complaint_of(error: OSError | CheckpointError, root: Place) -> str:
+    """Why an attempt to write a checkpoint failed, one sentence."""
+    if isinstance(error, OSError):
+        where = error.filename or root
+        return f"writing a checkpoint to {where} failed ({error.strerror or error}): the last one is untouched"
+    return str(error)
+
+
 def agent_alive(arenas: Path) -> bool:
     """Whether an agent serves the directory."""
     with open(arenas / LOCK, "a") as file:
@@ -80,18 +89,18 @@ def agent_alive(arenas: Path) -> bool:
         return False
 
 
-def served_root(arenas: Path) -> Path | None:
+def served_root(arenas: Path) -> Place | None:
     """Where the agent that served the directory last writes to, as a path that leads to the very directory that it was
     started for; None where that is not recorded, or the path leads elsewhere by now."""
     try:
         record = json.loads((arenas / LOCK).read_bytes())
-        root = Path(record["root"])
-        return root if identity_of(root) == record["identity"] else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        root = place_of(record["root"])
+        return root if storage_of(root).identity(root) == record["identity"] else None
+    except (OSError, ConfigurationError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def record_root(lock: IO[str], root: Path, identity: str | None) -> None:
+def record_root(lock: IO[str], root: Place, identity: str | None) -> None:
     """The agent's side: say in the lock file what is served."""
     lock.truncate(0)
     json.dump({"root": str(root), "identity": identity, "pid": os.getpid()}, lock)
@@ -112,7 +121,7 @@ class AgentHandle:
         options: `keep_last`, `poll_s`, `grace_s`, `retry_s`, `commit_timeout_s` of `Agent`, and others of its numbers.
     """
 
-    def __init__(self, arenas: Path, root: Path, **options: float) -> None:
+    def __init__(self, arenas: Path, root: Place, **options: float) -> None:
         self._arenas, self._root, self._options = arenas, root, options
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -160,7 +169,7 @@ class AgentHandle:
         deadline = time.monotonic() + _RECORD_S
         while (root := served_root(self._arenas)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # it may have begun this instant
-        return root is not None and identity_of(root) == identity_of(self._root)
+        return root is not None and storage_of(root).identity(root) == storage_of(self._root).identity(self._root)
 
     def _replace(self) -> None:
         """The directory of checkpoints has moved: the agent that writes to its old place goes, another one comes."""
@@ -175,7 +184,7 @@ class AgentHandle:
             time.sleep(_POLL_S)
 
 
-def start_agent(arenas: Path, root: Path, **options: float) -> subprocess.Popen[bytes]:
+def start_agent(arenas: Path, root: Place, **options: float) -> subprocess.Popen[bytes]:
     """Start an agent in a session of its own, so that signals to the workers do not reach it. It writes to a log beside
     the arenas.
 
@@ -191,8 +200,8 @@ def start_agent(arenas: Path, root: Path, **options: float) -> subprocess.Popen[
         "--checkpoints",
         str(root),
     ]
-    if root.is_dir():
-        command += ["--identity", identity_of(root)]
+    if storage_of(root).is_dir(root):
+        command += ["--identity", storage_of(root).identity(root)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     # Not in the worker's directory, which may be gone before the agent is, nor with its output: readers of that would

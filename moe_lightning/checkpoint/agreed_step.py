@@ -12,15 +12,14 @@ The papers (MoC-System 5.2, REFT 4.2) leave open how nodes agree.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Self
 
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.fence import world_lock
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.errors import CheckpointError
 
 _NEXT = ".next.json"
@@ -50,10 +49,10 @@ class Agreement:
         return self.step < 0
 
     @classmethod
-    def read(cls, root: Path) -> Self | None:
+    def read(cls, root: Place) -> Self | None:
         """The present agreement of a storage; None where there is none, or nothing that can be read as one."""
         try:
-            found = json.loads((root / _NEXT).read_bytes())
+            found = json.loads(storage_of(root).read(root / _NEXT))
             read = cls(session=found["session"], step=found["step"], margin=found["margin"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -71,7 +70,7 @@ class Agreement:
         return Agreement(session=self.session, margin=self.margin // 2)
 
 
-def propose(root: Path, seen: Agreement | None, proposal: Agreement, *, world: int = 0) -> Agreement:
+def propose(root: Place, seen: Agreement | None, proposal: Agreement, *, world: int = 0) -> Agreement:
     """Put a proposal in the place of what was seen; what has come there meanwhile counts instead.
 
     Returns:
@@ -81,18 +80,18 @@ def propose(root: Path, seen: Agreement | None, proposal: Agreement, *, world: i
         OSError: the storage failed.
         CheckpointError: its lock is not to be had.
     """
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    storage_of(root).make(root)
     with world_lock(root, world):
         present = Agreement.read(root)
         if present is not None and present != seen:
             return present
-        staged = root / f"{_NEXT}.{secrets.token_hex(6)}.new"
-        staged.write_text(json.dumps(asdict(proposal)))  # need not survive a power cut: the next agent proposes anew
-        os.rename(staged, root / _NEXT)
+        storage_of(root).put(root / _NEXT, json.dumps(asdict(proposal)).encode())
         return proposal
 
 
-def agreed_step(root: Path, session: str, arenas: Sequence[Arena], common: int | None, *, world: int = 0) -> int | None:
+def agreed_step(
+    root: Place, session: str, arenas: Sequence[Arena], common: int | None, *, world: int = 0
+) -> int | None:
     """The step that this node persists next, as agreed with the others; None while that is open or has not come.
 
     Args:

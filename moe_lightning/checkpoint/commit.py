@@ -8,40 +8,28 @@ after a crash.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import xxhash
 
 from moe_lightning.checkpoint.dcp_format import dump_metadata
-from moe_lightning.checkpoint.durable import sync_directory, write_durably
-from moe_lightning.checkpoint.fence import (
-    SWEPT,
-    check_world,
-    give_name,
-    held_open,
-    parse_staging,
-    staging_path,
-    world_lock,
-)
-from moe_lightning.checkpoint.lease import unread
-from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, Part, check_coverage
-from moe_lightning.checkpoint.store import Heading, headings, part_path, previous_of
-from moe_lightning.checkpoint.sweeping import delete_staging
+from moe_lightning.checkpoint.fence import check_world, world_lock
+from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, PRUNED, FileRecord, Manifest, Part, check_coverage
+from moe_lightning.checkpoint.storage import Place, Storage
+from moe_lightning.checkpoint.storages import storage_of
+from moe_lightning.checkpoint.store import Heading, directories, has_manifest, headings, part_name, previous_of
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import Piece, is_partial
 
-PRUNED = "PRUNED.json"
-"""What becomes of the manifest of a checkpoint that is being deleted."""
-
-_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
+_PART = re.compile(r"part-\d+\.json")
 
 
-def try_commit(root: Path, session: str, step: int, world_size: int, *, world: int = 0) -> Path | None:
+def try_commit(root: Place, session: str, step: int, world_size: int, *, world: int = 0) -> Place | None:
     """Commit a step if every rank's part is there.
 
     Returns:
@@ -52,41 +40,53 @@ def try_commit(root: Path, session: str, step: int, world_size: int, *, world: i
         Superseded: a newer world saves or has resumed there.
         OSError: the storage failed.
     """
-    staging = staging_path(root, session, step, world)
-    if not root.is_dir() or (
-        staging.is_dir() and not (staging / MANIFEST).exists() and missing_ranks(staging, world_size)
-    ):
+    storage = storage_of(root)
+    staging = storage.staging(root, session, step, world)
+    names = storage.names(staging)
+    if (names and MANIFEST not in names and _missing(names, world_size)) or (not names and not storage.is_dir(root)):
         return None
     with world_lock(root, world):
         done = next((p for p, h in headings(root) if (h.session, h.step) == (session, step)), None)
         if done is not None:
             return done
-        if not staging.is_dir():
+        if not storage.is_dir(staging):
             check_world(root, world)
             return None
-        with held_open(staging) as opened:
-            if not (opened / MANIFEST).exists():
-                parts = [Part.parse(path.read_bytes(), str(staging)) for path in sorted(opened.glob("part-*.json"))]
+        with storage.held(staging) as held:
+            data = storage.unfinished(held)
+            if data is not None:
+                manifest = Manifest.parse(data, str(staging / MANIFEST))
+            else:
+                parts = sorted(name for name in storage.names(held) if _PART.fullmatch(name))
                 if len(parts) < world_size:
                     return None
-                _assemble(root, opened, parts)
-            return _give_name(root, staging, opened, step, world)
+                manifest = _assemble(
+                    root, held, [Part.parse(storage.read(held / name), str(staging)) for name in parts]
+                )
+                data = manifest.dump()
+            return storage.commit(staging, held, data, manifest.files, partial(check_world, root, world))
 
 
-def withdraw_part(root: Path, session: str, step: int, rank: int, *, world: int = 0) -> None:
+def withdraw_part(root: Place, session: str, step: int, rank: int, *, world: int = 0) -> None:
     """Take back a rank's part that did not lead to a commit, so that it is written anew."""
-    if root.is_dir():
+    storage = storage_of(root)
+    if storage.is_dir(root):
         with world_lock(root, world):
-            part_path(staging_path(root, session, step, world), rank).unlink(missing_ok=True)
+            storage.delete(storage.staging(root, session, step, world) / part_name(rank))
 
 
-def missing_ranks(staging: Path, world_size: int) -> list[int]:
+def missing_ranks(staging: Place, world_size: int) -> list[int]:
     """Ranks whose part is not in a staging directory."""
-    return [rank for rank in range(world_size) if not part_path(staging, rank).exists()]
+    return _missing(storage_of(staging).names(staging), world_size)
 
 
-def _assemble(root: Path, staging: Path, parts: list[Part]) -> None:
-    """Write .metadata and, last, MANIFEST.json."""
+def _missing(names: Collection[str], world_size: int) -> list[int]:
+    there = {*names}
+    return [rank for rank in range(world_size) if part_name(rank) not in there]
+
+
+def _assemble(root: Place, held: Place, parts: list[Part]) -> Manifest:
+    """Carry experts over and write .metadata."""
     first = parts[0]
     for part in parts:
         whose = part.run, part.session, part.step, part.world, part.world_size
@@ -105,15 +105,15 @@ def _assemble(root: Path, staging: Path, parts: list[Part]) -> None:
         required = {piece.key for piece in manifest.stored}
         carried = [p for p in manifest.stored if is_partial(p.key) and p.key not in fresh_keys]
         for name in {piece.at.file for piece in carried}:
-            files[name] = _carry_over(path, manifest.files[name], staging / name)
+            files[name] = _carry_over(path, manifest.files[name], held / name)
         stored += carried
     extra = next((part.extra for part in parts if part.rank == 0), {})
     check_coverage(stored, required=required, extra=extra)
     files = {name: record for name, record in files.items() if any(piece.at.file == name for piece in stored)}
     metadata = dump_metadata(stored, {name: record.path for name, record in files.items()})
-    write_durably(staging / METADATA, metadata)
+    metadata = storage_of(held).put_once(held / METADATA, metadata)
     files[METADATA] = FileRecord(path=METADATA, nbytes=len(metadata), xxh3=xxhash.xxh3_64_hexdigest(metadata))
-    manifest = Manifest(
+    return Manifest(
         run=first.run,
         session=first.session,
         sequence=1 + max((heading.sequence for _, heading in headings(root)), default=0),
@@ -126,7 +126,6 @@ def _assemble(root: Path, staging: Path, parts: list[Part]) -> None:
         stored=tuple(stored),
         extra=extra,
     )
-    write_durably(staging / MANIFEST, manifest.dump())
 
 
 def _freshest(parts: list[Part]) -> list[Piece]:
@@ -140,37 +139,19 @@ def _freshest(parts: list[Part]) -> list[Piece]:
     return list(best.values())
 
 
-def _carry_over(directory: Path, record: FileRecord, target: Path) -> FileRecord:
-    """Hard-link a file of an older checkpoint, or refer to it where the file system has no links."""
+def _carry_over(directory: Place, record: FileRecord, target: Place) -> FileRecord:
+    """A file of an older checkpoint, linked or referred to."""
     source = directory / record.path
     try:
-        os.link(source, target)
-    except FileExistsError:  # from a commit that was interrupted
-        return replace(record, path=target.name)
+        if storage_of(directory).link(source, target):
+            return replace(record, path=target.name)
     except FileNotFoundError as error:
         raise CheckpointError(f"{source} has vanished, and experts of this checkpoint are only there") from error
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        owner = Path(record.path).parent.name or directory.name
-        return replace(record, path=f"../{owner}/{target.name}")
-    return replace(record, path=target.name)
+    owner = record.path.split("/")[-2] if "/" in record.path else directory.name
+    return replace(record, path=f"../{owner}/{target.name}")
 
 
-def _give_name(root: Path, staging: Path, opened: Path, step: int, world: int) -> Path:
-    manifest = Manifest.parse((opened / MANIFEST).read_bytes(), str(staging / MANIFEST))
-    for path in opened.iterdir():  # parts, and what interrupted attempts left
-        if path.name != MANIFEST and path.name not in manifest.files:
-            path.unlink()
-    sync_directory(opened)
-    names = [f"step-{step:08d}", *(f"step-{step:08d}-{i}" for i in range(2, 1000))]
-    target = next(root / name for name in names if not (root / name).exists())
-    give_name(root, staging, opened, target, world)
-    sync_directory(root)
-    return target
-
-
-def prune(root: Path, keep_last: int, *, world: int | None = None, with_reserve: bool = False) -> list[str]:
+def prune(root: Place, keep_last: int, *, world: int | None = None, with_reserve: bool = False) -> list[str]:
     """Delete all but the newest whole checkpoints, and what interrupted saves left behind.
 
     A manifest becomes a mark of what is to be deleted before anything is, so that no half-deleted directory looks like
@@ -191,42 +172,46 @@ def prune(root: Path, keep_last: int, *, world: int | None = None, with_reserve:
     """
     removed: list[str] = []
     failures: list[OSError] = []
+    storage = storage_of(root)
     with world_lock(root, world):
         if world is not None:
             check_world(root, world)
         named = headings(root)
-        own = [(path, heading) for path, heading in named if not path.is_symlink()]
+        own = [(path, heading) for path, heading in named if storage.is_own(path)]
         if not own:
             return []
         kept, dropped = own[: max(1, keep_last)], own[max(1, keep_last) :]
         reserve = _reserve(own) if with_reserve else None
         for path, _ in reversed([pair for pair in dropped if pair[0] != reserve]):
-            with _noting(failures), unread(path) as free:
+            with _noting(failures), storage.unread(path) as free:
                 if free:
-                    os.rename(path / MANIFEST, path / PRUNED)
-                    sync_directory(path)
+                    storage.retire(path)
                     removed.append(path.name)
         staying = [(path, heading) for path, heading in named if path.name not in removed]
-        needed = {(path / reference).resolve() for path, heading in staying for reference in heading.references}
+        needed = {_key(path / reference) for path, heading in staying for reference in heading.references}
         newest = kept[0][1]
-        for path in root.glob("step-*"):
+        for path in directories(root):
             with _noting(failures):
-                if not path.is_symlink() and not (path / MANIFEST).exists():
-                    _delete_unneeded(path, newest.run, needed)
-        for path in root.glob(".staging-*"):
-            owner = parse_staging(path)
+                if storage.is_own(path) and not has_manifest(path):
+                    _delete_unneeded(storage, path, newest.run, needed)
+        for name in storage.names(root):
+            owner = storage.owner(root / name)
             if owner is not None and owner[1:] < (newest.session, newest.step):
                 with _noting(failures):
-                    delete_staging(path)
-        for path in root.glob(SWEPT):
-            with _noting(failures):
-                delete_staging(path)
+                    storage.discard(root / name)
+        with _noting(failures):
+            storage.sweep(root)
     if failures:
         raise failures[0]
     return removed
 
 
-def _reserve(own: list[tuple[Path, Heading]]) -> Path | None:
+def _key(path: Place) -> str:
+    """The same for all ways in which manifests name a file."""
+    return os.path.normpath(path)
+
+
+def _reserve(own: list[tuple[Place, Heading]]) -> Place | None:
     """The newest checkpoint all of whose files are other ones than those of the newest of all; None without one."""
     newest = own[0][1].names
     return next((path for path, heading in own if heading.names.isdisjoint(newest)), None)
@@ -241,20 +226,18 @@ def _noting(failures: list[OSError]) -> Iterator[None]:
             failures.append(error)
 
 
-def _delete_unneeded(path: Path, run: str, needed: set[Path]) -> None:
+def _delete_unneeded(storage: Storage, path: Place, run: str, needed: set[str]) -> None:
     """Delete the files of a pruned checkpoint that no other one needs; the mark goes with the last of them."""
     mark = path / PRUNED
     try:
-        manifest = Manifest.parse(mark.read_bytes(), str(mark))
+        manifest = Manifest.parse(storage.read(mark), str(mark))
     except (OSError, CheckpointError):
         return  # somebody else's, or damaged: nothing vouches for its files
     if manifest.run != run:
         return
-    own = [path / record.path for record in manifest.files.values() if "/" not in record.path]
-    for file in own:
-        if file.resolve() not in needed:
-            file.unlink(missing_ok=True)
-    if not any(file.exists() for file in own):
-        mark.unlink()
-        with contextlib.suppress(OSError):  # somebody else's files lie there too
-            path.rmdir()
+    there = [path / name for name in storage.names(path) if name in manifest.files]
+    for file in there:
+        if _key(file) not in needed:
+            storage.delete(file)
+    if not any(_key(file) in needed for file in there):
+        storage.unmark(path)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from moe_lightning.checkpoint.durable import sync_directory
 from moe_lightning.checkpoint.full_state import read_checkpoint
-from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.sealing import SealingFile, check_file
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.store import directories, has_manifest
 from moe_lightning.errors import CheckpointError
 
 SUFFIX = ".ckpt"
@@ -79,16 +80,18 @@ def read_file(path: Path) -> dict[str, Any]:
     return read_checkpoint(path)
 
 
-def checkpoint_files(path: Path) -> list[Path]:
-    """The checkpoint file that a path is, or those in a directory, newest first; none where it holds none."""
+def checkpoint_files(path: Place) -> list[Path]:
+    """The checkpoint file that a path is, or those in a directory, newest first; a URL holds none."""
+    if not isinstance(path, Path):
+        return []
     if path.is_dir():
         return sorted((f for f in path.glob(f"*{SUFFIX}") if f.is_file()), key=lambda f: -f.stat().st_mtime_ns)
     return [path] if path.is_file() else []
 
 
-def newest_file(path: Path) -> Path | None:
+def newest_file(path: Place) -> Path | None:
     """The newest checkpoint file that a path means; None where it means checkpoint directories, or holds nothing."""
-    if path.is_dir() and ((path / MANIFEST).exists() or any(path.glob(f"step-*/{MANIFEST}"))):
+    if has_manifest(path) or any(has_manifest(found) for found in directories(path)):
         return None
     return next(iter(checkpoint_files(path)), None)
 

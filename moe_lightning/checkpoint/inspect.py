@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.files import checkpoint_files, model_tensors, newest_file, read_file, summarise_file
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST
-from moe_lightning.checkpoint.store import RECORD, checkpoints, run_record_problem
+from moe_lightning.checkpoint.storage import Place, exists
+from moe_lightning.checkpoint.storages import storage_of
+from moe_lightning.checkpoint.store import RECORD, checkpoints, directories, has_manifest, run_record_problem
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import OBJECT
 
@@ -71,16 +72,16 @@ class Verdict:
         return self.problem is None and not self.is_pruned
 
 
-def resolve(path: Path) -> Checkpoint:
+def resolve(path: Place) -> Checkpoint:
     """The checkpoint that a path means: a checkpoint directory itself, or the newest whole one in a directory of them.
 
     Raises:
         ConfigurationError: there is no such directory, or nothing in it.
         CheckpointError: there are checkpoints, but none is whole.
     """
-    if not path.is_dir():
+    if not storage_of(path).is_dir(path):
         raise ConfigurationError(f"{path} is no directory: name a checkpoint, or the directory that holds them")
-    if (path / MANIFEST).exists():
+    if has_manifest(path):
         return Checkpoint(path)
     found = find_newest(path)
     if found.checkpoint is not None:
@@ -118,7 +119,7 @@ def summarise(checkpoint: Checkpoint) -> Summary:
     )
 
 
-def verify_all(path: Path) -> list[Verdict]:
+def verify_all(path: Place) -> list[Verdict]:
     """Verify a checkpoint, or every checkpoint in a directory, newest first; damaged manifests come last, and then the
     record of the directory's run where it is damaged. A directory without checkpoint directories: its checkpoint files.
 
@@ -135,29 +136,28 @@ def verify_all(path: Path) -> list[Verdict]:
     return verdicts if record_problem is None else [*verdicts, Verdict(name=RECORD, problem=record_problem)]
 
 
-def _directories(path: Path) -> list[Path]:
+def _directories(path: Place) -> list[Place]:
     """The checkpoint that a path is, or those in it."""
-    if (path / MANIFEST).exists():
+    if has_manifest(path):
         return [path]
-    readable = [found for found, _ in checkpoints(path)] if path.is_dir() else []
-    named = sorted(found for found in path.glob("step-*") if (found / MANIFEST).exists())
-    paths = [*readable, *(found for found in named if found not in readable)]
+    readable = [found for found, _ in checkpoints(path)]
+    paths = [*readable, *(found for found in directories(path) if found not in readable and has_manifest(found))]
     if not paths:
         raise ConfigurationError(f"{path} holds no checkpoint: name a checkpoint, or the directory that holds them")
     return paths
 
 
-def _verdict(path: Path) -> Verdict:
+def _verdict(path: Place) -> Verdict:
     try:
         Checkpoint(path).verify()
     except CheckpointError as error:
         # Whoever prunes takes the manifest away before anything else.
-        is_pruned = not (path / MANIFEST).exists()
+        is_pruned = not has_manifest(path)
         return Verdict(name=path.name, problem=None if is_pruned else str(error), is_pruned=is_pruned)
     return Verdict(name=path.name, problem=None)
 
 
-def export(checkpoint: Checkpoint, target: Path, *, prefix: str = "") -> int:
+def export(checkpoint: Checkpoint, target: Place, *, prefix: str = "") -> int:
     """Write the tensors whose keys begin with a prefix into one safetensors file; returns their bytes.
 
     The checkpoint is verified first; objects are left out.
@@ -176,7 +176,7 @@ def export(checkpoint: Checkpoint, target: Path, *, prefix: str = "") -> int:
     return _write(tensors, target, {"step": str(checkpoint.manifest.step), "run": checkpoint.manifest.run})
 
 
-def export_file(path: Path, target: Path, *, prefix: str = "") -> int:
+def export_file(path: Path, target: Place, *, prefix: str = "") -> int:
     """The same for the model's tensors of a checkpoint file."""
     _check_free(target)
     tensors = model_tensors(path, prefix)
@@ -185,18 +185,21 @@ def export_file(path: Path, target: Path, *, prefix: str = "") -> int:
     return _write(tensors, target, {"step": str(summarise_file(path).step)})
 
 
-def _check_free(target: Path) -> None:
-    if target.exists():
+def _check_free(target: Place) -> None:
+    if exists(storage_of(target), target):
         raise ConfigurationError(f"{target} exists already: name another file")
 
 
-def _write(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[str, str]) -> int:
-    staged = target.with_name(f".{target.name}.{os.getpid()}.new")
-    try:
-        save_file(tensors, str(staged), metadata=metadata)
-        os.rename(staged, target)
-    finally:
-        staged.unlink(missing_ok=True)
+def _write(tensors: dict[str, torch.Tensor], target: Place, metadata: dict[str, str]) -> int:
+    if isinstance(target, Path):
+        staged = target.with_name(f".{target.name}.{os.getpid()}.new")
+        try:
+            save_file(tensors, str(staged), metadata=metadata)
+            os.rename(staged, target)
+        finally:
+            staged.unlink(missing_ok=True)
+    else:
+        storage_of(target).write(target, [save(tensors, metadata=metadata)])
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 

@@ -5,46 +5,36 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moe_lightning.checkpoint.manifest import MANIFEST
 
 
-class Lease:
-    """Keeps a checkpoint directory from being pruned until it is released.
-
-    Args:
-        directory: the checkpoint.
+@contextmanager
+def lease(directory: Path) -> Generator[None, None, None]:
+    """Keeps a checkpoint directory from being pruned while the context is open.
 
     Raises:
         FileNotFoundError: it is gone, or being deleted.
     """
-
-    def __init__(self, directory: Path) -> None:
-        path = directory / MANIFEST
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    path = directory / MANIFEST
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(self._fd), os.stat(path)):
-                raise FileNotFoundError(f"{path} was replaced")
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self.release()
             raise FileNotFoundError(f"{path} is being deleted") from error
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Let it be pruned; may be called again."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if not os.path.samestat(os.fstat(fd), os.stat(path)):
+            raise FileNotFoundError(f"{path} was replaced")
+        yield
+    finally:
+        os.close(fd)
 
 
 @contextmanager
-def unread(directory: Path) -> Iterator[bool]:
+def unread(directory: Path) -> Generator[bool, None, None]:
     """Whether nobody reads a checkpoint; nobody begins to as long as the context is open and the answer was yes."""
     try:
         fd = os.open(directory / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # network file systems lock writable files only

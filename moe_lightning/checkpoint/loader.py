@@ -12,20 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
-import numpy as np
 import torch
 import xxhash
 from typing_extensions import override
 
 from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
 from moe_lightning.checkpoint.reader import CheckpointSource
-from moe_lightning.checkpoint.store import checkpoints, read_manifest
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import storage_of
+from moe_lightning.checkpoint.store import checkpoints, directories, has_manifest, read_manifest
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import DTYPES, Block, Piece, by_key, is_partial, parse_expert_key
-
-_HASH_CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +67,9 @@ class Checkpoint(CheckpointSource):
     """
 
     def __init__(
-        self, path: Path, *, run: str | None = None, substitutes: Mapping[str, str | None] | None = None
+        self, path: Place, *, run: str | None = None, substitutes: Mapping[str, str | None] | None = None
     ) -> None:
-        self.path = path
+        self.path, self._storage = path, storage_of(path)
         self.substitutes = dict(substitutes or {})
         try:
             self.manifest: Manifest = read_manifest(path)
@@ -124,7 +122,7 @@ class Checkpoint(CheckpointSource):
         return self.manifest.step
 
     @property
-    def directories(self) -> list[Path]:
+    def directories(self) -> list[Place]:
         """Its own, and those that its substitutes are read from."""
         return [self.path, *(self.path.parent / name for name in sorted({*filter(None, self.substitutes.values())}))]
 
@@ -158,15 +156,18 @@ class Checkpoint(CheckpointSource):
     def is_intact(self, piece: Piece) -> bool:
         """Whether the bytes of a piece match its checksum."""
         try:
-            with open(self._file(piece.at.file), "rb", buffering=0) as file:
-                digest, left = xxhash.xxh3_64(), piece.nbytes
-                file.seek(piece.at.data_offset)
-                while left > 0 and (chunk := file.read(min(left, _HASH_CHUNK_BYTES))):
-                    digest.update(chunk)
-                    left -= len(chunk)
+            digest, nbytes = self._digest(self._file(piece.at.file), piece.at.data_offset, piece.nbytes)
         except OSError:
             return False
-        return left == 0 and digest.hexdigest() == piece.xxh3
+        return (nbytes, digest) == (piece.nbytes, piece.xxh3)
+
+    def _digest(self, path: Place, offset: int = 0, nbytes: int | None = None) -> tuple[str, int]:
+        """(xxh3, size) of a file, or of as much as there is of a range."""
+        digest, found = xxhash.xxh3_64(), 0
+        for chunk in self._storage.chunks(path, offset=offset, nbytes=nbytes):
+            digest.update(chunk)
+            found += len(chunk)
+        return digest.hexdigest(), found
 
     def _check_structure(self) -> None:
         if METADATA not in self.manifest.files:
@@ -183,23 +184,20 @@ class Checkpoint(CheckpointSource):
 
     def _check_file(self, name: str) -> str | None:
         record, path = self.manifest.files[name], self._file(name)
-        digest = xxhash.xxh3_64()
         try:
-            size = path.stat().st_size
+            size = self._storage.stat(path).nbytes
             if size != record.nbytes:
                 return f"{path} is damaged: it has {size} bytes instead of {record.nbytes}"
-            with open(path, "rb", buffering=0) as file:
-                while chunk := file.read(_HASH_CHUNK_BYTES):
-                    digest.update(chunk)
+            digest, _ = self._digest(path)
         except FileNotFoundError:
             return f"{path} is missing"
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
-        return None if digest.hexdigest() == record.xxh3 else f"{path} is damaged: its checksum does not match"
+        return None if digest == record.xxh3 else f"{path} is damaged: its checksum does not match"
 
     @override
     def _raw(self, piece: Piece) -> torch.Tensor:
-        """uint8 [nbytes]: a piece's payload, mapped from its file."""
+        """uint8 [nbytes]: a piece's payload, as its storage hands it out."""
         if piece.key in self.substitutes:
             name = self.substitutes[piece.key]
             return self._others[name]._raw(piece) if name else self._mean(piece)
@@ -207,10 +205,9 @@ class Checkpoint(CheckpointSource):
             return torch.empty(0, dtype=torch.uint8)
         path = self._file(piece.at.file)
         try:
-            mapped = np.memmap(path, mode="c", dtype=np.uint8, offset=piece.at.data_offset, shape=piece.nbytes)
+            return self._storage.tensor(path, offset=piece.at.data_offset, nbytes=piece.nbytes)
         except (OSError, ValueError) as error:  # shorter than it was when it was verified
             raise CheckpointError(f"{path} has changed while it was read ({error}): start again") from error
-        return torch.from_numpy(mapped)
 
     def _mean(self, piece: Piece) -> torch.Tensor:
         """What takes the place of a piece whose every version is lost: the mean of the layer's other experts."""
@@ -221,11 +218,11 @@ class Checkpoint(CheckpointSource):
             total += self._raw(peer).view(dtype).view(shape).to(torch.float32)
         return (total / len(peers)).to(dtype).flatten().view(torch.uint8)
 
-    def _file(self, name: str) -> Path:
+    def _file(self, name: str) -> Place:
         return self.path / self.manifest.files[name].path
 
 
-def find_newest(root: Path, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
+def find_newest(root: Place, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
     """Verify checkpoints from the newest to the oldest and return the first that is whole.
 
     Args:
@@ -253,11 +250,11 @@ def find_newest(root: Path, *, run: str | None = None, report: Callable[[str], N
     return Found(checkpoint=None, problems=tuple(problems))
 
 
-def unreadable(root: Path) -> Iterator[str]:
+def unreadable(root: Place) -> Iterator[str]:
     """One sentence for every checkpoint of a directory whose manifest cannot be read, the newest first."""
     readable = {path for path, _ in checkpoints(root)}
-    for path in sorted(root.glob("step-*"), reverse=True):
-        if path not in readable and (path / MANIFEST).exists():
+    for path in reversed(directories(root)):
+        if path not in readable and has_manifest(path):
             try:
                 Checkpoint(path)
             except CheckpointError as error:

@@ -24,9 +24,11 @@ from moe_lightning.state.pieces import DTYPES, OBJECT, Piece, by_key, is_partial
 
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
+PRUNED = "PRUNED.json"
+"""What becomes of the manifest of a checkpoint that is being deleted."""
 _FORMAT = 1
 _ENVELOPE = re.compile(rb'\{"format":(\d{1,9}),"xxh3":"([0-9a-f]{16})","body":')
-_SAFE_PATH = re.compile(r"(\.\./step-\d+(-\d+)?/)?[\w.-]+")
+_SAFE_PATH = re.compile(r"(\.\./step-\d+(-[\w-]+)?/)?[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ Sources for falling back by expert: PEC 3.1 (experts tolerate older state); the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from moe_lightning.checkpoint.checkpoint_ledger import unseen_tokens
 from moe_lightning.checkpoint.loader import Checkpoint, Damage, Found, unreadable
+from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.store import checkpoints, run_record_problem
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import DTYPES, is_partial, parse_expert_key
@@ -25,7 +25,7 @@ from moe_lightning.state.pieces import DTYPES, is_partial, parse_expert_key
 _MOST_TOLD = 3
 
 
-def find_usable(root: Path, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
+def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
     """The newest checkpoint that is whole or can be mended.
 
     Args:
@@ -57,7 +57,7 @@ def find_usable(root: Path, *, run: str | None = None, report: Callable[[str], N
     return Found(checkpoint=None, problems=tuple(problems))
 
 
-def mended(path: Path, *, report: Callable[[str], None]) -> Checkpoint:
+def mended(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
     """One checkpoint, mended where it is damaged from those beside it.
 
     Raises:
@@ -69,7 +69,7 @@ def mended(path: Path, *, report: Callable[[str], None]) -> Checkpoint:
     return checkpoint
 
 
-def _mend(checkpoint: Checkpoint, paths: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
+def _mend(checkpoint: Checkpoint, paths: Sequence[Place]) -> tuple[Checkpoint, list[str]]:
     """A checkpoint of which everything can be read, and what was wrong with it and what that costs."""
     damages = checkpoint.damages()
     for damage in damages:
@@ -88,7 +88,7 @@ def _mend(checkpoint: Checkpoint, paths: Sequence[Path]) -> tuple[Checkpoint, li
     return whole, [_sentence(d, checkpoint, whole, costs) if d.keys else _harmless(d) for d in damages]
 
 
-def _others(checkpoint: Checkpoint, paths: Sequence[Path]) -> Iterator[Checkpoint]:
+def _others(checkpoint: Checkpoint, paths: Sequence[Place]) -> Iterator[Checkpoint]:
     for path in paths:
         if path != checkpoint.path:
             try:

@@ -4,9 +4,9 @@ a copy of it may lie in its place."""
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
-from moe_lightning.checkpoint.durable import identity_of
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import storage_of
 
 
 class Elsewhere(OSError):
@@ -18,11 +18,11 @@ class OwnRoot:
 
     Args:
         path: of the checkpoints.
-        identity: device and inode (`identity_of`); None: those of the directory that is there when it is first used.
+        identity: of the directory (`Storage.identity`); None: of the one that is there when it is first used.
     """
 
-    def __init__(self, path: Path, identity: str | None) -> None:
-        self._path, self._identity = path, identity
+    def __init__(self, path: Place, identity: str | None) -> None:
+        self._path, self._storage, self._identity = path, storage_of(path), identity
 
     def check(self) -> None:
         """See that the path leads to the directory. Where it was deleted, but not what holds it, another will be made.
@@ -31,9 +31,9 @@ class OwnRoot:
             Elsewhere: it does not.
         """
         try:
-            found = identity_of(self._path)
+            found = self._storage.identity(self._path)
         except FileNotFoundError:
-            if self._identity is not None and not self._path.parent.is_dir():
+            if self._identity is not None and not self._storage.is_dir(self._path.parent):
                 raise Elsewhere(errno.ENOENT, "the run's directory was moved or deleted", str(self._path)) from None
             self._identity = None
             return
@@ -43,4 +43,4 @@ class OwnRoot:
 
     def made(self) -> None:
         """The directory is there: it is this one from now on, where it was not known."""
-        self._identity = self._identity or identity_of(self._path)
+        self._identity = self._identity or self._storage.identity(self._path)

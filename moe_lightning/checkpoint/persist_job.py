@@ -11,6 +11,7 @@ from moe_lightning.checkpoint.agreed_step import Agreement, agreed_step
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.arena_location import rank_of
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
+from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.store import headings
 from moe_lightning.checkpoint.triple_buffer import newest_common
 
@@ -53,7 +54,7 @@ def interrupted_job(arenas: Iterable[Arena]) -> Job | None:
     return None
 
 
-def next_job(root: Path, session: str | None, arenas: Sequence[Arena]) -> Job | None:
+def next_job(root: Place, session: str | None, arenas: Sequence[Arena]) -> Job | None:
     """The newest step of a session that all its ranks hold, as agreed with other nodes; None while there is none.
 
     Args:
@@ -88,7 +89,7 @@ def left_behind(arenas: Mapping[Path, Arena], session: str) -> list[Path]:
     ]
 
 
-def others_went_on(root: Path, job: Job) -> bool:
+def others_went_on(root: Place, job: Job) -> bool:
     """Whether the other nodes will persist another step, or have persisted a later session's."""
     agreed = Agreement.read(root)
     is_ours = agreed is not None and agreed.session == job.session and not agreed.is_open
@@ -97,7 +98,7 @@ def others_went_on(root: Path, job: Job) -> bool:
     return is_superseded(root, job.session)
 
 
-def is_superseded(root: Path, session: str) -> bool:
+def is_superseded(root: Place, session: str) -> bool:
     """Whether the others went on, in a world without this node, and save a later session."""
     agreed, committed = Agreement.read(root), headings(root)
     return (agreed is not None and agreed.session > session) or (bool(committed) and committed[0][1].session > session)
@@ -110,7 +111,7 @@ def is_void(job: Job, arenas: Iterable[Arena]) -> bool:
     return bool(followed) and all(arena in followed for arena in arenas if arena.writer_alive)
 
 
-def will_lack_parts(job: Job, missing: Collection[int], arenas: Mapping[Path, Arena], root: Path) -> bool:
+def will_lack_parts(job: Job, missing: Collection[int], arenas: Mapping[Path, Arena], root: Place) -> bool:
     """Whether the parts of missing ranks will never come, or the other nodes persist something else.
 
     A rank's arena that was left behind says nothing of that rank while others write here: it may have moved on to

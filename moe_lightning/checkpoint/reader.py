@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import xxhash
 
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.dcp_format import load_object
+from moe_lightning.checkpoint.storage import Place
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, is_partial, parse_expert_key
 
@@ -25,7 +25,7 @@ class CheckpointSource(ABC):
         path: where it lies; its name stands in messages.
     """
 
-    path: Path
+    path: Place
 
     @property
     @abstractmethod

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lightning.algorithms.inventory import SnapshotInventory, StorageInventory
 from moe_lightning.checkpoint.arena_location import existing_arenas
-from moe_lightning.checkpoint.durable import identity_of
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.mending import find_usable
 from moe_lightning.checkpoint.node_inventory import local_inventory
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.checkpoint.store import run_of
 
 
@@ -28,7 +30,7 @@ class RecoverySources:
         enter: called before the storage is looked at; no older world commits anything after that.
     """
 
-    root: Path
+    root: Place
     name: str
     node: str
     fallback: Path
@@ -57,10 +59,17 @@ class RecoverySources:
         return find_usable(self.root, run=run, report=self.report).checkpoint
 
 
-def arenas_name(name: str, run: str, node: str, root: Path) -> str:
+def arenas_name(name: str, run: str, node: str, root: Place) -> str:
     """Names a run's arenas on a node; nodes have names where several may share a machine. A copy of the run's
     directory has arenas of its own, wherever it lies."""
-    return "-".join(part for part in (name, run[:8], identity_of(root), node) if part)
+    return "-".join(part for part in (name, run[:8], storage_of(root).identity(root), node) if part)
+
+
+def fallback_room(chosen: str | None, root: Place) -> Path:
+    """Where snapshots lie if not in shared memory: in the directory that was chosen, else beside the checkpoints, else,
+    where these are in no file system, among temporary files."""
+    beside = root if isinstance(root, Path) else Path(tempfile.gettempdir())
+    return Path(chosen) if chosen else beside
 
 
 def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:

@@ -7,16 +7,15 @@ named, and the next checkpoint gets its experts from memory, in a file of its ow
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 import xxhash
 
 from moe_lightning.checkpoint.manifest import FileRecord, Manifest
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import storage_of
 
-_CHUNK_BYTES = 16 << 20
 _DATA = re.compile(r".+\.rank(\d+)\.step(\d+)\.distcp")
 
 
@@ -39,7 +38,7 @@ class Scrubber:
         self.damaged: set[str] = set()
         self.problems: list[str] = []
 
-    def committed(self, directory: Path, manifest: Manifest, ranks: Collection[int]) -> None:
+    def committed(self, directory: Place, manifest: Manifest, ranks: Collection[int]) -> None:
         """A checkpoint is there: finish what should have been read by now, and choose what is read until the next one.
 
         Args:
@@ -66,20 +65,18 @@ class Scrubber:
             del self._rounds[0]
         return False
 
-    def _read(self, directory: Path, name: str, record: FileRecord) -> Iterator[None]:
+    def _read(self, directory: Place, name: str, record: FileRecord) -> Iterator[None]:
         """Compare a file with its checksum, a chunk at a time."""
         path, digest, nbytes = directory / record.path, xxhash.xxh3_64(), 0
         problem: str | None = None
+        storage = storage_of(directory)
         try:
-            with open(path, "rb", buffering=0) as file:
-                _forget(file.fileno())  # what storage holds counts, not what memory remembers of it
-                while chunk := file.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-                    nbytes += len(chunk)
-                    _forget(file.fileno())
-                    yield
+            for chunk in storage.chunks(path, fresh=True):
+                digest.update(chunk)
+                nbytes += len(chunk)
+                yield
         except FileNotFoundError:
-            if not directory.is_dir():
+            if not storage.is_dir(directory):
                 return  # pruned: a newer checkpoint carries the file, and it is read from there
             problem = "is gone"
         except OSError as error:
@@ -96,7 +93,3 @@ class Scrubber:
 def _is_carried(name: str, step: int, ranks: Collection[int]) -> bool:
     match = _DATA.fullmatch(name)
     return match is not None and int(match[2]) != step and int(match[1]) in ranks
-
-
-def _forget(fd: int) -> None:
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

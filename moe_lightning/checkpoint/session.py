@@ -23,10 +23,12 @@ from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.dcp_format import dump_object
 from moe_lightning.checkpoint.fence import check_world, enter_world, next_world
-from moe_lightning.checkpoint.recovery_sources import arenas_name
+from moe_lightning.checkpoint.recovery_sources import arenas_name, fallback_room
 from moe_lightning.checkpoint.settings import CheckpointSettings
 from moe_lightning.checkpoint.snapshot_protection import ProtectionReport, Protector
 from moe_lightning.checkpoint.snapshotter import SnapshotReport, Snapshotter
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import absolute, pause_s
 from moe_lightning.checkpoint.store import claim, run_of
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.comm.collect import all_gather_json
@@ -72,7 +74,7 @@ class CheckpointSession:
         self,
         state: TrainingState,
         world: World,
-        root: Path,
+        root: Place,
         name: str,
         settings: CheckpointSettings,
         *,
@@ -84,7 +86,7 @@ class CheckpointSession:
         experts_move: bool = False,
         world_number: int = 0,
     ) -> None:
-        self._state, self._world, self._root, self._settings = state, world, root.absolute(), settings
+        self._state, self._world, self._root, self._settings = state, world, absolute(root), settings
         experts = state.num_experts
         self.k_snapshot = min(settings.k_snapshot, experts) if isinstance(settings.k_snapshot, int) else experts
         self.k_persist = min(settings.k_persist or self.k_snapshot, self.k_snapshot)
@@ -152,7 +154,7 @@ class CheckpointSession:
 
     def _start_agent(self, name: str, node: str, run: str, needed_bytes: int) -> Path:
         claim(self._root, run)
-        fallback = Path(self._settings.fallback_dir) if self._settings.fallback_dir else self._root
+        fallback = fallback_room(self._settings.fallback_dir, self._root)
         named = arenas_name(name, run, node, self._root)
         arenas = arena_directory(named, needed_bytes=needed_bytes, fallback=fallback)
         self._agent = AgentHandle(
@@ -161,6 +163,7 @@ class CheckpointSession:
             keep_last=self._settings.keep_last,
             verify_within=self._settings.verify_within,
             copy_every=self._settings.copies_on_storage or 0,
+            poll_s=2 * pause_s(self._root),
         )
         self._agent.begin()
         return arenas
@@ -338,7 +341,7 @@ class CheckpointSession:
                     f"the checkpoint of step {report.step} is not written after {timeout_s:.0f} s ({reason}): "
                     f"the last whole one is step {status.committed_step}"
                 )
-            time.sleep(0.01)
+            time.sleep(pause_s(self._root))
         status = self.status()
         all_gather_json(0, self._world)  # every rank of the node has read the status
         if self._agent is not None:

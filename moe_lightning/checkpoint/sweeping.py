@@ -15,6 +15,11 @@ _WHOLE = f"{_DATA}|{_PART}|{re.escape(MANIFEST)}|{re.escape(METADATA)}"
 _WRITTEN_HERE = re.compile(rf"{_WHOLE}|\.({_WHOLE})\.[0-9a-f]+\.new")
 
 
+def is_written_by_saves(name: str) -> bool:
+    """Whether a save gives files such names."""
+    return _WRITTEN_HERE.fullmatch(name) is not None
+
+
 def delete_staging(path: Path) -> None:
     """Delete a staging directory; it stays where something lies in it that no save writes, or where it is a link.
 
@@ -24,7 +29,7 @@ def delete_staging(path: Path) -> None:
         return
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
         for entry in entries:
-            if _WRITTEN_HERE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            if is_written_by_saves(entry.name) and entry.is_file(follow_symlinks=False):
                 (path / entry.name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty
             path.rmdir()

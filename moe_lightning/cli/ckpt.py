@@ -7,7 +7,7 @@
     moe-ckpt prune DIR --keep N   keep the newest N
     moe-ckpt clean [DIR]          list snapshots in memory whose run and agent are dead; --yes deletes them
 
-DIR may also be a `.ckpt` file or a directory of these (not for prune).
+DIR may also be a `.ckpt` file or a directory of these (not for prune), or the URL of a store such as s3://BUCKET/NAME.
 
 Exit codes: 0 done, 1 a damaged checkpoint, 2 a mistake in the command.
 """
@@ -26,6 +26,8 @@ from rich.table import Table
 from moe_lightning.arguments import Parser, output_file, value
 from moe_lightning.checkpoint import cleaning, inspect
 from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     console = Console(highlight=False)
     try:
+        if isinstance(arguments.path, str):
+            arguments.path = place_of(arguments.path)
         return int(arguments.command(arguments, console))
     except ConfigurationError as error:
         print(f"moe-ckpt: {error}", file=sys.stderr)
@@ -69,14 +73,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     clean.add_argument("--yes", action="store_true", help="delete what is listed")
     for command in (inspect_, verify, export, prune):
-        command.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, a .ckpt file, or what holds them")
-    export.add_argument("target", type=output_file, metavar="FILE", help="the safetensors file to write")
+        command.add_argument(
+            "path", metavar="DIR", help="a checkpoint, a .ckpt file, or what holds them; a path or a URL"
+        )
+    export.add_argument("target", type=_target, metavar="FILE", help="the safetensors file to write; a path or a URL")
     export.add_argument("--prefix", default="", help="only keys that begin with this, such as expert/0/")
-    export_hf.add_argument("path", type=Path, metavar="CKPT", help="a .ckpt file, or a directory as above")
+    export_hf.add_argument("path", metavar="CKPT", help="a .ckpt file, or a directory as above")
     export_hf.add_argument("target", type=Path, metavar="DIR", help="the folder to write; it must not exist")
     export_hf.add_argument("--dtype", help="of its tensors, such as bfloat16; default: that of the original")
     prune.add_argument("--keep", type=value(int), required=True, metavar="N", help="whole checkpoints to keep")
     return parser
+
+
+def _target(text: str) -> Place:
+    try:
+        place = place_of(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return output_file(text) if isinstance(place, Path) else place
 
 
 def _inspect(arguments: argparse.Namespace, console: Console) -> int:

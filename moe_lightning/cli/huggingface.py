@@ -14,6 +14,8 @@ from torch import Tensor
 from moe_lightning.checkpoint.files import newest_file, read_file
 from moe_lightning.checkpoint.inspect import resolve
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
@@ -35,7 +37,7 @@ class _Source(Protocol):
         ...
 
 
-def export_checkpoint(path: Path, target: Path, *, dtype: str | None = None) -> int:
+def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None) -> int:
     """Write the model of a checkpoint for plain transformers; returns the bytes of its tensors.
 
     Experts that a partial checkpoint left behind come as they were saved last.
@@ -56,7 +58,7 @@ def export_checkpoint(path: Path, target: Path, *, dtype: str | None = None) -> 
     if target.exists():
         raise existing(target)
     file = newest_file(path)
-    source: _Source = _Directory(path) if file is None and path.is_dir() else _File(file or path)
+    source: _Source = _Directory(path) if file is None and storage_of(path).is_dir(path) else _File(Path(file or path))
     if "huggingface" not in source.hyper_parameters:
         raise ConfigurationError(f"{path} is no checkpoint of a HuggingFaceModule: transformers has no class for it")
     config = build_config(HuggingFaceConfig, source.hyper_parameters["config"])
@@ -99,7 +101,7 @@ class _File:
 class _Directory:
     """A checkpoint directory, verified."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self._checkpoint: Checkpoint = resolve(path)
         self._checkpoint.verify()
         self.hyper_parameters = self._checkpoint.read_object("trainer").get("hyper_parameters", {})

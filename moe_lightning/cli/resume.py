@@ -109,8 +109,12 @@ def told(found: list[Change]) -> str:
     return f"; changed: {_told(found)}" if found else ""
 
 
-def config_of(checkpoint: Path) -> dict[str, Any] | None:
-    """The configuration that a checkpoint was trained with, from its run directory; None where it has none of ours."""
+def config_of(checkpoint: str | Path) -> dict[str, Any] | None:
+    """The configuration that a checkpoint was trained with, from its run directory; None where it has none of ours, or
+    lies in a store."""
+    if "://" in str(checkpoint):
+        return None
+    checkpoint = Path(checkpoint)
     for folder in list(checkpoint.absolute().parents)[:2]:
         path = folder / "config.yaml"
         if path.is_file():

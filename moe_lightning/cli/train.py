@@ -224,7 +224,7 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
         place = directory.move_aside()
         return f", the earlier run is kept in {place.name}" if place else ""
     newest = directory.newest_intact() if config["resume"] is True else None
-    start = newest.path if newest is not None else Path(config["resume"]) if config["resume"] is not True else None
+    start = newest.path if newest is not None else config["resume"] if config["resume"] is not True else None
     former = start and config_of(start)
     found = changes(former, config) if former else []
     check_changes(found, overrides=config["resume_overrides"])

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from moe_lightning.checkpoint.storage import Place
+
 
 def main() -> int:
     """Run one rank under the launcher; the exit code."""
@@ -165,13 +167,23 @@ def _records(config: Mapping[str, Any]) -> list[pl.Callback]:
 
 
 def with_one_checkpoint(callbacks: Mapping[str, Any]) -> dict[str, Any]:
-    """Callbacks that write one kind of checkpoints into a folder: of several choices, as in
-    callbacks=[partial_experts,routing_recorder], a later one brings back the full ones that partial ones replace.
+    """Callbacks that write one kind of checkpoints into a folder, or partial ones into a store: of several choices, as
+    in callbacks=[partial_experts,routing_recorder], a later one brings back the full ones that partial ones replace.
     """
     full, partial = callbacks.get("checkpoint"), callbacks.get("partial_experts_checkpoint")
-    if full and partial and full.get("dirpath") == partial.get("dirpath"):
+    is_elsewhere = store_of_checkpoints({"callbacks": callbacks}) is not None
+    if full and partial and (is_elsewhere or full.get("dirpath") == partial.get("dirpath")):
         return {**callbacks, "checkpoint": None}
     return dict(callbacks)
+
+
+def store_of_checkpoints(config: Mapping[str, Any]) -> Place | None:
+    """Where partial checkpoints go if not into a folder; None if they do, or there are none."""
+    from moe_lightning.checkpoint.storages import place_of
+
+    partial = config["callbacks"].get("partial_experts_checkpoint") or {}
+    place = place_of(str(partial.get("dirpath") or "."))
+    return None if isinstance(place, Path) else place
 
 
 def _built_group(config: Mapping[str, Any], group: str) -> list[Any]:
@@ -215,19 +227,26 @@ def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
     """
     from lightning.pytorch.utilities import rank_zero_warn
 
+    from moe_lightning.checkpoint.storages import place_of, storage_of
+    from moe_lightning.checkpoint.store import headings
     from moe_lightning.cli.run_directory import RunDirectory
     from moe_lightning.errors import ConfigurationError
 
     resume = config["resume"]
     if isinstance(resume, str):
-        if not Path(resume).exists():
+        place = place_of(resume)
+        if not (place.exists() if isinstance(place, Path) else storage_of(place).is_dir(place)):
             raise ConfigurationError(f"resume={resume} does not exist: give a checkpoint's path, true or false")
         return resume
     directory = RunDirectory(Path(config["run_dir"]))
-    newest = directory.newest_intact(rank_zero_warn) if resume or config["task"] == "validate" else None
+    wanted = resume or config["task"] == "validate"
+    store = store_of_checkpoints(config)
+    if wanted and store is not None and headings(store):
+        return str(store)
+    newest = directory.newest_intact(rank_zero_warn) if wanted else None
     if newest is None and config["task"] == "validate":
         raise ConfigurationError(
-            f"{directory.checkpoints} holds no checkpoint to validate: train first, or give resume=CHECKPOINT"
+            f"{store or directory.checkpoints} holds no checkpoint to validate: train first, or give resume=CHECKPOINT"
         )
     if newest is None:
         return None

@@ -24,12 +24,13 @@ from moe_lightning.checkpoint.full_state import (
     local_model_state,
     read_checkpoint,
 )
-from moe_lightning.checkpoint.lease import Lease
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.mending import find_usable, mended
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.sealing import check_file
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import place_of, storage_of
+from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -102,7 +103,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ restoring
 
-    def open(self, path: Path, world: World) -> dict[str, Any]:
+    def open(self, path: Place, world: World) -> dict[str, Any]:
         """What Lightning restores from a file, a checkpoint directory, or a directory of these; collective.
 
         Args:
@@ -111,7 +112,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
         """
-        if not decided(path.is_dir, world):
+        if isinstance(path, Path) and not decided(path.is_dir, world):
             return self._read_file(path, world)
         restored = self._newest_for_all(path, world)
         self._state.restored = restored
@@ -156,7 +157,7 @@ class Checkpoints:
         for index, state in enumerate(states):
             load_local_optimizer_state(own, index, state)
 
-    def _newest_for_all(self, path: Path, world: World) -> Checkpoint:
+    def _newest_for_all(self, path: Place, world: World) -> Checkpoint:
         """The checkpoint that rank 0 chooses, verified by every rank, under a lease until `release`. Rank 0 looks for
         all: an agent may commit and prune there meanwhile.
 
@@ -172,7 +173,7 @@ class Checkpoints:
             return [str(own.path), own.substitutes]
 
         place, substitutes = decided(look, world)
-        chosen, problem = Path(place), None
+        chosen, problem = place_of(place), None
         if own is None:
             try:
                 own, self._leases = _leased(chosen, report=lambda _: None)
@@ -184,7 +185,7 @@ class Checkpoints:
         assert own is not None
         return own
 
-    def _raise_together(self, path: Path, problem: str | None, world: World) -> None:
+    def _raise_together(self, path: Place, problem: str | None, world: World) -> None:
         """Refuse what one of the ranks cannot read; collective.
 
         Raises:
@@ -263,7 +264,7 @@ def _leave_ended_epoch(checkpoint: Mapping[str, Any]) -> None:
     batches["is_last_batch"] = False
 
 
-def _leased(path: Path, *, report: Callable[[str], None]) -> tuple[Checkpoint, ExitStack]:
+def _leased(path: Place, *, report: Callable[[str], None]) -> tuple[Checkpoint, ExitStack]:
     """The newest checkpoint in a directory that can be used, or that directory itself; all that is read for it is kept
     from being pruned.
 
@@ -276,7 +277,7 @@ def _leased(path: Path, *, report: Callable[[str], None]) -> tuple[Checkpoint, E
         leases = ExitStack()
         try:
             for directory in checkpoint.directories:
-                leases.callback(Lease(directory).release)
+                leases.enter_context(storage_of(directory).lease(directory))
         except FileNotFoundError as error:  # pruned meanwhile: a newer one is there
             leases.close()
             if time.monotonic() > deadline:
@@ -286,8 +287,8 @@ def _leased(path: Path, *, report: Callable[[str], None]) -> tuple[Checkpoint, E
             return checkpoint, leases
 
 
-def _newest_usable(path: Path, report: Callable[[str], None]) -> Checkpoint:
-    if (path / MANIFEST).exists():
+def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
+    if has_manifest(path):
         return mended(path, report=report)
     found = find_usable(path, report=report)
     if found.checkpoint is None:

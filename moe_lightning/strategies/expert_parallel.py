@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +18,8 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.checkpoint.files import SUFFIX
+from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
@@ -122,14 +123,9 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         integers have exact means.
         """
         is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg", "reduceop.avg")
-        if isinstance(tensor, Tensor) and is_mean and not tensor.is_floating_point():
-            tensor = tensor.double()  # DDP would cut the fraction, and with it Lightning's counts of samples
-        if self.world_size == 1:
-            return tensor
-        batch = self.steps.batch
-        if isinstance(tensor, Tensor) and is_mean and batch is not None and group is None:
-            return super().reduce(tensor * (batch.count / batch.micro_total), group, "sum")
-        return super().reduce(tensor, group, reduce_op)
+        if is_mean and isinstance(tensor, Tensor):
+            tensor, reduce_op = self.steps.share_of_mean(tensor, is_of_all=group is None)
+        return tensor if self.world_size == 1 else super().reduce(tensor, group, reduce_op)
 
     @override
     def elastic_worlds(self, engine: Membership) -> ElasticWorlds:
@@ -372,11 +368,11 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
         """
-        if "://" in str(checkpoint_path):
+        if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
         else:
             self.meet()
-            checkpoint = self.checkpoints.open(Path(str(checkpoint_path)), self.reachable)
+            checkpoint = self.checkpoints.open(place_of(str(checkpoint_path)), self.reachable)
         positions, trainer = take_positions(checkpoint), seams.trainer_of(self.lightning_module)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._step_data().restore(positions, trainer.train_dataloader)

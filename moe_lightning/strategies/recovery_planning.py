@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from moe_lightning.algorithms.inventory import RankInventory, StorageInventory
 from moe_lightning.algorithms.recovery_planner import RecoveryPlan, plan_recovery
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.recovery_sources import RecoverySources, storage_inventory
+from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -92,5 +92,5 @@ class RecoveryPlanner:
         self.storage = None
         if found is None:
             return None
-        self.storage = checkpoint or Checkpoint(Path(found[0]), substitutes=found[1])
+        self.storage = checkpoint or Checkpoint(place_of(found[0]), substitutes=found[1])
         return StorageInventory.from_json(found[2])

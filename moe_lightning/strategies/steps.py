@@ -132,6 +132,18 @@ class Steps:
         """See `moe_lightning.modules.losses.global_sum`."""
         return self._weights.scale_sum(loss, self.batch, self._worlds.present)
 
+    def share_of_mean(self, value: Tensor, *, is_of_all: bool) -> tuple[Tensor, str]:
+        """What of a mean over samples comes from this rank, and whether ranks give their "sum" or "mean".
+
+        Args:
+            is_of_all: over all ranks, and so inside a step over the samples of the micro-batch.
+        """
+        if not value.is_floating_point():
+            value = value.double()  # DDP would cut the fraction, and with it Lightning's counts of samples
+        if not is_of_all or self.batch is None or self._worlds.present.size == 1:
+            return value, "mean"
+        return value * (self.batch.count / self.batch.micro_total), "sum"
+
     def weighted(self, loss: Tensor) -> Tensor:
         """The loss times this rank's share of the step, undoing Lightning's division by the number of micro-batches."""
         share: float | Tensor = 1.0 / self._worlds.present.size

@@ -17,7 +17,8 @@ import pytest
 
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.commit import prune, try_commit
-from moe_lightning.checkpoint.fence import newest_world, staging_path
+from moe_lightning.checkpoint.fence import newest_world
+from moe_lightning.checkpoint.posix_storage import PosixStorage
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.errors import CheckpointError
 from tests.distributed.harness import run_ranks
@@ -60,7 +61,7 @@ def about_to_commit(trained: Path, root: Path, *, without_older: bool) -> None:
     shutil.copytree(trained, root)
     newest, older = (path for path, _ in checkpoints(root))
     manifest = checkpoints(root)[0][1]
-    newest.rename(staging_path(root, manifest.session, manifest.step, newest_world(root)))
+    newest.rename(PosixStorage().staging(root, manifest.session, manifest.step, newest_world(root)))
     if without_older:
         shutil.rmtree(older)
 

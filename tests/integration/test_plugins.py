@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_lightning import FaultRecovery, LoadBalancer, MoELayer, RouterConfig
+from moe_lightning import FaultRecovery, LoadBalancer, MoELayer, PartialExpertsCheckpoint, RouterConfig
 from moe_lightning.algorithms.balancing import PlacementPolicy
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.protection import PROTECTIONS, protected_by
+from moe_lightning.checkpoint.storages import place_of
+from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.cli import sim
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies import ExpertParallelStrategy
@@ -64,6 +66,8 @@ def test_one_of_each_trains(installed: Mapping[str, dict[str, str]], tmp_path: P
     told = " ".join(arguments)
     assert all(f"={name}" in told for parts in installed.values() for name in parts)
     run_name = f"plugins-{os.getpid()}"
+    arguments = [argument.replace("sqlite://trials/", f"sqlite://{run_name}/") for argument in arguments]
+    database = Path.home() / f"{run_name}.sqlite"
     write_words(tmp_path, 2000)
     try:
         with (tmp_path / "log").open("w") as log:  # a file, as a persist agent outlives the command for a while
@@ -76,10 +80,12 @@ def test_one_of_each_trains(installed: Mapping[str, dict[str, str]], tmp_path: P
                 timeout=200,
                 check=False,
             ).returncode
+        assert code == 0, (tmp_path / "log").read_text()
+        assert checkpoints(place_of(f"sqlite://{run_name}/first"))[0][1].step == STEPS
     finally:
+        database.unlink(missing_ok=True)
         for path in Path("/dev/shm").glob(f"moe-lightning-{run_name}-*"):
             shutil.rmtree(path, ignore_errors=True)
-    assert code == 0, (tmp_path / "log").read_text()
     (table,) = tmp_path.glob(f"outputs/{run_name}/csv/*/metrics.csv")
     losses = [float(row["train/loss"]) for row in csv.DictReader(table.open()) if row.get("train/loss")]
     assert len(losses) == STEPS
@@ -112,6 +118,9 @@ def at_home(node_of, failures):
 
 def two(load, cluster): pass
 
+def store(scheme):
+    return object()
+
 class Half:
     def __init__(self, d_model, num_experts, config, /, *, init_std, bias, selection_bias): pass
 """
@@ -124,6 +133,7 @@ def test_mistakes_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "router": {"half": "wrong:Half"},
         "dispatch": {"broken": "wrong_syntax:part"},
         "dense": {"in_turn": "nowhere:part"},
+        "storage": {"empty": "wrong:store"},
     }
     install(tmp_path, monkeypatch, entries, wrong=WRONG, wrong_syntax="def part(:")
     with pytest.raises(ConfigurationError, match="placement='croded' is no known placement: did you mean 'crowded' or"):
@@ -151,5 +161,7 @@ def test_mistakes_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ExpertParallelStrategy(dispatch="broken")
     with pytest.raises(ConfigurationError, match="dense='in_turn' cannot be imported from nowhere:part"):
         ExpertParallelStrategy(dense="in_turn")
+    with pytest.raises(ConfigurationError, match=r"the storage 'empty' makes a object, which lacks .* Storage names"):
+        PartialExpertsCheckpoint("empty://x/y")
     with pytest.raises(ConfigurationError, match="zero1=true is short for dense=zero1, but dense='in_turn'"):
         ExpertParallelStrategy(dense="in_turn", zero1=True)

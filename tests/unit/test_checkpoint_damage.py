@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from moe_lightning.checkpoint import durable, store
+from moe_lightning.checkpoint import durable, posix_storage, store
 from moe_lightning.checkpoint.agent import Agent, main
 from moe_lightning.checkpoint.agent_control import agent_alive, read_status, request_stop, start_agent
 from moe_lightning.checkpoint.arena_location import arena_path
@@ -288,9 +288,9 @@ def test_failing_storage_is_reported_and_survived(
                         raise OSError(code, os.strerror(code), storage)
 
                 def opened(path: Path, mode: str, **options: object) -> io.BufferedWriter:
-                    return Full(io.FileIO(path, mode.replace("b", "")))
+                    return Full(io.FileIO(path, mode.replace("b", ""))) if "x" in mode else open(path, mode, **options)
 
-                patch.setattr(store, "open", opened, raising=False)
+                patch.setattr(posix_storage, "open", opened, raising=False)
             made.snapshot(2, fresh=[0])
             for _ in range(3):
                 made.agent.serve_once()

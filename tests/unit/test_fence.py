@@ -13,24 +13,22 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.checkpoint import fence
+from moe_lightning.checkpoint import posix_storage
 from moe_lightning.checkpoint.fence import (
     Superseded,
     check_world,
     enter_world,
-    give_name,
-    held_open,
     make_staging,
     newest_world,
     next_world,
-    parse_staging,
-    staging_path,
     world_lock,
 )
 from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.checkpoint.posix_storage import PosixStorage
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import node
 
+STORAGE = PosixStorage()
 RANKS = ("0", "1")
 TIMEOUT_S = 30.0
 
@@ -88,10 +86,10 @@ def write_and_commit(root: Path, rank: str, ranks: Sequence[str]) -> None:
     """An agent's round for world 1: its part, and the commit where it finds all parts."""
     staging = make_staging(root, "s", 5, 1)
     (staging / f"part-{rank}").touch()
-    with held_open(staging) as opened:
-        if all((opened / f"part-{r}").exists() for r in ranks):
-            (opened / "MANIFEST.json").touch()
-            give_name(root, staging, opened, root / "step-00000005", 1)
+    with STORAGE.held(staging) as held:
+        if all((held / f"part-{r}").exists() for r in ranks):
+            (held / "MANIFEST.json").touch()
+            STORAGE.commit(staging, held, b"", [f"part-{r}" for r in ranks], lambda: check_world(root, 1))
 
 
 def committed(root: Path) -> list[str]:
@@ -108,7 +106,7 @@ def outcome(root: Path, order: Iterable[str], ranks: Sequence[str], monkeypatch:
         seen.append(committed(root))
 
     with monkeypatch.context() as patch:
-        for owner, name in ((os, "listdir"), (os, "rename"), (os, "mkdir"), (fence, "write_durably")):
+        for owner, name in ((os, "listdir"), (os, "rename"), (os, "mkdir"), (posix_storage, "write_durably")):
             patch.setattr(owner, name, schedule.operation(getattr(owner, name)))
         agents = {f"old{rank}": lambda rank=rank: write_and_commit(root, rank, ranks) for rank in ranks}
         schedule.run(new=begin, **agents)
@@ -152,12 +150,12 @@ def test_random_orders_of_two_agents_and_a_newer_world(seed: int, root: Path, mo
 def test_a_directory_that_took_the_name_of_a_swept_one_is_not_committed(root: Path) -> None:
     """Somebody of the older world makes it anew and has not looked for marks yet."""
     staging = make_staging(root, "s", 5, 1)
-    with held_open(staging) as opened:
-        (opened / "MANIFEST.json").touch()
+    with STORAGE.held(staging) as held:
+        (held / "MANIFEST.json").touch()
         os.rename(staging, root / ".swept-x")
         staging.mkdir()
         with pytest.raises(CheckpointError, match="was replaced while it was written"):
-            give_name(root, staging, opened, root / "step-00000005", 1)
+            STORAGE.commit(staging, held, b"", [], lambda: check_world(root, 1))
     assert committed(root) == []
 
 
@@ -173,7 +171,7 @@ def test_marks_only_grow_and_a_lower_world_is_refused_in_a_sentence(root: Path) 
         make_staging(root, "s", 1, 6)
     enter_world(root, next_world(root))
     assert [path.name for path in root.glob(".world-*")] == [f".world-{newest_world(root)}"]
-    assert parse_staging(staging_path(root, "s-1", 12, 9)) == (9, "s-1", 12)
+    assert STORAGE.owner(STORAGE.staging(root, "s-1", 12, 9)) == (9, "s-1", 12)
 
 
 def test_a_lock_of_an_older_world_holds_nobody_up(root: Path) -> None:

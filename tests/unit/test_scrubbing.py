@@ -16,7 +16,7 @@ from moe_lightning.checkpoint import commit, store
 from moe_lightning.checkpoint.agent_control import AgentStatus, read_status, warnings_of
 from moe_lightning.checkpoint.commit import PRUNED, prune
 from moe_lightning.checkpoint.fence import Superseded, enter_world
-from moe_lightning.checkpoint.lease import Lease
+from moe_lightning.checkpoint.lease import lease
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.store import checkpoints, headings
@@ -231,21 +231,18 @@ def test_what_is_read_is_not_pruned_and_goes_with_a_later_prune(tmp_path: Path) 
         made.snapshot(1)
         made.persist()
         restored = newest(made.root)
-        lease = Lease(restored.path)
-        again = Lease(restored.path)
-        commits(made, range(2, 5))
-        assert made.agent.status.error is None
-        restored.verify()
-        assert_holds(restored, dict.fromkeys(range(EXPERTS), 1))
-        lease.release()
-        lease.release()
-        commits(made, range(5, 6))
-        restored.verify()
-        again.release()
+        with lease(restored.path):
+            with lease(restored.path):
+                commits(made, range(2, 5))
+                assert made.agent.status.error is None
+                restored.verify()
+                assert_holds(restored, dict.fromkeys(range(EXPERTS), 1))
+            commits(made, range(5, 6))
+            restored.verify()
         commits(made, range(6, 7))
         assert [path.name for path in made.root.glob("step-*")] == ["step-00000006"]
-        with pytest.raises(FileNotFoundError):
-            Lease(restored.path)
+        with pytest.raises(FileNotFoundError), lease(restored.path):
+            pass
 
 
 def test_an_older_world_prunes_nothing(tmp_path: Path) -> None:

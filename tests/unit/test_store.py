@@ -14,14 +14,18 @@ import torch.distributed.checkpoint as dcp
 
 from moe_lightning.checkpoint import commit
 from moe_lightning.checkpoint.commit import prune
-from moe_lightning.checkpoint.fence import staging_path
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
+from moe_lightning.checkpoint.posix_storage import PosixStorage
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.errors import CheckpointError
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, expert_keys, node, whole_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def staging_path(root: Path, session: str, step: int) -> Path:
+    return Path(PosixStorage().staging(root, session, step, 0))
 
 
 def newest(root: Path) -> Checkpoint:
@@ -242,7 +246,7 @@ def test_a_prune_that_was_interrupted_is_finished_by_the_next(tmp_path: Path) ->
         for step in (1, 2):
             made.snapshot(step)
             made.persist()
-    os.rename(made.root / "step-00000001" / MANIFEST, made.root / "step-00000001" / commit.PRUNED)
+    os.rename(made.root / "step-00000001" / MANIFEST, made.root / "step-00000001" / PRUNED)
     assert prune(made.root, 5) == []
     assert [path.name for path in made.root.glob("step-*")] == ["step-00000002"]
 

@@ -1,0 +1,229 @@
+"""Checkpoints in a store of objects, which knows no rename, links or locks.
+
+    ROOT/step-00000120-w5-SESSION/    a checkpoint, from its first part on; one session's step has one name
+        .begun                        told to newer worlds by the store's listing
+        part-RANK.json, *.distcp      parts being written; an attempt's data files have names that no other attempt uses
+        MANIFEST.json                 the commit: put only if there is none
+
+Whoever closes what is being written puts a *void* manifest there first, so that of commit and close exactly one
+succeeds. A manifest that is pruned becomes void, too: a process that was stopped in the middle of its commit finds the
+name taken when it wakes. Void manifests are deleted after ten minutes. Files that are carried over are referred to.
+
+There are no locks: agents of one world may assemble the same checkpoint twice, and the first one's is it. There are no
+leases: keep as many checkpoints as a reader needs time. A store must list what was put, as S3, GCS and Azure do; where
+it lists late, an older world may still commit, and what it commits is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+import xxhash
+
+from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
+from moe_lightning.checkpoint.storage import Place, Stat, exists
+from moe_lightning.checkpoint.sweeping import is_written_by_saves
+from moe_lightning.errors import CheckpointError
+
+_STAGING = re.compile(r"step-(\d{8,})-w(\d+)-(.+)")
+_BEGUN = ".begun"
+_VOID = b"void since "
+_VOID_BYTES = 40
+"""No manifest is as short."""
+_VOID_S = 600.0
+_CHUNK_BYTES = 16 << 20
+_BLOCK_BYTES = 8 << 20
+_BLOCKS = 16
+
+
+class ObjectStorage(ABC):
+    """What all stores of objects have in common; `storage.Storage` says what each call promises. A store of another
+    kind overrides the six calls that are abstract here.
+
+    Args:
+        scheme: of its URLs.
+    """
+
+    def __init__(self, scheme: str) -> None:
+        self.scheme = scheme
+        self._block = lru_cache(maxsize=_BLOCKS)(self._read_block)
+        self._void: set[Place] = set()  # what is void stays so: its name is not used again
+
+    # --- what a store can do ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def size(self, path: Place) -> int:
+        """Bytes of an object; FileNotFoundError where there is none."""
+
+    @abstractmethod
+    def names(self, path: Place) -> list[str]:
+        """What comes next in the names of objects behind a prefix and a slash, each once."""
+
+    @abstractmethod
+    def read_range(self, path: Place, start: int, stop: int | None) -> bytes:
+        """Bytes of an object, as many as there are; FileNotFoundError where there is none."""
+
+    @abstractmethod
+    def write(self, path: Place, data: Iterable[Any]) -> None:
+        """Put an object, visible as a whole or not at all, in the place of what was there."""
+
+    @abstractmethod
+    def put_if_absent(self, path: Place, data: bytes) -> bool:
+        """Put a small object if there is none of its name; False where there is. At once, if the store can do that."""
+
+    @abstractmethod
+    def delete(self, path: Place) -> None:
+        """Delete an object, if it is there."""
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def stat(self, path: Place) -> Stat:
+        nbytes = 0 if path in self._void else self.size(path)
+        if path.name == MANIFEST and nbytes <= _VOID_BYTES:
+            self._void.add(path)
+            raise FileNotFoundError(f"{path} is void")
+        return Stat(nbytes=nbytes, version=nbytes)
+
+    def is_dir(self, path: Place) -> bool:
+        """Closed directories are none."""
+        names = self.names(path)
+        return bool(names) and (MANIFEST not in names or exists(self, path / MANIFEST))
+
+    def read(self, path: Place) -> bytes:
+        data = self.read_range(path, 0, None)
+        if path.name == MANIFEST and data.startswith(_VOID):
+            raise FileNotFoundError(f"{path} is void")
+        return data
+
+    def chunks(
+        self, path: Place, *, offset: int = 0, nbytes: int | None = None, fresh: bool = False
+    ) -> Iterator[bytes]:
+        end = offset + nbytes if nbytes is not None else self.size(path)
+        for start in range(offset, end, _CHUNK_BYTES):
+            yield self.read_range(path, start, min(end, start + _CHUNK_BYTES))
+
+    def tensor(self, path: Place, *, offset: int, nbytes: int) -> torch.Tensor:
+        """Small ranges come out of larger blocks, as what is read together lies together."""
+        if nbytes >= _BLOCK_BYTES:
+            data = bytearray(self.read_range(path, offset, offset + nbytes))
+        else:
+            first, last = offset // _BLOCK_BYTES, (offset + nbytes - 1) // _BLOCK_BYTES
+            blocks = b"".join(self._block(path, index) for index in range(first, last + 1))
+            data = bytearray(blocks[offset - first * _BLOCK_BYTES :][:nbytes])
+        if len(data) != nbytes:
+            raise ValueError(f"{path} ends before byte {offset + nbytes}")
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    def _read_block(self, path: Place, index: int) -> bytes:
+        return self.read_range(path, index * _BLOCK_BYTES, (index + 1) * _BLOCK_BYTES)
+
+    def put(self, path: Place, data: bytes) -> None:
+        self.write(path, [data])
+
+    def put_once(self, path: Place, data: bytes) -> bytes:
+        return data if self.put_if_absent(path, data) else self.read(path)
+
+    def attempt(self) -> str:
+        return f".{secrets.token_hex(4)}"
+
+    def link(self, source: Place, target: Place) -> bool:
+        self.size(source)
+        return False
+
+    # --- directories of checkpoints -----------------------------------------------------------------------------------
+
+    def make(self, root: Place) -> None:
+        return  # names of objects need no directories
+
+    def identity(self, root: Place) -> str:
+        return xxhash.xxh3_64_hexdigest(str(root).encode())
+
+    def lock(self, root: Place, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def staging(self, root: Place, session: str, step: int, world: int) -> Place:
+        return root / f"step-{step:08d}-w{world}-{session}"
+
+    def owner(self, path: Place) -> tuple[int, str, int] | None:
+        match = _STAGING.fullmatch(path.name)
+        return (int(match[2]), match[3], int(match[1])) if match else None
+
+    def begin(self, staging: Place) -> None:
+        self.put(staging / _BEGUN, b"")
+
+    @contextlib.contextmanager
+    def held(self, staging: Place) -> Generator[Place, None, None]:
+        """Names of objects do not change."""
+        yield staging
+
+    def unfinished(self, held: Place) -> bytes | None:
+        return None
+
+    def commit(
+        self, staging: Place, held: Place, manifest: bytes, files: Collection[str], check: Callable[[], None]
+    ) -> Place:
+        check()
+        if not self.put_if_absent(staging / MANIFEST, manifest):
+            check()
+            if not exists(self, staging / MANIFEST):
+                raise CheckpointError(f"{staging} was closed while it was written: the snapshot is written again")
+            return staging  # another agent's, from the same parts
+        with contextlib.suppress(OSError):  # it is a checkpoint, whatever lies beside it until it is pruned
+            self._clear(staging, but=files)
+        return staging
+
+    def close(self, staging: Place) -> None:
+        self.put_if_absent(staging / MANIFEST, _void())
+
+    def sweep(self, root: Place) -> None:
+        return  # `discard` deletes what is closed
+
+    def discard(self, staging: Place) -> None:
+        names = self.names(staging)
+        if PRUNED in names or exists(self, staging / MANIFEST):
+            return
+        if MANIFEST not in names:
+            self.close(staging)
+            if exists(self, staging / MANIFEST):
+                return  # committed this instant
+        self._clear(staging)
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if time.time() - float(self.read_range(staging / MANIFEST, len(_VOID), None)) > _VOID_S:
+                self.delete(staging / MANIFEST)
+
+    def is_own(self, path: Place) -> bool:
+        return True
+
+    def retire(self, path: Place) -> None:
+        self.put(path / PRUNED, self.read(path / MANIFEST))
+        self.put(path / MANIFEST, _void())
+
+    def unmark(self, path: Place) -> None:
+        self._clear(path)
+        self.delete(path / PRUNED)
+
+    def lease(self, path: Place) -> AbstractContextManager[None]:
+        self.stat(path / MANIFEST)
+        return nullcontext()
+
+    def unread(self, path: Place) -> AbstractContextManager[bool]:
+        return nullcontext(True)
+
+    def _clear(self, directory: Place, *, but: Collection[str] = ()) -> None:
+        """Delete what saves write, but no manifest."""
+        for name in self.names(directory):
+            if (name == _BEGUN or is_written_by_saves(name)) and name != MANIFEST and name not in but:
+                self.delete(directory / name)
+
+
+def _void() -> bytes:
+    return _VOID + f"{time.time():.0f}".encode()

@@ -1,0 +1,207 @@
+"""Checkpoints on a file system: a commit is a rename, carried files are hard links, locks die with their holders."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_lightning.checkpoint.durable import directory_lock, identity_of, sync_directory, write_durably
+from moe_lightning.checkpoint.lease import lease, unread
+from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
+from moe_lightning.checkpoint.storage import Place, Stat
+from moe_lightning.checkpoint.sweeping import delete_staging
+from moe_lightning.errors import CheckpointError
+
+_STAGING = re.compile(r"\.staging-(?:w(\d+)-)?(.+)-(\d{8,})")
+_SWEPT = ".swept-"
+_CHUNK_BYTES = 16 << 20
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
+
+
+class PosixStorage:
+    """Files of this machine; `storage.Storage` says what each call promises."""
+
+    def stat(self, path: Place) -> Stat:
+        about = os.stat(path)
+        return Stat(nbytes=about.st_size, version=(about.st_ino, about.st_mtime_ns, about.st_size))
+
+    def names(self, path: Place) -> list[str]:
+        try:
+            return os.listdir(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def is_dir(self, path: Place) -> bool:
+        return os.path.isdir(path)
+
+    def read(self, path: Place) -> bytes:
+        with open(path, "rb") as file:
+            return file.read()
+
+    def chunks(
+        self, path: Place, *, offset: int = 0, nbytes: int | None = None, fresh: bool = False
+    ) -> Iterator[bytes]:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            while True:
+                if fresh:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                chunk = file.read(_CHUNK_BYTES if nbytes is None else min(nbytes, _CHUNK_BYTES))
+                if not chunk:
+                    return
+                if nbytes is not None:
+                    nbytes -= len(chunk)
+                yield chunk
+
+    def tensor(self, path: Place, *, offset: int, nbytes: int) -> torch.Tensor:
+        return torch.from_numpy(np.memmap(os.fspath(path), mode="c", dtype=np.uint8, offset=offset, shape=nbytes))
+
+    def write(self, path: Place, data: Iterable[Any]) -> None:
+        # Left by a process that died; never truncated, as the inode could be linked elsewhere.
+        self.delete(path)
+        with open(path, "xb", buffering=128 << 10) as file:
+            for buffer in data:
+                file.write(buffer)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def put(self, path: Place, data: bytes) -> None:
+        write_durably(Path(path), data)
+
+    def put_once(self, path: Place, data: bytes) -> bytes:
+        self.put(path, data)
+        return data
+
+    def attempt(self) -> str:
+        return ""
+
+    def delete(self, path: Place) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def link(self, source: Place, target: Place) -> bool:
+        try:
+            os.link(source, target)
+        except FileExistsError:  # from a commit that was interrupted
+            return True
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return False
+        return True
+
+    def make(self, root: Place) -> None:
+        Path(root).mkdir(parents=True, exist_ok=True)
+
+    def identity(self, root: Place) -> str:
+        return identity_of(Path(root))
+
+    def lock(self, root: Place, name: str) -> AbstractContextManager[None]:
+        return directory_lock(Path(root), name=name)
+
+    def staging(self, root: Place, session: str, step: int, world: int) -> Place:
+        return root / f".staging-w{world}-{session}-{step:08d}"
+
+    def owner(self, path: Place) -> tuple[int, str, int] | None:
+        match = _STAGING.fullmatch(path.name)
+        return (int(match[1] or 0), match[2], int(match[3])) if match else None
+
+    def begin(self, staging: Place) -> None:
+        Path(staging).mkdir(exist_ok=True)
+
+    @contextlib.contextmanager
+    def held(self, staging: Place) -> Generator[Place, None, None]:
+        """By its descriptor (Linux)."""
+        fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            yield Path(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+
+    def unfinished(self, held: Place) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return self.read(held / MANIFEST)
+        return None
+
+    def commit(
+        self, staging: Place, held: Place, manifest: bytes, files: Collection[str], check: Callable[[], None]
+    ) -> Place:
+        if not os.path.exists(held / MANIFEST):
+            write_durably(Path(held / MANIFEST), manifest)
+        with os.scandir(held) as entries:  # parts, and what interrupted attempts left
+            for entry in entries:
+                if entry.name != MANIFEST and entry.name not in files:
+                    os.unlink(entry.path)
+        sync_directory(Path(held))
+        target = self._free_name(staging)
+        check()
+        try:
+            os.rename(staging, target)
+        except FileNotFoundError:
+            check()
+            raise
+        if not os.path.samefile(target, held):
+            # Swept, and made anew by a process that has not looked for marks yet; it is empty, so it is no checkpoint.
+            self.close(target)
+            check()
+            raise CheckpointError(f"{staging} was replaced while it was written: the snapshot is written again")
+        sync_directory(Path(target.parent))
+        return target
+
+    def _free_name(self, staging: Place) -> Place:
+        owner = self.owner(staging)
+        assert owner is not None
+        stem = f"step-{owner[2]:08d}"
+        names = [stem, *(f"{stem}-{i}" for i in range(2, 1000))]
+        return next(staging.parent / name for name in names if not os.path.exists(staging.parent / name))
+
+    def close(self, staging: Place) -> None:
+        with contextlib.suppress(FileNotFoundError):  # committed, or closed by somebody else
+            if not os.path.islink(staging):
+                os.rename(staging, staging.with_name(f"{_SWEPT}{secrets.token_hex(8)}"))
+
+    def sweep(self, root: Place) -> None:
+        failures: list[OSError] = []
+        swept = list(Path(root).glob(f"{_SWEPT}*"))
+        if swept:
+            sync_directory(Path(root))
+        for path in swept:
+            try:
+                delete_staging(path)
+            except FileNotFoundError:
+                continue  # deleted by somebody else
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def discard(self, staging: Place) -> None:
+        delete_staging(Path(staging))
+
+    def is_own(self, path: Place) -> bool:
+        return not os.path.islink(path)
+
+    def retire(self, path: Place) -> None:
+        os.rename(path / MANIFEST, path / PRUNED)
+        sync_directory(Path(path))
+
+    def unmark(self, path: Place) -> None:
+        os.unlink(path / PRUNED)
+        with contextlib.suppress(OSError):  # somebody else's files lie there too
+            os.rmdir(path)
+
+    def lease(self, path: Place) -> AbstractContextManager[None]:
+        return lease(Path(path))
+
+    def unread(self, path: Place) -> AbstractContextManager[bool]:
+        return unread(Path(path))

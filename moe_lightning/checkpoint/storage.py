@@ -1,0 +1,215 @@
+"""Where checkpoints lie: places, and what a storage can do at them.
+
+A place is a path of this machine or a `URL`; both are pure paths, so that names are put together alike. Whatever is
+read or written there goes through the place's `Storage` (`storages.py`): a file system, where a commit is a rename and
+files are carried over by hard links, or an object store (`object_storage.py`), where a commit is a conditional put and
+files are referred to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import PurePath, PurePosixPath
+from typing import Any, Protocol
+
+from torch import Tensor
+from typing_extensions import override
+
+Place = PurePath
+"""A `pathlib.Path`, or a `URL`."""
+
+
+class URL(PurePosixPath):
+    """A place in a store that is no file system: `scheme://bucket/name`. A `..` that is joined goes up at once, as
+    stores know none."""
+
+    @override
+    def __str__(self) -> str:
+        scheme, _, rest = super().__str__().partition(":")
+        return f"{scheme}://{rest.lstrip('/')}"
+
+    @override
+    def __truediv__(self, name: Any) -> URL:
+        place = self
+        for part in PurePosixPath(name).parts:
+            place = place.parent if part == ".." else super(URL, place).__truediv__(part)
+        return place
+
+    @property
+    def scheme(self) -> str:
+        return self.parts[0].removesuffix(":")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stat:
+    """What is known of a file without reading it.
+
+    Attributes:
+        version: another one once the file at this place is another one.
+    """
+
+    nbytes: int
+    version: Hashable
+
+
+class Storage(Protocol):
+    """Reads and writes files at places, and gives checkpoints their names. Every call raises OSError where the storage
+    fails, and FileNotFoundError where there is nothing at the place."""
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def stat(self, path: Place) -> Stat:
+        """Size and version of a file."""
+        ...
+
+    def names(self, path: Place) -> list[str]:
+        """What lies directly in a directory; nothing where there is none."""
+        ...
+
+    def is_dir(self, path: Place) -> bool:
+        """Whether there is a directory."""
+        ...
+
+    def read(self, path: Place) -> bytes:
+        """A file."""
+        ...
+
+    def chunks(
+        self, path: Place, *, offset: int = 0, nbytes: int | None = None, fresh: bool = False
+    ) -> Iterator[bytes]:
+        """A file, or as much of it as there is of a range, in pieces of some MiB.
+
+        Args:
+            fresh: what the storage holds now, not what memory remembers of it.
+        """
+        ...
+
+    def tensor(self, path: Place, *, offset: int, nbytes: int) -> Tensor:
+        """uint8 [nbytes]: a range of a file; ValueError where it is shorter."""
+        ...
+
+    def write(self, path: Place, data: Iterable[Any]) -> None:
+        """Write a new file, durable when this returns; what was there is not touched otherwise.
+
+        Args:
+            data: its bytes, buffer by buffer; iterated over once more for each further attempt.
+        """
+        ...
+
+    def put(self, path: Place, data: bytes) -> None:
+        """Write a small file whole or not at all, in the place of what was there; durable when this returns."""
+        ...
+
+    def put_once(self, path: Place, data: bytes) -> bytes:
+        """The same for a file that others may write at the same time: where no lock keeps them apart, the first one
+        does. Returns what is there now."""
+        ...
+
+    def attempt(self) -> str:
+        """Sets the files of one attempt to write a part apart from those of another one, which somebody may be
+        committing; empty where a lock does that."""
+        ...
+
+    def delete(self, path: Place) -> None:
+        """Delete a file, if it is there."""
+        ...
+
+    def link(self, source: Place, target: Place) -> bool:
+        """Let a file be in a second directory, too; False where it must be referred to."""
+        ...
+
+    # --- directories of checkpoints -----------------------------------------------------------------------------------
+
+    def make(self, root: Place) -> None:
+        """Make a directory for checkpoints, if it is not there."""
+        ...
+
+    def identity(self, root: Place) -> str:
+        """The same by whatever path a directory is reached, another one for a copy."""
+        ...
+
+    def lock(self, root: Place, name: str) -> AbstractContextManager[None]:
+        """Keep others who take the lock of this name waiting, where the storage has locks; CheckpointError where it is
+        not free for long. Without one nothing breaks, but work may be done twice."""
+        ...
+
+    def staging(self, root: Place, session: str, step: int, world: int) -> Place:
+        """Where the parts of a checkpoint are written."""
+        ...
+
+    def owner(self, path: Place) -> tuple[int, str, int] | None:
+        """(world, session, step) of what `staging` has returned; None of any other place."""
+        ...
+
+    def begin(self, staging: Place) -> None:
+        """Make a staging directory, so that `names` of its root tells it, or find it made."""
+        ...
+
+    def held(self, staging: Place) -> AbstractContextManager[Place]:
+        """This very staging directory, whatever becomes of its name; FileNotFoundError where it is gone."""
+        ...
+
+    def unfinished(self, held: Place) -> bytes | None:
+        """The manifest of a commit that was interrupted, to go on with; None where there is none."""
+        ...
+
+    def commit(
+        self, staging: Place, held: Place, manifest: bytes, files: Collection[str], check: Callable[[], None]
+    ) -> Place:
+        """Make a staging directory a checkpoint, at once and as a whole; exactly one of `commit` and `close` succeeds.
+
+        Args:
+            held: the directory that was filled.
+            files: that the manifest lists; whatever else is there goes.
+            check: called at the last moment, and where the commit fails; raises what keeps it from being made.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            CheckpointError: it was closed.
+        """
+        ...
+
+    def close(self, staging: Place) -> None:
+        """See that a staging directory never becomes a checkpoint, unless it is one already."""
+        ...
+
+    def sweep(self, root: Place) -> None:
+        """Delete what was closed."""
+        ...
+
+    def discard(self, staging: Place) -> None:
+        """Close a staging directory and delete what a save has written there, unless it is a checkpoint already."""
+        ...
+
+    def is_own(self, path: Place) -> bool:
+        """Whether a checkpoint lies at this place itself, and not at another one that is only linked here."""
+        ...
+
+    def retire(self, path: Place) -> None:
+        """Make a checkpoint's manifest a mark, `PRUNED.json`, of what is to be deleted."""
+        ...
+
+    def unmark(self, path: Place) -> None:
+        """All files that the mark names are deleted: it goes, and the directory if nothing else lies there."""
+        ...
+
+    def lease(self, path: Place) -> AbstractContextManager[None]:
+        """Keep a checkpoint from being retired, where the storage can; FileNotFoundError where it is gone."""
+        ...
+
+    def unread(self, path: Place) -> AbstractContextManager[bool]:
+        """Whether nobody holds a lease on a checkpoint; nobody takes one while the context is open."""
+        ...
+
+
+def exists(storage: Storage, path: Place) -> bool:
+    """Whether there is a file."""
+    try:
+        storage.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

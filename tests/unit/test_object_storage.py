@@ -1,0 +1,261 @@
+"""Checkpoints in an object store: what is put, referred to, refused, retried and pruned, over the S3 protocol."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_lightning.checkpoint import inspect, object_storage
+from moe_lightning.checkpoint.agent import Agent
+from moe_lightning.checkpoint.arena_location import arena_path
+from moe_lightning.checkpoint.fence import Superseded, check_world, enter_world, make_staging
+from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
+from moe_lightning.checkpoint.snapshotter import Snapshotter
+from moe_lightning.checkpoint.storage import URL
+from moe_lightning.checkpoint.storages import place_of, shared_place, storage_of
+from moe_lightning.checkpoint.store import checkpoints
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from tests.object_stores import BUCKET, FAULTS, Faults, faulty_s3, s3_server
+from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
+
+FULL = dict.fromkeys(range(EXPERTS), 1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def faults(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    with faulty_s3(server, monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def root(faults: Faults) -> URL:
+    place = place_of(f"s3://{BUCKET}/{uuid.uuid4().hex}/checkpoints")
+    assert isinstance(place, URL)
+    return place
+
+
+def commits(made: Node, steps: range, versions: dict[int, int]) -> None:
+    """Partial checkpoints, each of which holds what it should."""
+    for step in steps:
+        made.snapshot(step, fresh=[step % EXPERTS])
+        made.persist()
+        versions[step % EXPERTS] = step
+        found = find_newest(made.root)
+        assert found.problems == ()
+        assert found.checkpoint is not None, made.agent.status
+        assert_holds(found.checkpoint, versions)
+
+
+def test_names_are_put_together_like_paths() -> None:
+    place = place_of("S3://bucket/a//b/")
+    assert str(place) == "s3://bucket/a/b"
+    assert str(place / "c" / "../d") == "s3://bucket/a/b/d"
+    assert (place.name, str(place.parent)) == ("b", "s3://bucket/a")
+    assert place == place_of(str(place))
+    assert place_of("file:///tmp/x") == Path("/tmp/x")
+    assert place_of("a/b") == Path("a/b")
+
+
+def test_partial_checkpoints_refer_to_what_they_carry_over(root: URL, tmp_path: Path) -> None:
+    versions = dict(FULL)
+    with node(tmp_path, root=root, keep_last=2) as made:
+        made.snapshot(1)
+        made.persist()
+        commits(made, range(2, 7), versions)
+        assert [m.step for _, m in checkpoints(root)] == [6, 5]
+        storage = storage_of(root)
+        places = [root / name for name in storage.names(root) if name.startswith("step-")]
+        data = [p / name for p in places for name in storage.names(p) if name.endswith(".distcp")]
+        named = {path / r.path for path, m in checkpoints(root) for r in m.files.values() if r.path.endswith("distcp")}
+        assert set(data) == named, "what no checkpoint needs is deleted, what one refers to is there"
+        assert all(verdict.is_whole for verdict in inspect.verify_all(root))
+
+
+def test_fewer_bytes_travel_for_fewer_experts(root: URL, faults: Faults, tmp_path: Path) -> None:
+    with node(tmp_path, root=root) as made:
+        made.snapshot(1)
+        made.persist()
+        full = sum(size for path, size in faults.put_bytes.items() if "/experts" in path)
+        faults.put_bytes.clear()
+        made.snapshot(2, fresh=[0])
+        made.persist()
+        assert sum(size for path, size in faults.put_bytes.items() if "/experts" in path) <= full / EXPERTS + 2048
+
+
+def test_one_of_16_experts_of_a_gpt_350m_takes_a_fifth_of_the_bytes(root: URL, faults: Faults, tmp_path: Path) -> None:
+    """24 layers of width 1024, every other one with 16 experts, 50257 tokens; here all widths are a sixteenth."""
+    width, layers, experts = 64, 24, 16
+    scopes = ("weight", "exp_avg", "exp_avg_sq")
+
+    def state(step: int) -> dict[str, torch.Tensor]:
+        dense = {"embedding": (50257 // 16, width)}
+        dense |= {f"attention{layer}": (4, width, width) for layer in range(layers)}
+        dense |= {f"ffn{layer}": (2, width, 4 * width) for layer in range(0, layers, 2)}
+        keys = {f"dense/{name}/{scope}": shape for name, shape in dense.items() for scope in scopes}
+        for layer, expert, scope in itertools.product(range(layers // 2), range(experts), scopes):
+            keys[f"expert/{layer}/{expert}/{scope}/w"] = 2, width, 4 * width
+        return {key: torch.full(shape, float(step)) for key, shape in keys.items()}
+
+    arenas = tmp_path / "arenas"
+    arenas.mkdir(mode=0o700)
+    snapshotter = Snapshotter(
+        arena_path(arenas, 0), run="run", session="1", rank=0, world_size=1, state=state(0), objects=0
+    )
+    agent, sent = Agent(arenas, root), []
+    for step in (1, 2):
+        faults.put_bytes.clear()
+        fresh = None if step == 1 else {key for key in state(0) if key.split("/")[2] == "3" and key[0] == "e"}
+        snapshotter.start(step, state(step), fresh=fresh, extra={"num_layers": layers // 2, "num_experts": experts})
+        snapshotter.finish()
+        while agent.serve_once():
+            pass
+        assert agent.status.committed_step == step
+        sent.append(sum(faults.put_bytes.values()))
+    snapshotter.close()
+    assert sent[1] <= 0.2 * sent[0], sent
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_faults_of_the_store_are_survived(kind: str, root: URL, faults: Faults, tmp_path: Path) -> None:
+    faults.at_random(7, 0.15, kind)
+    versions = dict(FULL)
+    with node(tmp_path, root=root, keep_last=3) as made:
+        for step in range(1, 6):
+            made.snapshot(step, fresh=None if step == 1 else [step % EXPERTS])
+            if step > 1:
+                versions[step % EXPERTS] = step
+            for _ in range(40):
+                made.agent.serve_once()
+                if made.agent.status.committed_step == step:
+                    break
+        assert faults.done[kind] > 3
+        faults.choose = lambda *_: None
+        found = find_newest(root)
+        assert found.problems == ()
+        assert found.checkpoint is not None
+        assert found.checkpoint.step == 5
+        assert all(verdict.is_whole for verdict in inspect.verify_all(root))
+
+
+def test_a_store_that_is_away_is_waited_for(root: URL, faults: Faults, tmp_path: Path) -> None:
+    with node(tmp_path, root=root) as made:
+        made.snapshot(1)
+        made.persist()
+        faults.choose = lambda *_: "error"
+        made.snapshot(2, fresh=[0])
+        made.agent.serve_once()
+        assert "failed (try again)" in str(made.agent.status.error)
+        assert "\n" not in str(made.agent.status.error)
+        faults.choose = lambda *_: None
+        made.persist()
+        assert made.agent.status.error is None
+        assert checkpoints(root)[0][1].step == 2
+
+
+def test_what_is_cut_short_in_the_store_is_found(root: URL, tmp_path: Path) -> None:
+    with node(tmp_path, root=root) as made:
+        for step in (1, 2):
+            made.snapshot(step)
+            made.persist()
+    storage = storage_of(root)
+    path, manifest = checkpoints(root)[0]
+    name = next(name for name in manifest.files if name.startswith("dense"))
+    data = storage.read(path / name)
+    for cut in (data[:-1], b"x" + data[1:]):
+        storage.put(path / name, cut)
+        found = find_newest(root)
+        assert found.checkpoint is not None
+        assert found.checkpoint.step == 1
+        assert "is damaged" in found.problems[0]
+
+
+def test_an_older_world_commits_nothing_once_a_newer_one_has_begun(root: URL, tmp_path: Path) -> None:
+    storage = storage_of(root)
+    with node(tmp_path, root=root, world=4, grace_s=0.0) as old:
+        old.snapshot(1)
+        old.persist()
+        staging = make_staging(root, "9", 7, 4)
+        old.snapshot(2)
+        enter_world(root, 5)
+        with pytest.raises(CheckpointError, match="was closed while it was written"):
+            storage.commit(staging, staging, b"x" * 100, [], lambda: None)
+        with pytest.raises(Superseded):
+            storage.commit(staging, staging, b"x" * 100, [], lambda: check_world(root, 4))
+        old.persist()
+        assert "world 4 may not write" in (old.agent.status.error or "")
+    assert [m.step for _, m in checkpoints(root)] == [1]
+
+
+def test_who_commits_second_finds_the_first(root: URL, tmp_path: Path) -> None:
+    storage = storage_of(root)
+    staging = make_staging(root, "9", 7, 1)
+    first = b"1" * 100
+    assert storage.commit(staging, staging, first, [], lambda: None) == staging
+    assert storage.commit(staging, staging, b"2" * 100, [], lambda: None) == staging
+    assert storage.read(staging / MANIFEST) == first
+    storage.discard(staging)
+    assert storage.read(staging / MANIFEST) == first, "what is committed is not discarded"
+    storage.retire(staging)
+    with pytest.raises(FileNotFoundError):
+        storage.read(staging / MANIFEST)
+    assert storage.read(staging / PRUNED) == first
+    with pytest.raises(CheckpointError, match="was closed"):
+        storage.commit(staging, staging, b"2" * 100, [], lambda: None)
+
+
+def test_void_names_are_free_after_an_hour(root: URL, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = storage_of(root)
+    staging = make_staging(root, "9", 7, 1)
+    storage.discard(staging)
+    assert storage.names(staging) == [MANIFEST]
+    assert not storage.is_dir(staging)
+    monkeypatch.setattr(object_storage, "_VOID_S", -10.0)
+    storage.discard(staging)
+    assert storage.names(staging) == []
+
+
+def test_tensors_come_out_of_blocks(root: URL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_storage, "_BLOCK_BYTES", 7)
+    storage, data = storage_of(root), bytes(range(50))
+    storage.put(root / "x", data)
+    for offset, nbytes in ((0, 3), (5, 6), (6, 1), (13, 20), (43, 7)):
+        expected = torch.tensor(list(data[offset : offset + nbytes]), dtype=torch.uint8)
+        assert torch.equal(storage.tensor(root / "x", offset=offset, nbytes=nbytes), expected)
+    with pytest.raises(ValueError, match="ends before byte 53"):
+        storage.tensor(root / "x", offset=49, nbytes=4)
+
+
+def test_mistakes_are_sentences(root: URL, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="='s4' is no known storage: did you mean 's3'"):
+        place_of("s4://bucket/x")
+    with pytest.raises(ConfigurationError, match="s3:// names no bucket: give s3://BUCKET/NAME"):
+        place_of("s3://")
+    with pytest.raises(ConfigurationError, match="lies in the memory of one process"):
+        shared_place("memory://x")
+    with pytest.raises(ConfigurationError, match=r"gs:// needs gcsfs, which is not installed: pip install"):
+        place_of("gs://bucket/x")
+    with pytest.raises(FileNotFoundError, match="there is no such bucket: make it first"):
+        storage_of(root).put(place_of("s3://nowhere/x/run.json"), b"")
+    with pytest.raises(ConfigurationError, match=r"s3://nowhere/x is no directory: name a checkpoint"):
+        inspect.resolve(place_of("s3://nowhere/x"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    from tests.object_stores import forget_stores
+
+    forget_stores()
+    with pytest.raises(PermissionError, match=r"access was refused .*: give credentials .*AWS_ACCESS_KEY_ID"):
+        storage_of(root).put(root / "run.json", b"")
