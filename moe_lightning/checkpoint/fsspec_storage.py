@@ -27,7 +27,7 @@ T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 """What fsspec needs for a scheme, and an extra of this package's name for it."""
 
-_ATTEMPTS = 6
+_ATTEMPTS = 8
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError)

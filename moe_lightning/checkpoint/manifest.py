@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
@@ -42,40 +42,14 @@ class FileRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """What one rank wrote for one checkpoint."""
-
-    run: str
-    session: str
-    step: int
-    rank: int
-    world_size: int
-    files: Mapping[str, FileRecord]
-    stored: tuple[Piece, ...]
-    extra: dict[str, Any] = field(default_factory=dict)
-    world: int = 0
-
-    def dump(self) -> bytes:
-        return _seal(_jsonable(self))
-
-    @classmethod
-    def parse(cls, data: bytes, origin: str) -> Part:
-        return cls(**_typed(_unseal(data, origin), cls, origin))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """A whole checkpoint.
+class _Record:
+    """What parts and manifests have in common.
 
     Attributes:
         run: the training run it belongs to.
         session: the start of that run that wrote it; experts are carried over only within a session.
-        sequence: counts the commits of a directory: the newest checkpoint is the one with the highest, whatever its
-            step.
         step: training step after which the state was taken.
         world_size: ranks that wrote it.
-        created_s: time of the commit, seconds since 1970.
-        previous: name of the checkpoint that experts were carried over from, or None.
         files: file name -> record, `.metadata` included.
         stored: every piece of every key.
         extra: what rank 0 gave to `Snapshotter.start`.
@@ -84,11 +58,8 @@ class Manifest:
 
     run: str
     session: str
-    sequence: int
     step: int
     world_size: int
-    created_s: float
-    previous: str | None
     files: Mapping[str, FileRecord]
     stored: tuple[Piece, ...]
     extra: dict[str, Any] = field(default_factory=dict)
@@ -98,13 +69,36 @@ class Manifest:
         return _seal(_jsonable(self))
 
     @classmethod
-    def parse(cls, data: bytes, origin: str) -> Manifest:
-        """Read a manifest.
+    def parse(cls, data: bytes, origin: str) -> Self:
+        """Read a record.
 
         Raises:
             CheckpointError: it is damaged, of another format, or names files outside its directory.
         """
         return cls(**_typed(_unseal(data, origin), cls, origin))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(_Record):
+    """What one rank wrote for one checkpoint."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(_Record):
+    """A whole checkpoint.
+
+    Attributes:
+        sequence: counts the commits of a directory: the newest checkpoint is the one with the highest, whatever its
+            step.
+        created_s: time of the commit, seconds since 1970.
+        previous: name of the checkpoint that experts were carried over from, or None.
+    """
+
+    sequence: int
+    created_s: float
+    previous: str | None
 
     @property
     def payload_bytes(self) -> int:
@@ -184,14 +178,14 @@ def _check_experts(keys: Iterable[str], extra: Mapping[str, Any]) -> None:
                 raise CheckpointError(f"expert {expert} of layer {layer} lacks {'/'.join(min(lacking))}")
 
 
-def _jsonable(record: Part | Manifest) -> dict[str, Any]:
+def _jsonable(record: _Record) -> dict[str, Any]:
     values = dict(vars(record))
     values["files"] = {name: vars(entry) for name, entry in record.files.items()}
     values["stored"] = [piece.to_json() for piece in record.stored]
     return values
 
 
-def _typed(values: dict[str, Any], record: type[Part] | type[Manifest], origin: str) -> dict[str, Any]:
+def _typed(values: dict[str, Any], record: type[_Record], origin: str) -> dict[str, Any]:
     known = {entry.name: entry for entry in fields(record)}
     needed = [name for name, entry in known.items() if entry.default is MISSING and entry.default_factory is MISSING]
     check_record(values, needed, origin)
