@@ -26,6 +26,9 @@ ONE_SPEED = 1 << 12
 SPEED_RANGE = 64
 """The fastest rank counts as at most so many times as fast as the slowest: one beyond that is ill, not slow."""
 
+_TIME_BITS = 24
+"""Of fractions of the time of a unit."""
+
 
 def given_speeds(speeds: Sequence[float] | IntArray, num_ranks: int, name: str = "speeds") -> IntArray:
     """int64 [N] from relative speeds that somebody gives, the fastest ONE_SPEED.
@@ -38,7 +41,7 @@ def given_speeds(speeds: Sequence[float] | IntArray, num_ranks: int, name: str =
     Raises:
         ConfigurationError: another number of them, or one that is not positive and finite.
     """
-    if len(speeds) != num_ranks:
+    if len(speeds) != num_ranks or not num_ranks:
         raise ConfigurationError(f"{name} lists {len(speeds)} speeds for {num_ranks} ranks: give one for each")
     for rank, speed in enumerate(speeds):
         if not (math.isfinite(speed) and speed > 0):
@@ -133,3 +136,32 @@ class Pace:
             else:
                 high = middle
         return low
+
+
+def shares(total: int, speeds: IntArray, most: int | None = None) -> IntArray:
+    """int64 [N]: a whole number of units for each rank, so that the longest time is as short as it can be.
+
+    Args:
+        total: units to share out.
+        speeds: int64 [N].
+        most: units of a rank; an even share is allowed in any case. None: twice that. Where there are enough, every
+            rank gets one.
+    """
+    num_ranks = len(speeds)
+    least, even = min(1, total // num_ranks), -(-total // num_ranks)
+    most = 2 * even if most is None else max(most, even)
+
+    def within(time: int) -> IntArray:
+        units: IntArray = np.clip(time * speeds >> _TIME_BITS, least, most)
+        return units
+
+    low, high = 0, -(-(total << _TIME_BITS) // int(speeds.min()))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if int(within(middle).sum()) >= total else (middle + 1, high)
+    units = within(low)
+    for rank in np.argsort((units << _TIME_BITS) // speeds, kind="stable")[::-1]:  # who is last gets one less
+        if int(units.sum()) > total and units[rank] > least:
+            units[rank] -= 1
+    assert int(units.sum()) == total
+    return units

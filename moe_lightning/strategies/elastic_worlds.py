@@ -62,6 +62,7 @@ class ElasticWorlds:
         version: committed optimizer steps of the live state.
         is_newcomer: this process holds nothing of the run yet.
         change_is_due: the ranks agreed to form another world before the next step.
+        parting: why this rank shall leave after the present step, as a sentence; None: only if it is given notice.
         planner: chooses what to go on from.
         count_stale: told the versions of the experts that came back older than the live state, before newcomers learn
             what was counted.
@@ -91,6 +92,7 @@ class ElasticWorlds:
         self.version = 0
         self.is_newcomer = self.change_is_due = False
         self.observers: list[Callable[[RecoveryReport], None]] = []
+        self.parting: str | None = None
         self.planner = RecoveryPlanner()
         self.count_stale: Callable[[Mapping[tuple[int, int], int]], None] = lambda stale: None
         self.has_rolled_back = self._has_newcomers = False
@@ -160,7 +162,7 @@ class ElasticWorlds:
         changes before the next step."""
         self._pending = optimizer
         self.engine.made_progress()
-        asked = [self.engine.newcomers(), self.engine.notice is not None]
+        asked = [self.engine.newcomers(), (self.engine.notice or self.parting) is not None]
         wishes = torch.tensor(asked, dtype=torch.int32, device=self._device)
         all_reduce_(wishes, self._worlds.mesh.whole)
         self.change_is_due = bool(wishes.any())
@@ -267,7 +269,8 @@ class ElasticWorlds:
             try:
                 if isinstance(fault, WorldChanged):
                     nodes = self._require_members().nodes
-                    hand_over(self._state, self._worlds.present, self.engine, nodes, self.min_replicas, self._timeout)
+                    notice, promise = self.engine.notice or self.parting, (self.min_replicas, self._timeout)
+                    hand_over(self._state, self._worlds.present, self.engine, notice, nodes, *promise)
                 with watch.phase("leaving"):
                     self._leave(reason)
                 plan, repair = self._settle_in(watch)

@@ -20,7 +20,7 @@ STEPS = 12
 SKEWED = {"router": {"forced": {"kind": "zipf", "exponent": 2.0}}}
 TOP_1 = {"router": {"top_k": 1, "forced": {"kind": "zipf", "exponent": 2.0}}}
 # Slow experts on fast links: shadows pay, and every run plans alike.
-EAGER = {"calibrate": False, "flops_per_s": 1e6, "bytes_per_s": 1e12}
+EAGER = {"calibrate": False, "flops_per_s": 1e6, "bytes_per_s": 1e12, "speeds": "even"}
 CASES: dict[str, dict[str, Any]] = {
     "learned": {},
     "skewed": {"model": SKEWED},

@@ -11,7 +11,7 @@ from moe_lightning.algorithms.balancing import PlacementPolicy, plan_placement
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.packing import longest_time, packed_placement
 from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
-from moe_lightning.algorithms.speeds import ONE_SPEED, SPEED_RANGE, Pace, given_speeds, speeds_of
+from moe_lightning.algorithms.speeds import ONE_SPEED, SPEED_RANGE, Pace, given_speeds, shares, speeds_of
 from moe_lightning.errors import ConfigurationError
 
 
@@ -84,3 +84,20 @@ def test_every_rule_places_on_uneven_ranks():
     for rule in PLACEMENT_RULES:
         (placement,) = plan_placement(np.array([[5, 40, 100, 3]]), cluster, PlacementPolicy(rule=rule))
         assert placement.num_ranks == 4
+
+
+@given(st.lists(st.integers(64, 4096), min_size=1, max_size=5), st.integers(0, 40), st.integers(1, 20))
+def test_shares_are_whole_and_no_move_of_one_unit_shortens_the_longest_time(speeds, total, most):
+    rates, num_ranks = np.array(speeds), len(speeds)
+    units = shares(total, rates, most)
+    most = max(most, -(-total // num_ranks))
+    assert units.sum() == total
+    assert units.min() >= min(1, total // num_ranks)
+    assert units.max() <= most
+    longest = (units / rates).max()
+    for giver in range(num_ranks):
+        for taker in np.flatnonzero(units < most):
+            other = units.copy()
+            other[giver] -= 1
+            other[taker] += 1
+            assert other[giver] < min(1, total // num_ranks) or (other / rates).max() >= longest - 1e-12
