@@ -241,12 +241,14 @@ class Strategy:
         shadows: fast scale, a name in `SHADOW_POLICIES`.
         balanced: whether the holders' quotas are balanced over ranks, or merely equal per replica.
         padded: whether every (expert, rank) buffer travels padded to the fullest, as in DeepSpeed-MoE without drops.
+        by_speed: whether balanced quotas follow the ranks' speeds.
     """
 
     placement: PlacementPolicy
     shadows: str = "none"
     balanced: bool = True
     padded: bool = False
+    by_speed: bool = True
 
 
 _PLAIN = PlacementPolicy(rule="plain", min_replicas=1)
@@ -303,7 +305,7 @@ def evaluate(
     """Judge a placement and a shadow plan, made from whatever was known, on the tokens int64 [E, N] that came."""
     load = tokens.sum(axis=1)
     if strategy.balanced:
-        quota = shadow_quota(tokens, placement, plan, costs.speeds)
+        quota = shadow_quota(tokens, placement, plan, costs.speeds if strategy.by_speed else None)
     else:
         plan.check(placement)
         quota = equal_quota(load, placement.replicas + plan.shadows)
