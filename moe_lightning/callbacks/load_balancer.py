@@ -74,6 +74,7 @@ class LoadBalancer(Callback):
 
     Attributes:
         planner: what decides; None before training starts and in a world of one rank.
+        follower: what the ranks' speeds are taken for; None before training starts with several ranks.
         last_visits: the shadows of the last step; None where there were none.
 
     Raises:
@@ -124,7 +125,7 @@ class LoadBalancer(Callback):
             max_samples_per_rank=max_samples_per_rank,
             stragglers=stragglers,
         )
-        self._follower: SpeedFollower | None = None
+        self.follower: SpeedFollower | None = None
         self._timeline_path = Path(timeline_path) if timeline_path else None
         self._min_replicas, self._ranks_per_node = min_replicas, ranks_per_node
         self._calibrate = calibrate
@@ -168,8 +169,8 @@ class LoadBalancer(Callback):
         assert self.planner is not None
         if state is not None:
             self.planner.load_state_dict(state)
-        self._follower = SpeedFollower(self._speed_policy, strategy, self._follower)
-        self.planner.take_speeds(self._follower.expert_speeds)
+        self.follower = SpeedFollower(self._speed_policy, strategy, self.follower)
+        self.planner.take_speeds(self.follower.expert_speeds)
         self._is_new_step = True
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
@@ -177,8 +178,8 @@ class LoadBalancer(Callback):
 
     def _unfollow(self) -> None:
         """The layers, or the ranks, are others from here on."""
-        if self._follower is not None:
-            self._follower.close()
+        if self.follower is not None:
+            self.follower.close()
 
     def _take_planner(self, planner: BalancePlanner | None) -> None:
         """Plan with this one from here on; what the one before still plans is dropped."""
@@ -266,8 +267,8 @@ class LoadBalancer(Callback):
 
     @property
     def _following(self) -> SpeedFollower:
-        assert self._follower is not None, "a planner comes with a follower"
-        return self._follower
+        assert self.follower is not None, "a planner comes with a follower"
+        return self.follower
 
     def _move(self, strategy: ExpertParallelStrategy, planner: BalancePlanner, placements: list[Placement]) -> None:
         self._reports.append(strategy.replace_experts(placements))

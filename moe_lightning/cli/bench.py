@@ -22,6 +22,7 @@ BENCHMARKS = {
     "balance-trace": "balance of placements and quotas on a recorded routing trace",
     "planner": "seconds and memory of plans for thousands of ranks",
     "balance": "step time under skewed routing for every way of balancing, on two ranks of one core each",
+    "uneven": "step time with a slow rank, for everything that may follow its speed, on two ranks of one core each",
     "pictures": "heat maps of the experts' loads over time, from a trace or a run's expert_load.csv",
     "plot": "pictures of a run: loads, imbalance, checkpoints, lost tokens, recoveries",
     "workspace": "panels of W&B for all that runs log, as a saved view or a report",
