@@ -118,9 +118,8 @@ def measure(contender: str, scenario: str, rank: int, options: dict[str, Any]) -
     steps, ranks = options["steps"], options["ranks"]
     if scenario != "calm" and rank == ranks - 1:
         during = (steps // 4, 5 * steps // 8) if scenario == "episode" else (0, steps)
-        share = (
-            1.0 if SPEEDS[scenario] == 0.5 else 1 - SPEEDS[scenario]
-        )  # the scheduler halves between two that want all
+        # Between two that want all of a core the scheduler halves.
+        share = 1.0 if SPEEDS[scenario] == 0.5 else 1 - SPEEDS[scenario]
         callbacks.insert(0, Burner(options["cores"][rank], share, *during))
     trainer = pl.Trainer(
         strategy=strategy,
