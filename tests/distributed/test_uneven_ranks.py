@@ -1,10 +1,12 @@
 """Ranks of unlike speed: slices and quotas follow, and the training is the same (L1, L3).
 
-Speeds are given, or measured on a clock that the test turns: nothing here depends on how busy the machine is.
+Speeds are given, or measured on a clock that the test turns: what is expected of them does not depend on how busy the
+machine is.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_lightning.bench.uneven_worker import Burner
 from moe_lightning.callbacks import speed_follower
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.rank_clock import RankClock, Rates
@@ -188,3 +191,30 @@ def test_what_is_no_speed_is_one_sentence() -> None:
     for speeds in ([float("nan"), 1.0], "fast", [], [1.0, None]):
         with pytest.raises(ConfigurationError, match="speeds"):
             LoadBalancer(speeds=speeds)  # type: ignore[arg-type]
+
+
+def burnt(rank: int, world_size: int) -> dict[str, Any]:
+    """Measured for real, while another process takes half of the last rank's core in the middle."""
+    core = sorted(os.sched_getaffinity(0))[rank]
+    os.sched_setaffinity(0, {core})
+    slices = Slices()
+    callbacks: list[Any] = [LoadBalancer(**PLAIN), slices]
+    if rank == world_size - 1:
+        callbacks.append(Burner(core, 1.0, 15, 40))
+    result = training.train(
+        rank,
+        world_size,
+        callbacks=callbacks,
+        steps=STEPS,
+        model=SKEWED,
+        batch_size=16,
+        strategy={"slots": 6},
+    )
+    return result | {"samples": slices.samples}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a rank of known speed needs a core")
+def test_a_burner_that_comes_and_goes_does_not_change_the_training() -> None:
+    ranks = run_ranks(2, burnt)
+    assert_same_training(reference(), ranks)
+    assert all(sum(counts) == 16 for counts in zip(*(result["samples"] for result in ranks), strict=True))
