@@ -170,7 +170,7 @@ class LoadBalancer(Callback):
         if state is not None:
             self.planner.load_state_dict(state)
         self.follower = SpeedFollower(self._speed_policy, strategy, self.follower)
-        self.planner.take_speeds(self.follower.expert_speeds)
+        self.planner.take_speeds(self.follower.experts.speeds)
         self._is_new_step = True
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
@@ -314,7 +314,7 @@ class LoadBalancer(Callback):
         if self._clock is not None and self._steps == _DENSE_STEPS.stop:
             self._take_dense_times(trainer, self.planner, self._clock)
         if self._following.end_step():
-            self.planner.take_speeds(self._following.expert_speeds)
+            self.planner.take_speeds(self._following.experts.speeds)
         if seams.logs_now(trainer):
             pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner)), trainer))
 

@@ -68,7 +68,7 @@ class SpeedFollower:
         before: of the world before, whose measurements of this rank are taken over; None: nothing is known.
 
     Attributes:
-        experts, samples: what the ranks agree on.
+        experts, samples: what the ranks agree on: quotas, placements and shadows follow the first, slices the second.
 
     Raises:
         ConfigurationError: speeds that do not fit the world, slices that cannot hold a batch, or ranks that may not
@@ -84,6 +84,9 @@ class SpeedFollower:
         self._sample_s: RateMeter = RateMeter() if before is None else before._sample_s
         self._clock: RankClock | None = None
         self._steps = 0
+        if before is not None:  # an earlier fit, or an earlier world
+            strategy.experts.take_speeds(None)
+            strategy.share_samples(None)
         world = strategy.world
         self.experts, self.samples = AgreedSpeeds(strategy.node_of), AgreedSpeeds(strategy.node_of)
         self._slow_for = np.zeros(world.size, dtype=np.int64)
@@ -119,11 +122,6 @@ class SpeedFollower:
         loaders = seams.tree_leaves(self._strategy.state.trainer.train_dataloader)
         samplers = [loader.step_sampler for loader in loaders if isinstance(loader, StepLoader)]
         return -(-samplers[0].global_batch_size // samplers[0].num_micros) if samplers else 0
-
-    @property
-    def expert_speeds(self) -> IntArray:
-        """int64 [N]: what quotas, placements and shadows follow."""
-        return self.experts.speeds
 
     def close(self) -> None:
         """Measure no longer."""
