@@ -21,11 +21,12 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.dispatch import padded_rows
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
 from moe_lightning.algorithms.migration import BoolArray, MappingMethod, align_placements
+from moe_lightning.algorithms.packing import longest_time
 from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.performance_model import ONE_COPY, BlockCosts, predict_block, total_copies, total_volumes
 from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES, NodeRule, placed_by
-from moe_lightning.algorithms.quota import balanced_quota, balanced_split, equal_quota
+from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import (
     ShadowPlan,
@@ -80,7 +81,7 @@ def plan_placement(
 
     Args:
         loads: int64 [L, E], tokens of each expert since the last plan.
-        cluster: ranks, nodes, slots.
+        cluster: ranks, nodes, slots, speeds.
         policy: how to place.
         held: bool [L, E, N], states that the ranks hold now, to move few of them; None at the start.
 
@@ -127,7 +128,7 @@ def replan_placement(
 
     Args:
         loads: int64 [L, E], tokens of each expert since the last plan.
-        cluster: ranks, nodes, slots; the promise of the policies' min_replicas is meant for all its slots.
+        cluster: ranks, nodes, slots, speeds; the promise of the policies' min_replicas is meant for all its slots.
         candidates: one policy for all slots, or several to choose from.
         current: the present placement of each layer, made for the same cluster.
         tolerance: relative relief that is not worth a migration.
@@ -177,8 +178,8 @@ def _better_placement(
         num_nodes=cluster.num_nodes,
         min_replicas=max(candidate.policy.min_replicas for candidate in candidates),
     )
-    missing, busiest = cluster.missing_nodes(present.pairs, promised), _busiest(load, present)
-    if not missing and busiest * cluster.num_ranks <= (1 + tolerance) * int(load.sum()):
+    missing, longest = cluster.missing_nodes(present.pairs, promised), longest_time(present, load, cluster)
+    if not missing and longest * cluster.pace.total <= (1 + tolerance) * int(load.sum()) * cluster.pace.fastest:
         return None
     placements = [candidate.policy.place(load, candidate.cluster) for candidate in candidates]
     missing_then = [cluster.missing_nodes(placement.pairs, promised) for placement in placements]
@@ -187,18 +188,14 @@ def _better_placement(
         return None
     safe = [placement for placement, number in zip(placements, missing_then, strict=True) if number == safest]
     if block_s is None:
-        best = min(safe, key=partial(_busiest, load))
+        best = min(safe, key=partial(longest_time, load=load, cluster=cluster))
         faster = True
     else:
         seconds = [block_s(placement) for placement in safe]
         best = safe[int(np.argmin(seconds))]
         faster = block_s(present) > (1 + tolerance) * min(seconds)
-    worth_it = safest < missing or (faster and busiest > (1 + tolerance) * _busiest(load, best))
+    worth_it = safest < missing or (faster and longest > (1 + tolerance) * longest_time(best, load, cluster))
     return best if worth_it else None
-
-
-def _busiest(load: IntArray, placement: Placement) -> int:
-    return int(placement.pairs.on_ranks(balanced_split(load, placement.pairs)).max())
 
 
 SHADOW_POLICIES: dict[str, Callable[[IntArray, Placement, BlockCosts], ShadowPlan]] = {
@@ -244,12 +241,14 @@ class Strategy:
         shadows: fast scale, a name in `SHADOW_POLICIES`.
         balanced: whether the holders' quotas are balanced over ranks, or merely equal per replica.
         padded: whether every (expert, rank) buffer travels padded to the fullest, as in DeepSpeed-MoE without drops.
+        by_speed: whether balanced quotas follow the ranks' speeds.
     """
 
     placement: PlacementPolicy
     shadows: str = "none"
     balanced: bool = True
     padded: bool = False
+    by_speed: bool = True
 
 
 _PLAIN = PlacementPolicy(rule="plain", min_replicas=1)
@@ -276,7 +275,8 @@ class BalanceReport:
     """One layer and step under a strategy, as the performance model sees it.
 
     Attributes:
-        imbalance: busiest rank over mean, in rows computed.
+        imbalance: busiest rank over mean, in rows computed; of ranks of unlike speed, the longest time over that of a
+            perfect division.
         balance_ratio: RB against one uniform copy of every expert.
         exchange_bytes: what all ranks send in the four token exchanges of a step.
         copy_bytes: what all ranks send in Trans and Agg.
@@ -305,7 +305,7 @@ def evaluate(
     """Judge a placement and a shadow plan, made from whatever was known, on the tokens int64 [E, N] that came."""
     load = tokens.sum(axis=1)
     if strategy.balanced:
-        quota = shadow_quota(tokens, placement, plan)
+        quota = shadow_quota(tokens, placement, plan, costs.speeds if strategy.by_speed else None)
     else:
         plan.check(placement)
         quota = equal_quota(load, placement.replicas + plan.shadows)
@@ -316,7 +316,7 @@ def evaluate(
     times = predict_block(volumes, copies, costs, scheduled)
     plain = balanced_quota(load, uniform_placement(placement.num_experts, placement.num_ranks).replicas)
     return BalanceReport(
-        imbalance=imbalance(quota.sum(axis=0)),
+        imbalance=imbalance(quota.sum(axis=0), costs.speeds),
         balance_ratio=balance_ratio(plain.sum(axis=0), quota.sum(axis=0)),
         exchange_bytes=round(4 * int(volumes[1].sum()) * costs.row_bytes),
         copy_bytes=round(int(copies[:, 0].sum()) / ONE_COPY * (costs.weight_bytes + costs.gradient_bytes)),

@@ -1,4 +1,4 @@
-"""The shape of a world of ranks: which node each rank lives on and how many expert slots it has."""
+"""The shape of a world of ranks: which node each rank lives on, how many expert slots it has, how fast it is."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from functools import cached_property
 import numpy as np
 
 from moe_lightning.algorithms.pairs import IntArray, Pairs
+from moe_lightning.algorithms.speeds import Pace
 from moe_lightning.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Ranks, their nodes (failure domains) and their slots.
+    """Ranks, their nodes (failure domains), their slots and their speeds.
 
     Attributes:
         node_of: node of each rank, [N]; nodes are numbered 0..max without gaps, and may have different numbers of
             ranks.
         slots_per_rank: resident experts that every rank has room for.
+        speeds: of each rank, [N], see `algorithms.speeds`; None: all are equally fast.
 
     Raises:
-        ConfigurationError: no ranks, a gap in the node numbers, or fewer than one slot.
+        ConfigurationError: no ranks, a gap in the node numbers, fewer than one slot, or speeds of other ranks.
     """
 
     node_of: tuple[int, ...]
     slots_per_rank: int
+    speeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.node_of:
@@ -37,6 +40,7 @@ class Cluster:
             )
         if self.slots_per_rank < 1:
             raise ConfigurationError(f"slots_per_rank={self.slots_per_rank} leaves no room for experts: use at least 1")
+        Pace.of(None if self.speeds is None else np.array(self.speeds), self.num_ranks)  # refuses those of other ranks
 
     @classmethod
     def of(cls, num_ranks: int, slots_per_rank: int, ranks_per_node: int = 1) -> Cluster:
@@ -44,6 +48,11 @@ class Cluster:
         if ranks_per_node < 1:
             raise ConfigurationError(f"ranks_per_node={ranks_per_node} is not a node: use at least 1")
         return cls(node_of=tuple(n // ranks_per_node for n in range(num_ranks)), slots_per_rank=slots_per_rank)
+
+    @cached_property
+    def pace(self) -> Pace:
+        """What the ranks can carry in a time."""
+        return Pace.of(None if self.speeds is None else np.array(self.speeds), self.num_ranks)
 
     @property
     def num_ranks(self) -> int:

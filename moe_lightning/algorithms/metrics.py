@@ -5,12 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.speeds import Pace
 
 
-def imbalance(rows: IntArray) -> float:
-    """Busiest rank over mean, 1 is perfect; rows are int64 [N]. Without any rows: 1."""
-    total = int(rows.sum())
-    return float(rows.max()) * len(rows) / total if total else 1.0
+def imbalance(rows: IntArray, speeds: IntArray | None = None) -> float:
+    """Busiest rank over mean, 1 is perfect; rows are int64 [N]. Without any rows: 1.
+
+    With speeds, int64 [N]: the longest time over that of a perfect division.
+    """
+    total, pace = int(rows.sum()), Pace.of(speeds, len(rows))
+    return float(pace.times(rows).max()) * pace.total / (total * pace.fastest) if total else 1.0
 
 
 def balance_ratio(before: IntArray, after: IntArray) -> float:

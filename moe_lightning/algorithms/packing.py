@@ -1,11 +1,12 @@
 """Placement for balance: the loads are cut into equal pieces, one per rank, and every expert keeps distinct nodes.
 
 MRO gathers cold experts on the same nodes, which is best for survival and costs balance. Here the loads are packed as
-in the alias method: a rank takes the coldest experts that are left, whole, and tops up to the mean with a piece of the
-hottest one. That needs at most E + N - 1 of the slots for a perfect split (a hot expert is cut by the next ranks, a
-cold one by nobody); the slots that are left first protect the experts on fewer than `min_replicas` nodes, then help the
-experts with most tokens per holder, so that the plan tolerates drifting loads. This is ours, not the papers'; on a real
-trace it balances better than every other rule here (bench/balance_trace.py prints the comparison).
+in the alias method: a rank takes the coldest experts that are left, whole, and tops up to the mean, or to what its
+speed makes of it, with a piece of the hottest one. That needs at most E + N - 1 of the slots for a perfect split (a hot
+expert is cut by the next ranks, a cold one by nobody); the slots that are left first protect the experts on fewer than
+`min_replicas` nodes, then help the experts with most tokens per holder, so that the plan tolerates drifting loads. This
+is ours, not the papers'; on a real trace it balances better than every other rule here (bench/balance_trace.py prints
+the comparison).
 
 Loads are summed in fixed-point integers, so that ranks on different machines make the same plan. `slot_table` has the
 books that protecting and filling need.
@@ -37,7 +38,7 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
 
     Args:
         load: int64 [E], tokens of each expert; all zeros means unknown, which is treated as equal.
-        cluster: ranks, nodes and slots.
+        cluster: ranks, nodes, slots and speeds.
         min_replicas: distinct nodes that must hold each expert, lowered to what the slots allow.
 
     Returns:
@@ -55,8 +56,8 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
     table.protect(floor)
     table.fill()
     packed, missing = Placement.of_pairs(table.pairs), table.missing_nodes(floor)
-    busiest = _busiest(packed, load)
-    if not missing and busiest * cluster.num_ranks <= _BALANCED * load.sum():
+    longest = longest_time(packed, load, cluster)
+    if not missing and longest * cluster.pace.total <= _BALANCED * load.sum() * cluster.pace.fastest:
         return packed
     replicas = allocate_replicas(
         load,
@@ -72,7 +73,7 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
         # node twice.
         dealt = deal_to_ranks(spread(replicas, cluster.node_slots()), cluster, load).pairs
         return Placement.of_pairs(replace(dealt, replicas=np.ones_like(dealt.replicas)))
-    better = (missing_greedily, _busiest(greedy, load)) < (missing, busiest)
+    better = (missing_greedily, longest_time(greedy, load, cluster)) < (missing, longest)
     return greedy if better else packed
 
 
@@ -84,11 +85,12 @@ def _pack(load: IntArray, cluster: Cluster) -> SlotTable:
     """
     table = SlotTable(load, cluster)
     left = sorted((tokens * ONE_TOKEN, expert) for expert, tokens in enumerate(load.tolist()))
-    tokens_left = sum(tokens for tokens, _ in left)
+    tokens_left, speed_left = sum(tokens for tokens, _ in left), cluster.pace.total
     for position, rank in enumerate(cluster.ranks_across_nodes()):
-        ranks_left = cluster.num_ranks - position
-        later_slots = (ranks_left - 1) * cluster.slots_per_rank
-        room = -(-tokens_left // ranks_left)
+        later_slots = (cluster.num_ranks - position - 1) * cluster.slots_per_rank
+        speed = int(cluster.pace.speeds[rank])
+        room = -(-tokens_left * speed // speed_left)
+        speed_left -= speed
         for slot in range(cluster.slots_per_rank, 0, -1):
             if not left:
                 return table
@@ -105,10 +107,11 @@ def _pack(load: IntArray, cluster: Cluster) -> SlotTable:
 
 
 def _deal_greedily(replicas: IntArray, load: IntArray, cluster: Cluster, floor: int) -> Placement:
-    """Replicas with most tokens first, each to the least loaded rank, an expert's first `floor` on distinct nodes."""
+    """Replicas with most tokens first, each to the rank that has least to do, an expert's first `floor` on distinct
+    nodes."""
     holders: list[list[int]] = [[] for _ in replicas]
     free = [cluster.slots_per_rank] * cluster.num_ranks
-    idle = [(0, -cluster.slots_per_rank, rank) for rank in range(cluster.num_ranks)]  # a heap: carried, -free, rank
+    idle = [(0, -cluster.slots_per_rank, rank) for rank in range(cluster.num_ranks)]  # a heap: time, -free, rank
     share = load / replicas
     for expert in np.argsort(-share, kind="stable").tolist():
         piece = int(load[expert]) * ONE_TOKEN // int(replicas[expert])
@@ -117,7 +120,7 @@ def _deal_greedily(replicas: IntArray, load: IntArray, cluster: Cluster, floor: 
             holders[expert].append(rank)
             free[rank] -= 1
             if free[rank]:
-                aside.append((carried + piece, -free[rank], rank))
+                aside.append((carried + cluster.pace.time(rank, piece), -free[rank], rank))
         for entry in aside:
             heapq.heappush(idle, entry)
     experts = np.repeat(np.arange(len(holders)), [len(ranks) for ranks in holders])
@@ -145,5 +148,8 @@ def _take_ranks(
     return taken, list(passed)
 
 
-def _busiest(placement: Placement, load: IntArray) -> int:
-    return int(placement.pairs.on_ranks(balanced_split(load, placement.pairs)).max())
+def longest_time(placement: Placement, load: IntArray, cluster: Cluster) -> int:
+    """Of the ranks under a placement, if tokens int64 [E] come."""
+    pairs, pace = placement.pairs, cluster.pace
+    quota = balanced_split(load, pairs, None if pace.is_even else pace.speeds)
+    return int(pace.times(pairs.on_ranks(quota)).max())

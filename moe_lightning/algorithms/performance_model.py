@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
 from typing import Any, Literal
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lightning.algorithms.pairs import IntArray, Pairs
+from moe_lightning.algorithms.speeds import speeds_in_proportion
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import validated
 
@@ -74,6 +75,18 @@ class BlockCosts:
     dense_forward_s: float = 0.0
     dense_backward_s: float = 0.0
     transfer: TransferMethod = "scatter"
+
+    @property
+    def speeds(self) -> IntArray | None:
+        """int64 [N]: how fast ranks are in experts, see `algorithms.speeds`; None where all are alike."""
+        return speeds_in_proportion(self.rows_per_s) if isinstance(self.rows_per_s, np.ndarray) else None
+
+    def at(self, speeds: IntArray | None) -> BlockCosts:
+        """With ranks of these speeds, int64 [N], where now they all have the median's; None: with equal ranks."""
+        rows_per_s = float(np.median(self.rows_per_s))
+        if speeds is None:
+            return replace(self, rows_per_s=rows_per_s)
+        return replace(self, rows_per_s=rows_per_s * (speeds / np.median(speeds)))
 
     def to_json(self) -> dict[str, Any]:
         """Numbers, lists and a name."""

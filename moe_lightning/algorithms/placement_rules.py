@@ -30,7 +30,7 @@ class PlacementRule(Protocol):
 
         Args:
             load: int64 [E], tokens of each expert; all zeros means unknown.
-            cluster: ranks, nodes, slots; no rank may hold more experts than it has slots.
+            cluster: ranks, nodes, slots, speeds; no rank may hold more experts than it has slots.
             min_replicas: distinct nodes for each expert, where slots allow.
         """
 

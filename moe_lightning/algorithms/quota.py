@@ -3,7 +3,8 @@
 An equal split per replica balances each expert for itself; ranks that hold two hot experts stay overloaded. Here the
 holders of an expert share its tokens in proportion to a weight per rank, and the weights fall on overloaded ranks and
 rise on idle ones (multiplicative weights); the best split met is then finished token by token (`quota_flow`), for
-weights converge slowly where a few ranks hold what nobody else does. The search runs on the list of (expert, rank)
+weights converge slowly where a few ranks hold what nobody else does. Where ranks differ in speed, what is balanced is
+their time. The search runs on the list of (expert, rank)
 pairs, not on the dense table, and in fixed-point integers, so that every rank of a heterogeneous cluster finds the same
 numbers.
 """
@@ -16,6 +17,7 @@ import numpy as np
 
 from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.algorithms.quota_flow import relieve
+from moe_lightning.algorithms.speeds import Pace
 from moe_lightning.errors import ConfigurationError
 
 _ONE = 1 << 20
@@ -83,76 +85,80 @@ def equal_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
     return pairs.dense(demand.split(demand.shares))
 
 
-def balanced_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
-    """Split each expert's tokens over its holders so that the busiest rank carries as little as possible.
+def balanced_quota(tokens: IntArray, replicas: IntArray, speeds: IntArray | None = None) -> IntArray:
+    """Split each expert's tokens over its holders so that the longest time of a rank is as short as possible.
 
     Args:
         tokens: int64 [E], tokens of each expert over the whole dispatch group, each below 2^31.
         replicas: int64 [E, N].
+        speeds: int64 [N], tokens of a rank in a time, see `algorithms.speeds`; None: all ranks are equally fast.
 
     Returns:
-        int64 [E, N] with row sums `tokens` and zeros where `replicas` is zero. The busiest rank carries at most 0.8
-        percent more than it must, 1.6 percent where hundreds of ranks are links of long chains; on clusters of
-        thousands, where proving that may take longer than the tokens are worth, it is merely never worse than
-        `equal_quota`.
+        int64 [E, N] with row sums `tokens` and zeros where `replicas` is zero. The longest time is at most 0.8 percent
+        longer than it must be, 1.6 percent where hundreds of ranks are links of long chains; on clusters of thousands,
+        where proving that may take longer than the tokens are worth, it is merely never longer than that of
+        `equal_quota`, or of a split in proportion to speed where speeds differ.
 
     Raises:
-        ConfigurationError: an expert has tokens but no replica.
+        ConfigurationError: an expert has tokens but no replica, or speeds of other ranks.
     """
     pairs = Pairs.of_table(replicas)
-    return pairs.dense(balanced_split(tokens, pairs))
+    return pairs.dense(balanced_split(tokens, pairs, speeds))
 
 
-def balanced_split(tokens: IntArray, pairs: Pairs) -> IntArray:
+def balanced_split(tokens: IntArray, pairs: Pairs, speeds: IntArray | None = None) -> IntArray:
     """int64 [P]: `balanced_quota` of holders that are given as pairs; the same arguments, limits and errors."""
     demand = _demand(tokens, pairs)
     num_ranks = pairs.shape[1]
+    pace = Pace.of(speeds, num_ranks)
     if len(demand.starts) == len(pairs.experts) or num_ranks == 1:
         return demand.demand  # one holder each: nothing to choose
-    mean = max(1, -(-int(tokens.sum()) // num_ranks))
-    num_holders = np.diff(demand.starts, append=len(pairs.ranks))
-    bound = max(mean, int((-(-demand.demand[demand.starts] // num_holders)).max()))
-    pull, equal_load = _balancing_pull(demand, mean, bound)
+    mean = max(1, pace.least_time(int(tokens.sum())))
+    together = np.add.reduceat(pace.speeds[pairs.ranks], demand.starts)
+    bound = max(mean, int((-(-demand.demand[demand.starts] * pace.fastest // together)).max()))
+    pull, first_pull, first_time = _balancing_pull(demand, pace, mean, bound)
     best = demand.split(pull)
     load = pairs.on_ranks(best)
-    if int(load.max()) > equal_load:
-        equal = demand.split(demand.shares)
-        load_then = pairs.on_ranks(equal)
-        if load_then.max() < load.max():
-            best, load = equal, load_then
-    return relieve(best, load, bound, experts=demand.segment, ranks=pairs.ranks, demand=demand.demand)
+    if int(pace.times(load).max()) > first_time:
+        first = demand.split(first_pull)
+        load_then = pairs.on_ranks(first)
+        if pace.times(load_then).max() < pace.times(load).max():
+            best, load = first, load_then
+    return relieve(best, load, bound, pace, experts=demand.segment, ranks=pairs.ranks, demand=demand.demand)
 
 
-def _balancing_pull(demand: _Demand, mean: int, bound: int) -> tuple[IntArray, int]:
-    """weight of the rank * shares of the pair, for the best weights found, and a load that the busiest rank of an equal
-    split does not fall short of.
+def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int) -> tuple[IntArray, IntArray, int]:
+    """weight of the rank * shares of the pair, for the best weights found and for those of speed alone, and a time that
+    the latter's longest does not fall short of.
 
     Args:
         demand: what is to be split.
-        mean: tokens of a rank, at least 1.
-        bound: a load that no split can beat.
+        pace: of the ranks.
+        mean: time of a rank, at least 1.
+        bound: a time that no split can beat.
     """
     pairs, starts = demand.pairs, demand.starts
     # Products of a weight with an expert's tokens, summed over its holders, must stay inside int64.
     largest = int((np.add.reduceat(pairs.replicas, starts) * demand.demand[starts]).max())
     one = max(1, min(_ONE, (1 << 62) // max(1, largest)))
-    weights = np.full(pairs.shape[1], one)
+    weights = np.maximum(one * pace.speeds // pace.fastest, 1)
     patience = _LITTLE_PATIENCE if len(pairs.experts) <= _FEW_PAIRS else _PATIENCE
-    best_pull, best_load, best_round, equal_load = pairs.replicas, np.iinfo(np.int64).max, 0, 0
+    best_pull, best_time, best_round = pairs.replicas, np.iinfo(np.int64).max, 0
+    first_pull, first_time = best_pull, 0
     for index in range(_ROUNDS):
         pull = weights[pairs.ranks] * pairs.replicas
         norm = np.add.reduceat(pull, starts)
-        load = pairs.on_ranks(demand.demand * pull // norm[demand.segment])
-        busiest = int(load.max())
+        times = pace.times(pairs.on_ranks(demand.demand * pull // norm[demand.segment]))
+        longest = int(times.max())
         if not index:
-            equal_load = busiest  # of weights that are all the same, rounded down
-        if busiest < best_load:
-            best_pull, best_load, best_round = pull, busiest, index
-        if busiest <= bound * _GOOD_ENOUGH or index - best_round >= patience:
+            first_pull, first_time = pull, longest  # rounded down
+        if longest < best_time:
+            best_pull, best_time, best_round = pull, longest, index
+        if longest <= bound * _GOOD_ENOUGH or index - best_round >= patience:
             break
-        weights = weights * mean // np.maximum(load, max(1, mean // 64))
+        weights = weights * mean // np.maximum(times, max(1, mean // 64))
         weights = np.maximum(weights * one // max(1, int(weights.max())), 1)
-    return best_pull, equal_load
+    return best_pull, first_pull, first_time
 
 
 def _demand(tokens: IntArray, pairs: Pairs) -> _Demand:

@@ -18,6 +18,7 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.recovery_probability import fatal_counts, fatal_sets, supports
+from moe_lightning.algorithms.speeds import Pace
 from moe_lightning.errors import ConfigurationError
 
 MAX_SEARCH_NODES = 12
@@ -148,14 +149,15 @@ NODE_RULES: dict[str, Callable[[IntArray, IntArray], IntArray]] = {
 
 
 def deal_to_ranks(table: IntArray, cluster: Cluster, load: IntArray | None = None) -> Placement:
-    """Deal every node's replicas to its ranks, experts with most tokens per replica first, each to the emptiest rank.
+    """Deal every node's replicas to its ranks, experts with most tokens per replica first, each to the rank that has
+    least to do.
 
     Replicas of one expert go to different ranks where they can. Without loads all replicas weigh the same, which is
     round-robin by expert id.
 
     Args:
         table: int64 [E, nodes], at most `cluster.node_slots()` in each column.
-        cluster: the ranks of each node and their slots.
+        cluster: the ranks of each node, their slots and speeds.
         load: int64 [E] tokens of each expert, or None.
     """
     assert (table.sum(axis=0) <= cluster.node_slots()).all()
@@ -169,7 +171,7 @@ def deal_to_ranks(table: IntArray, cluster: Cluster, load: IntArray | None = Non
     for nodes in nodes_of_size.values():
         ranks_MR = np.array(nodes)
         column = np.array(cluster.node_of)[ranks_MR[:, 0]]
-        dealt += _deal_to_nodes(held, table[:, column], ranks_MR, cluster.slots_per_rank, order, weight)
+        dealt += _deal_to_nodes(held, table[:, column], ranks_MR, cluster.slots_per_rank, order, weight, cluster.pace)
     experts_of, ranks_of = (np.concatenate(column) for column in zip(*dealt, strict=True))
     return Placement.of_pairs(Pairs.of_replicas(experts_of, ranks_of, (len(table), cluster.num_ranks)))
 
@@ -181,6 +183,7 @@ def _deal_to_nodes(
     slots_per_rank: int,
     order: IntArray,
     weight: IntArray,
+    pace: Pace,
 ) -> list[tuple[IntArray, IntArray]]:
     """Deal to M nodes of R ranks each at once: in every round, each node deals the next of its replicas; of each round,
     the experts and their ranks.
@@ -192,12 +195,13 @@ def _deal_to_nodes(
         slots_per_rank: room of each rank.
         order: int64 [E], experts in the order in which they are dealt.
         weight: int64 [E], what a replica of each adds to its rank's load.
+        pace: of the ranks.
     """
     node, position = np.nonzero(table[order].T)
     experts = order[position]
     node, experts = (np.repeat(array, table[experts, node]) for array in (node, experts))
     turn = np.arange(len(node)) - np.searchsorted(node, node)
-    used, carried = np.zeros_like(ranks_MR), np.zeros_like(ranks_MR)
+    used, times = np.zeros_like(ranks_MR), np.zeros_like(ranks_MR)
     dealt = []
     place = np.broadcast_to(np.arange(ranks_MR.shape[1]), ranks_MR.shape)
     for round_ in range(int(turn.max(initial=-1)) + 1):
@@ -205,12 +209,12 @@ def _deal_to_nodes(
         dealing, expert = node[now], experts[now]
         full = used[dealing] >= slots_per_rank
         here = held[expert[:, None], ranks_MR[dealing]]
-        first = np.lexsort((place[dealing], used[dealing], carried[dealing], here, full), axis=1)[:, 0]
+        first = np.lexsort((place[dealing], used[dealing], times[dealing], here, full), axis=1)[:, 0]
         rank = ranks_MR[dealing, first]
         held[expert, rank] += 1
         dealt.append((expert, rank))
         used[dealing, first] += 1
-        carried[dealing, first] += weight[expert]
+        times[dealing, first] += weight[expert] * pace.fastest // pace.speeds[rank]
     return dealt
 
 

@@ -32,14 +32,20 @@ from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.quota import balanced_split
 from moe_lightning.algorithms.shadow_totals import CopyTotals
 from moe_lightning.algorithms.shadows import ShadowPlan, choose_homes, plan_volumes
+from moe_lightning.algorithms.speeds import Pace
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """A layer's expected tokens int64 [E, N] on its residents, and what follows from them."""
+    """A layer's expected tokens int64 [E, N] on its residents, and what follows from them.
+
+    Attributes:
+        speeds: int64 [N], of the ranks; None: all alike.
+    """
 
     tokens: IntArray
     placement: Placement
+    speeds: IntArray | None = None
 
     @cached_property
     def load(self) -> IntArray:
@@ -61,7 +67,7 @@ class Layer:
     @cached_property
     def quotas(self) -> IntArray:
         """int64 [P], what every resident computes without shadows."""
-        return balanced_split(self.load, self.placement.pairs)
+        return balanced_split(self.load, self.placement.pairs, self.speeds)
 
     @cached_property
     def unmoved(self) -> IntArray:
@@ -93,7 +99,7 @@ class Layer:
 
     def predict_s(self, plan: ShadowPlan, costs: BlockCosts, scheduled: bool) -> float:
         """Predicted seconds under a plan for this layer."""
-        volumes = plan_volumes(self.tokens, self.placement.pairs, plan, self.load, self.own)
+        volumes = plan_volumes(self.tokens, self.placement.pairs, plan, self.load, self.own, self.speeds)
         copies = total_copies(plan.shadows, plan.homes, costs.transfer)
         return float(predict_block(volumes, copies, costs, scheduled).total_s)
 
@@ -137,6 +143,7 @@ class GreedyMoves:
         self._useless = self._targets == 0  # or moved already
         self._rows = np.arange(num_values)  # int64 [R]: which n the volumes and copies are of
         self._orders: dict[int, tuple[IntArray, IntArray]] = {}
+        self._pace = Pace.of(layer.speeds, num_ranks)
         self._forward_s = even_forward_s(int(layer.load.sum()), costs, num_ranks)
         self._made: list[tuple[IntArray, IntArray]] = []  # of each round, rows and the experts that they moved
         self._best_rounds = np.zeros(num_values, dtype=np.int64)
@@ -150,13 +157,14 @@ class GreedyMoves:
         mean, that rank has none, or the copies alone take longer than the best plan."""
         residents, quotas = self._layer.residents
         while self._rows.size:
-            busiest = self._computed.argmax(axis=1)
+            times = self._pace.times(self._computed)
+            busiest = times.argmax(axis=1)
             experts = residents[busiest]
             relief = quotas[busiest]
             relief[self._useless[self._rows[:, None], experts]] = 0
             slot = relief.argmax(axis=1)
             index = np.arange(len(slot))
-            goes_on = (relief[index, slot] > 0) & self._is_uneven(self._computed[index, busiest], alpha)
+            goes_on = (relief[index, slot] > 0) & self._is_uneven(times, times[index, busiest], alpha)
             experts = experts[index, slot]
             if not goes_on.all():
                 self._keep(goes_on)
@@ -179,12 +187,13 @@ class GreedyMoves:
         if not goes_on.all():
             self._keep(goes_on)
 
-    def _is_uneven(self, most: IntArray, alpha: float) -> BoolArray:
-        """bool [R]: whether the loads differ by alpha times their mean or more; `most`: int64 [R], the largest."""
-        mean = self._layer.load.sum() / self._computed.shape[1]
+    def _is_uneven(self, times: IntArray, most: IntArray, alpha: float) -> BoolArray:
+        """bool [R]: whether times int64 [R, N] differ by alpha times their mean or more; `most`: int64 [R], the
+        largest."""
+        mean = self._layer.load.sum() * self._pace.fastest / self._pace.total
         uneven: BoolArray = most - mean >= alpha * mean + 1  # the least load is below the mean: no need to look for it
         if not uneven.all():
-            uneven |= most - self._computed.min(axis=1) >= alpha * mean
+            uneven |= most - times.min(axis=1) >= alpha * mean
         return uneven
 
     def _keep(self, goes_on: BoolArray) -> None:

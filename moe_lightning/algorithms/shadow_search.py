@@ -49,7 +49,7 @@ def search_shadows(
     _check(tokens, placement, skipped_ranks, alpha)
     if placement.num_ranks == 1 or not tokens.any():
         return no_shadows(tokens, placement)
-    layer = Layer(tokens=tokens, placement=placement)
+    layer = Layer(tokens=tokens, placement=placement, speeds=costs.speeds)
     moves = GreedyMoves(layer, costs, _values(placement.num_ranks, skipped_ranks), scheduled)
     moves.make(alpha)
     chosen = int(np.argmin(moves.best_s))

@@ -80,13 +80,14 @@ def choose_homes(placement: Placement, load: IntArray) -> IntArray:
     return homes
 
 
-def shadow_quota(tokens: IntArray, placement: Placement, plan: ShadowPlan) -> IntArray:
+def shadow_quota(tokens: IntArray, placement: Placement, plan: ShadowPlan, speeds: IntArray | None = None) -> IntArray:
     """Tokens of each expert that each rank computes, residents and shadows together.
 
     Args:
         tokens: int64 [E, N], assignments on each rank before dispatch.
         placement: residents.
         plan: shadows.
+        speeds: int64 [N], of the ranks; None: all alike.
 
     Returns:
         int64 [E, N] with the row sums of `tokens`.
@@ -96,9 +97,9 @@ def shadow_quota(tokens: IntArray, placement: Placement, plan: ShadowPlan) -> In
     """
     plan.check(placement)
     if plan.quota_rule == "balanced" or not plan.num_copies:
-        return balanced_quota(tokens.sum(axis=1), placement.replicas + plan.shadows)
+        return balanced_quota(tokens.sum(axis=1), placement.replicas + plan.shadows, speeds)
     kept = tokens * plan.shadows
-    return kept + balanced_quota((tokens - kept).sum(axis=1), placement.replicas)
+    return kept + balanced_quota((tokens - kept).sum(axis=1), placement.replicas, speeds)
 
 
 def predict_plan(
@@ -106,11 +107,18 @@ def predict_plan(
 ) -> BlockTimes:
     """Predicted seconds of a block under a plan, for tokens int64 [E, N]."""
     plan.check(placement)
-    volumes = plan_volumes(tokens, placement.pairs, plan, tokens.sum(axis=1), tokens.sum(axis=0))
+    volumes = plan_volumes(tokens, placement.pairs, plan, tokens.sum(axis=1), tokens.sum(axis=0), costs.speeds)
     return predict_block(volumes, total_copies(plan.shadows, plan.homes, costs.transfer), costs, scheduled)
 
 
-def plan_volumes(tokens: IntArray, residents: Pairs, plan: ShadowPlan, load: IntArray, own: IntArray) -> IntArray:
+def plan_volumes(
+    tokens: IntArray,
+    residents: Pairs,
+    plan: ShadowPlan,
+    load: IntArray,
+    own: IntArray,
+    speeds: IntArray | None = None,
+) -> IntArray:
     """int64 [4, N]: `total_volumes` of `shadow_quota`, without tables of all experts and ranks.
 
     Args:
@@ -119,16 +127,17 @@ def plan_volumes(tokens: IntArray, residents: Pairs, plan: ShadowPlan, load: Int
         plan: shadows.
         load: int64 [E], tokens of each expert.
         own: int64 [N], tokens of each rank.
+        speeds: int64 [N], of the ranks; None: all alike.
     """
     if plan.quota_rule == "balanced" and plan.num_copies:
         holders = residents.joined(plan.shadows)
-        return pair_volumes(tokens, holders, balanced_split(load, holders), own)
+        return pair_volumes(tokens, holders, balanced_split(load, holders, speeds), own)
     moved = np.flatnonzero(plan.shadows.any(axis=1))
     kept = tokens[moved]
     kept *= plan.shadows[moved]
     rest = load.copy()
     rest[moved] -= kept.sum(axis=1)
-    volumes = pair_volumes(tokens, residents, balanced_split(rest, residents), own)
+    volumes = pair_volumes(tokens, residents, balanced_split(rest, residents, speeds), own)
     at_home = kept.sum(axis=0)
     volumes[0] += at_home
     volumes[1] -= at_home

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_lightning.algorithms.balancing import STRATEGIES, Strategy, evaluate, plan_placement, plan_shadows
+from moe_lightning.algorithms.balancing import (
+    STRATEGIES,
+    PlacementPolicy,
+    Strategy,
+    evaluate,
+    plan_placement,
+    plan_shadows,
+)
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.arguments import Count, input_file, value
+from moe_lightning.arguments import Count, InputFile, option
+from moe_lightning.bench.uneven_trace import Speeds, format_speeds, judge_speeds
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_routing_trace
 from moe_lightning.values import NonNegativeInt
@@ -113,19 +120,11 @@ def judge(
     num_layers, num_ranks = trace.counts.shape[1:3]
     cluster = Cluster.of(num_ranks, slots_per_rank, ranks_per_node)
     costs = [reference_costs()] * num_layers
-    planned = np.searchsorted(trace.iteration, trace.iteration - age, side="right") - 1
-    samples = [now for now in range(1, len(trace.iteration)) if trace.iteration[now] >= first and planned[now] >= 0][
-        ::step
-    ]
-    if not samples:
-        raise ConfigurationError(
-            f"no sample from --first={first} on has a plan {age} iterations old: lower one of them"
-        )
     reports, plan_s = [], []
-    for now in samples:
+    for now, planned in judged_samples(trace, age=age, first=first, step=step):
         tokens = trace.counts[now].transpose(0, 2, 1)
         start = time.process_time()
-        placements = plan_placement(trace.counts[planned[now]].sum(axis=1), cluster, strategy.placement)
+        placements = plan_placement(trace.counts[planned].sum(axis=1), cluster, strategy.placement)
         plan_s.append(time.process_time() - start)
         shadows = plan_shadows(trace.counts[now - 1].transpose(0, 2, 1), placements, costs, strategy.shadows)
         reports += [evaluate(*layer, strategy) for layer in zip(tokens, placements, shadows, costs, strict=True)]
@@ -141,6 +140,21 @@ def judge(
         block_s=float(np.mean([report.block_s for report in reports])),
         plan_s=float(np.median(plan_s)),
     )
+
+
+def judged_samples(trace: RoutingTrace, *, age: int, first: int, step: int) -> list[tuple[int, int]]:
+    """Every `step`-th sample from iteration `first` on, and the newest that is at least `age` iterations older.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    planned = np.searchsorted(trace.iteration, trace.iteration - age, side="right") - 1
+    samples = [now for now in range(1, len(trace.iteration)) if trace.iteration[now] >= first and planned[now] >= 0]
+    if not samples:
+        raise ConfigurationError(
+            f"no sample from --first={first} on has a plan {age} iterations old: lower one of them"
+        )
+    return [(now, int(planned[now])) for now in samples[::step]]
 
 
 def _with_min_replicas(strategy: Strategy, min_replicas: int) -> Strategy:
@@ -182,32 +196,47 @@ def format_protection(rows: Sequence[TraceRow]) -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("trace", type=input_file, help="routing trace (.npz with counts and iteration)")
-    parser.add_argument("--slots", type=value(Count), nargs="+", default=[3, 4], help="resident experts per rank")
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help="names of strategies to compare")
-    parser.add_argument("--age", type=value(Count), default=50, help="iterations between a placement and its use")
-    parser.add_argument(
-        "--first", type=value(NonNegativeInt), default=600, help="first iteration to judge; routing drifts fast before"
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this benchmark."""
+
+    trace: InputFile = option("routing trace (.npz with counts and iteration)")
+    slots: list[Count] = option("resident experts per rank", [3, 4])
+    strategies: list[str] = option("names of strategies to compare", list(STRATEGIES))
+    age: Count = option("iterations between a placement and its use", 50)
+    first: NonNegativeInt = option("first iteration to judge; routing drifts fast before", 600)
+    step: Count = option("samples between two judged ones", 10)
+    min_replicas: Count = option("distinct nodes for every expert, in the first table", 1)
+    protection_slots: tuple[Count, ...] = option(
+        "slots of the second table, which has every expert on one node and on two; none: no such table", [3, 4, 5]
     )
-    parser.add_argument("--step", type=value(Count), default=10, help="samples between two judged ones")
-    parser.add_argument(
-        "--min-replicas", type=value(Count), default=1, help="distinct nodes for every expert, in the first table"
+    ranks_per_node: Count = option("ranks that fail together", 1)
+    speeds: list[Speeds] | None = option(
+        "instead of the tables, what unlike ranks cost: speeds of the first ranks, such as 0.5 or 0.5x8, or 1:0.7",
+        None,
+        metavar="SPEEDS",
     )
-    parser.add_argument(
-        "--protection-slots",
-        type=value(Count),
-        nargs="*",
-        default=[3, 4, 5],
-        help="slots of the second table, which has every expert on one node and on two; none: no such table",
-    )
-    parser.add_argument("--ranks-per-node", type=value(Count), default=1, help="ranks that fail together")
 
 
-def run(args: argparse.Namespace) -> int:
+def _print_speeds(trace: RoutingTrace, args: Options) -> None:
+    samples = judged_samples(trace, age=args.age, first=args.first, step=args.step)
+    for slots in args.slots:
+        cluster = Cluster.of(trace.counts.shape[2], slots, args.ranks_per_node)
+        policy = PlacementPolicy(min_replicas=args.min_replicas)
+        rows = [judge_speeds(trace.counts, samples, text, cluster=cluster, policy=policy) for text in args.speeds or ()]
+        print(
+            f"experts' time over a perfectly divisible load, {cluster.num_ranks} ranks of {slots} slots, placements "
+            f"{args.age} iterations old; LP: the least that quotas can reach on the same placements"
+        )
+        print(format_speeds(rows))
+
+
+def run(args: Options) -> int:
     """Print the table; 0 on success."""
     trace = load_trace(args.trace)
+    if args.speeds:
+        _print_speeds(trace, args)
+        return 0
     choose = partial(judge, trace, age=args.age, first=args.first, step=args.step, ranks_per_node=args.ranks_per_node)
     rows = [
         choose(name, slots_per_rank=slots, min_replicas=args.min_replicas)

@@ -28,6 +28,7 @@ from moe_lightning.algorithms.performance_model import BlockCosts, pair_volumes,
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.quota import balanced_split
 from moe_lightning.algorithms.shadows import ShadowPlan, no_shadows, predict_plan
+from moe_lightning.algorithms.speeds import uneven
 from moe_lightning.callbacks.layer_planner import Decision, LayerPlanner
 from moe_lightning.callbacks.planning_threads import PlanningThreads
 from moe_lightning.errors import ConfigurationError
@@ -169,6 +170,14 @@ class BalancePlanner:
         self._interval = min(FIRST_REBALANCE, policy.rebalance_every)
         self._wait = self._interval
 
+    def take_speeds(self, speeds: IntArray | None) -> None:
+        """Plan for ranks of these speeds, int64 [N], from now on, and soon for new placements; the same on every rank,
+        after the same step."""
+        speeds = uneven(speeds)
+        self.costs = [costs.at(speeds) for costs in self.costs]
+        self.cluster = replace(self.cluster, speeds=None if speeds is None else tuple(speeds.tolist()))
+        self._wait = min(self._wait, FIRST_REBALANCE)
+
     def close(self) -> None:
         """End the planning threads; the planner is of no use afterwards."""
         self._threads.close()
@@ -262,11 +271,13 @@ class BalancePlanner:
         """Have placements made from the loads up to here."""
         layers = zip(self._chains, self._layers, strict=True)
         taken = [chain.then(layer.take_load, _FADE) for chain, layer in layers]
-        return self._threads.combine(self._placements_for, taken, list(self._placements), list(self.costs))
+        known = self.cluster, list(self._placements), list(self.costs)
+        return self._threads.combine(self._placements_for, taken, *known)
 
     def _placements_for(
         self,
         taken: Sequence[Future[tuple[IntArray, IntArray | None]]],
+        cluster: Cluster,
         present: list[Placement],
         costs: list[BlockCosts],
     ) -> list[Placement]:
@@ -281,10 +292,10 @@ class BalancePlanner:
                 tokens = np.ascontiguousarray(np.broadcast_to(loads[layer][:, None] // shape[1], shape))
             return block_with_sums_s(tokens, placement, costs[layer])
 
-        candidates = self.policy.candidates(self.cluster, len(loads[0]))
+        candidates = self.policy.candidates(cluster, len(loads[0]))
         return replan_placement(
             np.stack(loads),
-            self.cluster,
+            cluster,
             candidates,
             present,
             self.policy.tolerance,
@@ -342,6 +353,6 @@ def block_with_sums_s(tokens_EN: IntArray, placement: Placement, costs: BlockCos
     sum_s = 0.0
     if shared_N.any():
         sum_s = 2 * (float((shared_N * costs.gradient_bytes / costs.bytes_per_s).max()) + costs.exchange_s)
-    volumes = pair_volumes(tokens_EN, pairs, balanced_split(tokens_EN.sum(axis=1), pairs))
+    volumes = pair_volumes(tokens_EN, pairs, balanced_split(tokens_EN.sum(axis=1), pairs, costs.speeds))
     nothing = np.zeros((1, 2, placement.num_ranks), dtype=np.int64)
     return float(predict_block(volumes, nothing, costs).total_s) + sum_s

@@ -2,8 +2,8 @@
 
 Exchanges and experts are timed at a few sizes and fitted by lines; what a line misses is its error, and beyond 10
 percent the balancer says so. Dense layers are timed in the first steps, between the MoE layers of the running model.
-The slowest rank's times count, as they do in a step, and all ranks take the lines that rank 0 fits through them: least
-squares end in other bits on other processors.
+Of exchanges the slowest rank's times count, as they do in a step; of experts the median's, whose speed is the others'
+unit. All ranks take the lines that rank 0 fits through them: least squares end in other bits on other processors.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _copy(payload: Tensor, send: list[int], recv: list[int], world: World) -> No
 
 
 def measure_experts(experts: Experts, world: World, dtype: torch.dtype) -> ExpertTimes:
-    """Seconds of one expert over the rows that it computes; collective, for the slowest rank counts."""
+    """Seconds of one expert over the rows that it computes; collective, for the median rank counts."""
     width = experts.w_up.shape[1]
     stacks = {
         name: torch.randn(1, *stack.shape[1:], dtype=dtype, device=world.device).mul_(0.02).requires_grad_()
@@ -194,8 +194,8 @@ def measure_experts(experts: Experts, world: World, dtype: torch.dtype) -> Exper
         out = experts(x, counts, stacks)
         grad = partial(torch.autograd.grad, out, [x, *stacks.values()], torch.ones_like(out), retain_graph=True)
         rows_tried.append(float(rows))
-        forward_s.append(_fastest_s(partial(experts, x, counts, stacks), world))
-        backward_s.append(_fastest_s(grad, world))
+        forward_s.append(_fastest_s(partial(experts, x, counts, stacks), world, over_ranks=statistics.median))
+        backward_s.append(_fastest_s(grad, world, over_ranks=statistics.median))
     line = fit_line(rows_tried, forward_s)
     ratio = statistics.median(b / f for f, b in zip(forward_s, backward_s, strict=True))
     predicted = np.array([ratio * line.predict_s(rows) for rows in rows_tried])
@@ -203,8 +203,14 @@ def measure_experts(experts: Experts, world: World, dtype: torch.dtype) -> Exper
     return ExpertTimes(forward=line, backward_ratio=ratio, backward_error=error)
 
 
-def _fastest_s(operation: Callable[[], object], world: World, repeats: int = _REPEATS) -> float:
-    """Least of the repeats, each as slow as its slowest rank; ranks start a repeat together. Collective.
+def _fastest_s(
+    operation: Callable[[], object],
+    world: World,
+    repeats: int = _REPEATS,
+    over_ranks: Callable[[Sequence[float]], float] = max,
+) -> float:
+    """Least of the repeats, each as slow as its slowest rank or as `over_ranks` says; ranks start a repeat together.
+    Collective.
 
     The least, because other work on the machine only ever adds to a time.
     """
@@ -216,8 +222,7 @@ def _fastest_s(operation: Callable[[], object], world: World, repeats: int = _RE
         operation()
         _synchronize(world.device)
         durations.append(time.perf_counter() - began)
-    slowest: list[float] = [max(ranks) for ranks in zip(*all_gather_json(durations[1:], world), strict=True)]
-    return min(slowest)
+    return min(over_ranks(ranks) for ranks in zip(*all_gather_json(durations[1:], world), strict=True))
 
 
 def _synchronize(device: torch.device) -> None:

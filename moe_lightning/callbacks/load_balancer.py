@@ -1,10 +1,11 @@
-"""Keeps the ranks evenly loaded: moves experts now and then, and lets them visit other ranks step by step."""
+"""Keeps the ranks evenly busy: moves experts now and then, lets them visit other ranks step by step, and gives slow
+ranks fewer tokens and samples.
+"""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,18 +14,17 @@ from typing import Annotated, Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.algorithms.allocation import AllocationPolicy
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.metrics import balance_ratio, imbalance
 from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
-from moe_lightning.algorithms.quota import balanced_quota
+from moe_lightning.algorithms.placement import IntArray, Placement
+from moe_lightning.callbacks.balance_metrics import layer_metrics, movement_metrics, tell_errors
 from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
+from moe_lightning.callbacks.speed_follower import SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.shadow_exchange import StepVisits
@@ -38,8 +38,6 @@ from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, Range
 _DENSE_STEPS = range(2, 6)
 """Steps whose dense layers are timed: the first ones warm the machine up."""
 
-_TOLERATED_ERROR = 0.1
-
 
 @validated
 class LoadBalancer(Callback):
@@ -49,15 +47,18 @@ class LoadBalancer(Callback):
     in threads beside the training (`BalancePlanner` says how a step finds its plan):
     which experts get how many replicas where (every few steps at first, then every `rebalance_every`; experts and their
     optimizer states move between steps), and which experts visit which ranks for one step only (weights come, gradients
-    go home). Give the strategy `slots` above what its placement needs, or there is no room for replicas.
+    go home). Ranks measure their speeds, and quotas, placements and slices of the batch follow (`SpeedFollower`). Give
+    the strategy `slots` above what its placement needs, or there is no room for replicas.
 
     Logs, with the Trainer's logging steps: balance/layerNN/imbalance_before_ratio (busiest rank over mean under plain
     expert parallelism) and imbalance_after_ratio, rb_ratio (quotient of the standard deviations before and after),
     shadows_count, forecast_error_ratio; balance/migrated_states and balance/migration_ms since the last log,
     balance/migrated_bytes and balance/shadow_bytes (sum over ranks), balance/plan_ms (what a step waits for its plans,
     which are made in other threads while the step before runs; maximum),
-    balance/exposed_trans_ms and balance/exposed_agg_ms of the last step (maximum), and
-    balance/model_error/OPERATION_ratio of the calibrated performance model.
+    balance/exposed_trans_ms and balance/exposed_agg_ms of the last step (maximum), balance/rankNN/speed_ratio (speed
+    over the median rank's) and balance/straggler_rank (the slowest below 0.8, else -1), and
+    balance/model_error/OPERATION_ratio of the calibrated performance model. Where speeds differ, imbalances are the
+    longest time over that of a perfect division.
 
     Args:
         rebalance_every, placement, allocation, tolerance, shadows, alpha, replan_threshold, max_replan_interval,
@@ -68,10 +69,12 @@ class LoadBalancer(Callback):
         calibrate: time exchanges, experts and dense layers when training starts, about a second, where plans depend on
             them; without it plans come from the next two arguments and so are alike in every run.
         bytes_per_s, flops_per_s: nominal bandwidth of a rank and speed of its expert computation.
+        speeds, speeds_every, max_samples_per_rank, stragglers: see `SpeedPolicy`.
         timeline_path: SVG of the last step as the performance model sees it, written when training ends; None: none.
 
     Attributes:
         planner: what decides; None before training starts and in a world of one rank.
+        follower: what the ranks' speeds are taken for; None before training starts with several ranks.
         last_visits: the shadows of the last step; None where there were none.
 
     Raises:
@@ -97,6 +100,10 @@ class LoadBalancer(Callback):
         calibrate: bool = True,
         bytes_per_s: Annotated[float, Range(above=0, most=1e18)] = 10e9,
         flops_per_s: Annotated[float, Range(above=0, most=1e21)] = 1e12,
+        speeds: Literal["measured", "even"] | Sequence[float] = "measured",
+        speeds_every: PositiveInt = 8,
+        max_samples_per_rank: PositiveInt | None = None,
+        stragglers: Literal["adapt", "expel"] = "adapt",
         timeline_path: str | None = None,
     ) -> None:
         self._policy = BalancePolicy(
@@ -112,6 +119,13 @@ class LoadBalancer(Callback):
             forecast=forecast,
             lag=lag,
         )
+        self._speed_policy = SpeedPolicy(
+            speeds=speeds,
+            speeds_every=speeds_every,
+            max_samples_per_rank=max_samples_per_rank,
+            stragglers=stragglers,
+        )
+        self.follower: SpeedFollower | None = None
         self._timeline_path = Path(timeline_path) if timeline_path else None
         self._min_replicas, self._ranks_per_node = min_replicas, ranks_per_node
         self._calibrate = calibrate
@@ -136,6 +150,7 @@ class LoadBalancer(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _strategy(trainer)
         layers = strategy.experts.layers
+        self._unfollow()
         if strategy.world.size == 1 or not layers:
             for layer in layers:
                 layer.during_dispatch = None
@@ -154,10 +169,17 @@ class LoadBalancer(Callback):
         assert self.planner is not None
         if state is not None:
             self.planner.load_state_dict(state)
+        self.follower = SpeedFollower(self._speed_policy, strategy, self.follower)
+        self.planner.take_speeds(self.follower.experts.speeds)
         self._is_new_step = True
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
             layer.during_dispatch = partial(self._observe, index, layer)
+
+    def _unfollow(self) -> None:
+        """The layers, or the ranks, are others from here on."""
+        if self.follower is not None:
+            self.follower.close()
 
     def _take_planner(self, planner: BalancePlanner | None) -> None:
         """Plan with this one from here on; what the one before still plans is dropped."""
@@ -173,7 +195,7 @@ class LoadBalancer(Callback):
             return assumed_costs(layers, dtype, **self._rates)
         measured = calibrate(layers, strategy.world, dtype)
         self._model_errors = measured.errors
-        _tell_errors(measured.errors)
+        tell_errors(measured.errors)
         self._clock = DenseClock(layers, strategy.root_device)
         return list(measured.costs)
 
@@ -196,6 +218,7 @@ class LoadBalancer(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for layer in _strategy(trainer).experts.layers:
             layer.during_dispatch = None
+        self._unfollow()
         expected = self.planner.predicted_step() if self.planner is not None else None
         if self._timeline_path is not None and expected is not None and trainer.is_global_zero:
             self._timeline_path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,6 +246,7 @@ class LoadBalancer(Callback):
             self._counts = [{} for _ in self._counts]
             self._observed = set()
             self._begin_step(_strategy(trainer), self.planner)
+            self._following.begin_step()
         self._micro_batch = batch_idx
 
     def _begin_step(self, strategy: ExpertParallelStrategy, planner: BalancePlanner) -> None:
@@ -240,6 +264,11 @@ class LoadBalancer(Callback):
             strategy.visit_experts(plans, shares)
             self.last_visits = strategy.experts.visits
         self._plan_s += plan_s
+
+    @property
+    def _following(self) -> SpeedFollower:
+        assert self.follower is not None, "a planner comes with a follower"
+        return self.follower
 
     def _move(self, strategy: ExpertParallelStrategy, planner: BalancePlanner, placements: list[Placement]) -> None:
         self._reports.append(strategy.replace_experts(placements))
@@ -265,6 +294,8 @@ class LoadBalancer(Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         if self._clock is not None:
             self._clock.turn()
+        if self.planner is not None:
+            self._following.turn()
 
     @override
     def on_train_batch_end(
@@ -274,6 +305,7 @@ class LoadBalancer(Callback):
             return
         if self._clock is not None:
             self._clock.end_micro_batch(keep=self._steps in _DENSE_STEPS)
+        self._following.end_micro_batch()
         if seams.is_accumulating(trainer):
             return
         self._is_new_step = True
@@ -281,6 +313,8 @@ class LoadBalancer(Callback):
         self._steps_since_log += 1
         if self._clock is not None and self._steps == _DENSE_STEPS.stop:
             self._take_dense_times(trainer, self.planner, self._clock)
+        if self._following.end_step():
+            self.planner.take_speeds(self._following.experts.speeds)
         if seams.logs_now(trainer):
             pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner)), trainer))
 
@@ -296,26 +330,11 @@ class LoadBalancer(Callback):
     # ------------------------------------------------------------------ metrics
 
     def _metrics(self, trainer: pl.Trainer, planner: BalancePlanner) -> Iterator[Metric]:
-        for index, layer in enumerate(_strategy(trainer).experts.layers):
-            area = f"balance/layer{index:02d}"
-            for name, value in _layer_numbers(layer).items():
-                yield Metric(name=f"{area}/{name}", value=value)
-            plan, error = planner.plans[index], planner.forecast_error[index]
-            yield Metric(name=f"{area}/shadows_count", value=float(plan.num_copies if plan is not None else 0))
-            if error is not None:
-                yield Metric(name=f"{area}/forecast_error_ratio", value=error)
-        reports, visits = self._reports, self.last_visits
-        moved = sum(report.moved_states for report in reports)
-        yield Metric(name="balance/migrated_states", value=float(moved))
-        yield Metric(name="balance/migrated_bytes", value=float(sum(r.sent_bytes for r in reports)), over_ranks="sum")
-        migration_ms = 1e3 * sum(report.migration_s for report in reports)
-        yield Metric(name="balance/migration_ms", value=migration_ms, over_ranks="max")
+        yield from layer_metrics(_strategy(trainer).experts.layers, planner)
+        yield from movement_metrics(self._reports, self.last_visits)
+        yield from self._following.metrics()
         plan_ms = 1e3 * self._plan_s / self._steps_since_log
         yield Metric(name="balance/plan_ms", value=plan_ms, over_ranks="max")
-        sent, trans_s, agg_s = (visits.sent_bytes, visits.trans_wait_s, visits.agg_wait_s) if visits else (0, 0.0, 0.0)
-        yield Metric(name="balance/shadow_bytes", value=float(sent), over_ranks="sum")
-        yield Metric(name="balance/exposed_trans_ms", value=1e3 * trans_s, over_ranks="max")
-        yield Metric(name="balance/exposed_agg_ms", value=1e3 * agg_s, over_ranks="max")
         for operation, error in self._model_errors.items():
             yield Metric(name=f"balance/model_error/{operation}_ratio", value=error)
         self._reports, self._plan_s, self._steps_since_log = [], 0.0, 0
@@ -364,26 +383,3 @@ def _min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
             f"min_replicas={promised} relies on: leave it out (null), or use at least {promised}"
         )
     return promised if wanted is None else wanted
-
-
-def _tell_errors(errors: dict[str, float]) -> None:
-    bad = {name: error for name, error in errors.items() if error > _TOLERATED_ERROR}
-    if bad:
-        listed = ", ".join(f"{name} {100 * error:.0f} %" for name, error in bad.items())
-        rank_zero_info(
-            f"LoadBalancer: the performance model misses measured times by more than 10 % ({listed}), so shadows may "
-            "be planned where they do not pay: calibrate on an idle machine, or use shadows=none"
-        )
-
-
-def _layer_numbers(layer: MoELayer) -> dict[str, float]:
-    """How even the last micro-batch was on plain expert parallelism and how even it is now."""
-    loads = layer.dispatcher.last_rank_loads
-    if layer.statistics is None or loads is None:
-        return {}
-    tokens_E = layer.statistics.computed_NE.numpy().sum(axis=0)
-    plain = uniform_placement(layer.num_experts, len(loads))
-    before = balanced_quota(tokens_E, plain.replicas).sum(axis=0)
-    numbers = {"imbalance_before_ratio": imbalance(before), "imbalance_after_ratio": imbalance(loads)}
-    quotient = balance_ratio(before, loads)
-    return numbers | ({"rb_ratio": quotient} if math.isfinite(quotient) else {})

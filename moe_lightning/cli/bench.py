@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -24,6 +23,7 @@ BENCHMARKS = {
     "balance-trace": "balance of placements and quotas on a recorded routing trace",
     "planner": "seconds and memory of plans for thousands of ranks",
     "balance": "step time under skewed routing for every way of balancing, on two ranks of one core each",
+    "uneven": "step time with a slow rank, for everything that may follow its speed, on two ranks of one core each",
     "pictures": "heat maps of the experts' loads over time, from a trace or a run's expert_load.csv",
     "plot": "pictures of a run: loads, imbalance, checkpoints, lost tokens, recoveries",
     "workspace": "panels of W&B for all that runs log, as a saved view or a report",
@@ -45,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--threads", type=value(_Threads), default=1, help="torch and OpenMP threads (default: 1)"
         )
         if name in arguments[:1]:
-            add_arguments(name, subparser)
+            add_options(subparser, _module(name).Options)
     given = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = str(given.threads)
     if "torch" in sys.modules:  # it has looked already
         sys.modules["torch"].set_num_threads(given.threads)
     module = _module(given.name)
     try:
-        return int(module.run(read_options(module.Options, given) if hasattr(module, "Options") else given))
+        return int(module.run(read_options(module.Options, given)))
     except Interrupted as stop:
         print(f"moe-bench: {stop}", file=sys.stderr)
         return 128 + stop.signal
@@ -62,15 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"moe-bench: error: {sentence}", file=sys.stderr)
         return mistakes.EXIT_MISTAKE
-
-
-def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """The options of a benchmark."""
-    module = _module(name)
-    if hasattr(module, "Options"):
-        add_options(parser, module.Options)
-    else:
-        module.add_arguments(parser)
 
 
 def _sentence_of_memory(error: BaseException) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from moe_lightning.algorithms.dispatch import plan_dispatch
 from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.algorithms.speeds import uneven
 from moe_lightning.comm.decision_check import fingerprint, require_agreement
 from moe_lightning.comm.dispatch_backend import BackendFactory, DispatchBackend, DispatchPlan, ExchangeBackend
 from moe_lightning.comm.exchange import all_gather_counts
@@ -70,6 +72,8 @@ class Dispatcher:
     Attributes:
         last_rank_loads: int64 [N], rows that each rank computed in the last planned micro-batch; None for a world of
             one rank.
+        told: a 63-bit number of this rank's that travels with its counts.
+        heard: those of all ranks, from the last counts; empty before any.
 
     Raises:
         ConfigurationError: the placement does not fit the world, a group lacks an expert, or an unknown name.
@@ -93,12 +97,15 @@ class Dispatcher:
         self.placement = placement
         self.world = world
         self.groups = tuple(tuple(group) for group in groups)
-        self._quota = balanced_quota if quota == "balanced" else equal_quota
+        self._is_balanced = quota == "balanced"
         held = placement.experts_on(world.rank)
         self.slot_experts = held if slot_experts is None else tuple(slot_experts)
         assert sorted(expert for expert in self.slot_experts if expert >= 0) == list(held)
         self._layer = layer
         self._shadows: ShadowPlan | None = None
+        self._speeds: IntArray | None = None
+        self.told = 0
+        self.heard: list[int] = []
         self._resident_N = np.bincount(placement.pairs.ranks, minlength=world.size)
         self._backend: DispatchBackend = DISPATCH_BACKENDS.make(backend, world)
         placed = (placement.replicas, repr(self.groups), quota, backend)
@@ -135,26 +142,42 @@ class Dispatcher:
                     f"shadows need one dispatch group, but ep_size cuts the ranks into {len(self.groups)}: drop ep_size"
                 )
         self._shadows = plan if plan is not None and plan.num_copies else None
+        self._sign()
+
+    @property
+    def speeds(self) -> IntArray | None:
+        """int64 [N]: of the ranks, see `algorithms.speeds`; None: all are equally fast."""
+        return self._speeds
+
+    @speeds.setter
+    def speeds(self, speeds: IntArray | None) -> None:
+        self._speeds = uneven(speeds)
+        self._sign()
+
+    def _sign(self) -> None:
+        """Take the fingerprint of what this rank plans by."""
         self._plan_print = self._placement_print
         if self._shadows is not None:
-            visiting = fingerprint(self._shadows.shadows, self._shadows.homes, self._shadows.quota_rule)
-            self._plan_print ^= visiting
+            self._plan_print ^= fingerprint(self._shadows.shadows, self._shadows.homes, self._shadows.quota_rule)
+        if self._speeds is not None:
+            self._plan_print ^= fingerprint(self._speeds)
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """All ranks' assignments per expert, int64 [N, E]; the layer's one synchronisation of host and device with
         several ranks.
 
-        A hash of this rank's placement, shadows and latest quota travels along.
+        A hash of this rank's placement, shadows, speeds and latest quota travels along, and what it tells.
 
         Raises:
             ConfigurationError: on every rank, some plan otherwise than others.
         """
         if self.world.size == 1:
             return counts_E.unsqueeze(0)
-        own_print = counts_E.new_full((1,), self._plan_print ^ self._quota_print)
-        told_NE1 = all_gather_counts(torch.cat([counts_E, own_print]), self.world)
-        require_agreement(told_NE1[:, -1].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}")
-        return told_NE1[:, :-1]
+        own = [counts_E.new_full((1,), number) for number in (self._plan_print ^ self._quota_print, self.told)]
+        told_NE2 = all_gather_counts(torch.cat([counts_E, *own]), self.world)
+        require_agreement(told_NE2[:, -2].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}")
+        self.heard = told_NE2[:, -1].tolist()
+        return told_NE2[:, :-2]
 
     def plan(self, counts_NE: Tensor) -> DispatchPlan:
         """Where every assignment goes, in a world of several ranks.
@@ -228,7 +251,8 @@ class Dispatcher:
         for group in self.groups:
             ranks = list(group)
             replicas = np.ascontiguousarray(self.placement.replicas[:, ranks])
-            quota_EN[:, ranks] = self._share_out(np.ascontiguousarray(tokens_EN[:, ranks]), replicas)
+            speeds = None if self._speeds is None else self._speeds[ranks]
+            quota_EN[:, ranks] = self._share_out(np.ascontiguousarray(tokens_EN[:, ranks]), replicas, speeds)
         self.last_rank_loads = quota_EN.sum(axis=0)
         return quota_EN
 
@@ -241,12 +265,13 @@ class Dispatcher:
         send[:, ranks], recv[:, ranks] = plan.send, plan.recv
         return send, recv
 
-    def _share_out(self, tokens_EN: IntArray, replicas_EN: IntArray) -> IntArray:
+    def _share_out(self, tokens_EN: IntArray, replicas_EN: IntArray, speeds_N: IntArray | None) -> IntArray:
         """int64 [E, N]: how many tokens of each expert each rank of a group computes, shadows included."""
+        quota = partial(balanced_quota, speeds=speeds_N) if self._is_balanced else equal_quota
         if self._shadows is None:
-            return self._quota(tokens_EN.sum(axis=1), replicas_EN)
+            return quota(tokens_EN.sum(axis=1), replicas_EN)
         shadows_EN = self._shadows.shadows
         if self._shadows.quota_rule == "balanced":
-            return self._quota(tokens_EN.sum(axis=1), replicas_EN + shadows_EN)
+            return quota(tokens_EN.sum(axis=1), replicas_EN + shadows_EN)
         kept_EN = tokens_EN * shadows_EN
-        return kept_EN + self._quota((tokens_EN - kept_EN).sum(axis=1), replicas_EN)
+        return kept_EN + quota((tokens_EN - kept_EN).sum(axis=1), replicas_EN)

@@ -3,9 +3,9 @@
 Training consumes one endless stream: epoch after epoch, each an order of the data set that (seed, epoch) decides.
 Step t takes the next `global_batch_size` samples of it, whatever the number of ranks, and the last step of an epoch
 what is left; inside the step the batch is cut into micro-batches (gradient accumulation) and each micro-batch over the
-ranks, as evenly as whole samples allow. The number of samples consumed so far is therefore the whole state, and a run
-that resumes on another number of ranks sees the same batches. Evaluation uses the same cuts on one epoch: every sample
-exactly once.
+ranks, as evenly as whole samples allow or in proportion to their speeds. The number of samples consumed so far is
+therefore the whole state, and a run that resumes on another number of ranks sees the same batches. Evaluation uses the
+same cuts on one epoch: every sample exactly once.
 
 Where fewer samples are left than there are ranks, the ranks without one are given a stand-in: a sample that counts for
 nothing there, so that they can take part in the collectives of the model.
@@ -13,6 +13,7 @@ nothing there, so that they can take part in the collectives of the model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,9 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from moe_lightning.algorithms.parts import boundary, cut
+from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.algorithms.parts import cut
+from moe_lightning.algorithms.speeds import shares, uneven
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import PositiveInt, validated
 
@@ -114,6 +117,9 @@ class StepSampler(Sampler[list[int]]):
         self._restored_at: int | None = None  # the position last restored
         self.moves = 0  # how often the position or the world was set from outside
         self._permutation: tuple[int, torch.Tensor] | None = None  # (epoch, its order)
+        self._speeds: IntArray | None = None
+        self._most: int | None = None  # samples of a rank in a micro-batch, where speeds are given
+        self._cuts: dict[tuple[int, int], tuple[int, ...]] = {}  # of micro-batches, by their size and the ranks
         self._set_world(rank, world_size, num_micros)
 
     # ------------------------------------------------------------------ the pure map from position to samples
@@ -171,7 +177,7 @@ class StepSampler(Sampler[list[int]]):
             )
         micro = bounds.index(inside_step)
         micro_total = bounds[micro + 1] - bounds[micro]
-        first, last = (boundary(micro_total, world_size, r) for r in (rank, rank + 1))
+        first, last = self._cut(micro_total, world_size)[rank : rank + 2]
         return StepSlice(
             step=epoch * self.epoch_steps + step,
             micro=micro,
@@ -181,6 +187,17 @@ class StepSampler(Sampler[list[int]]):
             micro_total=micro_total,
             step_total=step_total,
         )
+
+    def _cut(self, total: int, world_size: int) -> tuple[int, ...]:
+        """Where the slices of a micro-batch begin, and its end."""
+        key = total, world_size
+        if key not in self._cuts:
+            speeds = self._speeds
+            if speeds is None or len(speeds) != world_size:
+                self._cuts[key] = cut(total, world_size)
+            else:
+                self._cuts[key] = 0, *itertools.accumulate(shares(total, speeds, self._most).tolist())
+        return self._cuts[key]
 
     def _order(self, epoch: int) -> torch.Tensor:
         """The order of `epoch`, kept until another epoch is asked for."""
@@ -250,6 +267,17 @@ class StepSampler(Sampler[list[int]]):
         )
         self.moves += 1
 
+    def share_by(self, speeds: IntArray | None, most: int | None = None) -> None:
+        """Cut micro-batches in proportion to the ranks' speeds from now on, until the world changes; the same on every
+        rank, and the samples of a step stay what they are.
+
+        Args:
+            speeds: int64 [world_size], see `algorithms.speeds`; None: as evenly as whole samples allow.
+            most: samples of a rank in a micro-batch, see `algorithms.speeds.shares`.
+        """
+        self._speeds, self._most, self._cuts = uneven(speeds), most, {}
+        self.moves += 1
+
     def limit_epoch(self, steps: int) -> None:
         """Let every epoch end after its first `steps` steps, between 1 and `all_steps` (training only)."""
         assert not self.evaluation
@@ -290,6 +318,8 @@ class StepSampler(Sampler[list[int]]):
                 "micro-batches (accumulate_grad_batches, num_micros)."
             )
         self._slice(self.consumed, rank, world_size, num_micros)
+        if world_size != getattr(self, "world_size", world_size):
+            self._speeds, self._cuts = None, {}
         self.rank, self.world_size, self.num_micros = rank, world_size, num_micros
 
 

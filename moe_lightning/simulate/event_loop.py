@@ -82,6 +82,7 @@ class _Run:
         self._step_ns = 0
         self._recorded_step = 0
         self._due: dict[str, int] = {}
+        self._changes_ns = [round(min(at, 1e9) * NS) for at in self.hardware.changes_s]
         self.worlds = Worlds(scenario, self.model)
 
     # ---------------------------------------------------------------- time
@@ -98,7 +99,9 @@ class _Run:
                 self._take_in()
             else:
                 stop = until_ns if self._join_due_ns is None else min(until_ns, self._join_due_ns)
-                self._train(stop)
+                self._train(min([stop, *(at for at in self._changes_ns if at > self.now_ns)]))
+                if self.now_ns in self._changes_ns and self.world is not None:
+                    self._change_speed()
 
     def _wait(self, until_ns: int) -> None:
         world = self._next or self.world
@@ -157,12 +160,22 @@ class _Run:
         assert self.world is not None
         step = self.accounts.step
         routing = self.scenario.routing
-        cost = self.model.cost(len(self.world.nodes), self.world.sample, routing.sample(step))
+        cost = self.model.cost(len(self.world.nodes), self.world.sample, routing.sample(step), is_slow=self._is_slow)
         self._step_ns = max(1, round((cost.step_s + self._memory_stall_s(cost)) * NS))
         following = routing.next_change(step)
         never = 1 << 62
         self._due["refresh"] = never if following is None else max(following, step + self.scenario.refresh_steps)
         self._cost = cost
+
+    def _change_speed(self) -> None:
+        """Rank 0 slows down or recovers; what is done of the running step stays done."""
+        before_ns = self._step_ns
+        self._set_cost()
+        self._progress_ns = self._progress_ns * self._step_ns // before_ns
+
+    @property
+    def _is_slow(self) -> bool:
+        return sum(at <= self.now_ns for at in self._changes_ns) == 1
 
     def _memory_stall_s(self, cost: StepCost) -> float:
         """What snapshots for protection cost each step: a copy that outlasts the passes, a transfer that outlasts the

@@ -6,10 +6,17 @@ and are assumptions elsewhere: replace them by your own measurements (`moe-bench
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moe_lightning.config import build_variant
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import Fraction, Range, validated
 
 Rate = Annotated[float, Range(above=0, most=1e20)]
@@ -17,6 +24,9 @@ Rate = Annotated[float, Range(above=0, most=1e20)]
 Cost = Annotated[float, Range(least=0, most=1e6)]
 """Seconds of what a step does many times."""
 Share = Annotated[float, Range(above=0, most=1)]
+Speed = Annotated[float, Range(least=0.02, most=50)]
+"""Of a rank, relative to others."""
+Duration = Annotated[float, Range(least=0, most=1e10)]
 
 
 @validated
@@ -42,6 +52,10 @@ class Hardware:
         storage_total_bytes_per_s: of the storage that all nodes share; None: never the bottleneck.
         memory_bytes: of one rank.
         host_memory_bytes: of one node.
+        speeds: relative speeds of the nodes, repeated over all of them: [1.0, 0.5] is a cluster of which half is a
+            generation older. The rates above are those of speed 1. None: all alike.
+        jitter: standard deviation of the logarithm of a rank's time of a step; others wait for the slowest rank.
+        slow_speed: factor of the speed of rank 0 from slow_from_s to slow_until_s (None: the end) of the simulation.
 
     Raises:
         ConfigurationError: a rate that is not positive, a utilisation outside (0, 1], a negative time, or what no
@@ -64,6 +78,37 @@ class Hardware:
     storage_total_bytes_per_s: Rate | None = None
     memory_bytes: Rate
     host_memory_bytes: Rate = 512e9
+    speeds: Sequence[Speed] | None = None
+    jitter: Fraction = 0.0
+    slow_speed: Speed = 1.0
+    slow_from_s: Duration = 0.0
+    slow_until_s: Duration | None = None
+
+    def __post_init__(self) -> None:
+        if self.speeds is not None and not self.speeds:
+            raise ConfigurationError("speeds=[] names no node: give the nodes' relative speeds, or null")
+        if self.speeds is not None:
+            object.__setattr__(self, "speeds", tuple(self.speeds))  # costs are remembered by their machine
+
+    def rank_speeds(self, num_ranks: int, *, is_slow: bool = False) -> NDArray[np.float64]:
+        """Of each rank, [num_ranks]; `is_slow`: while rank 0 is."""
+        nodes = np.arange(num_ranks) // self.ranks_per_node
+        speeds = np.array(self.speeds or [1.0], dtype=np.float64)
+        found: NDArray[np.float64] = speeds[nodes % len(speeds)]
+        if is_slow:
+            found[0] *= self.slow_speed
+        return found
+
+    def waiting(self, num_ranks: int) -> float:
+        """Mean time of the slowest of equal ranks over that of a rank: the median of the largest of so many times."""
+        share = (num_ranks - 0.375) / (num_ranks + 0.25)  # Blom
+        return max(1.0, math.exp(self.jitter * NormalDist().inv_cdf(share) - self.jitter**2 / 2))
+
+    @property
+    def changes_s(self) -> tuple[float, ...]:
+        """When rank 0 slows down and recovers, ascending; empty where it never does."""
+        until = math.inf if self.slow_until_s is None else self.slow_until_s
+        return (self.slow_from_s, until) if self.slow_speed != 1 and self.slow_from_s < until else ()
 
 
 PRESETS: dict[str, Hardware] = {

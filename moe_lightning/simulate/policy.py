@@ -34,6 +34,7 @@ class Policy:
         strategy: placement, shadows and quotas: a name in `algorithms.balancing.STRATEGIES`.
         placement: the rule that places experts, instead of the strategy's: a name in
             `algorithms.placement_rules.PLACEMENT_RULES`; None: the strategy's.
+        by_speed: whether tokens, samples and placements follow the ranks' speeds.
         slots: resident experts of a rank; None: as many as the layout needs, for two replicas of each expert.
         min_replicas: distinct nodes of each expert, where slots allow.
         rebalance_every: steps between placements; 0: never.
@@ -64,6 +65,7 @@ class Policy:
     layout: Layout = "replicated"
     strategy: str = "packed"
     placement: str | None = None
+    by_speed: bool = False
     slots: Annotated[int, Range(least=1, most=1e5)] | None = None
     min_replicas: PositiveInt = 2
     rebalance_every: NonNegativeInt = 200
@@ -121,7 +123,8 @@ class Policy:
         """The strategy with this policy's replicas and placement."""
         chosen = STRATEGIES[self.strategy]
         rule = self.placement or chosen.placement.rule
-        return replace(chosen, placement=replace(chosen.placement, rule=rule, min_replicas=self.min_replicas))
+        placement = replace(chosen.placement, rule=rule, min_replicas=self.min_replicas)
+        return replace(chosen, placement=placement, by_speed=self.by_speed)
 
 
 POLICIES: dict[str, Policy] = {
@@ -129,6 +132,7 @@ POLICIES: dict[str, Policy] = {
     # processes, with a margin of ten for a cluster.
     "ours": Policy(
         strategy="packed",
+        by_speed=True,
         k_snapshot=None,
         k_persist=None,
         plt_threshold=0.0375,

@@ -19,6 +19,7 @@ from moe_lightning.algorithms.protection import choose_protection
 from moe_lightning.config import build_config
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
+from moe_lightning.simulate.mixture import Mixture, mixture_of
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.scenario import Report, Scenario
 from moe_lightning.simulate.step_model import StepModel
@@ -58,10 +59,14 @@ class Advice:
     policy: Policy
     report: Report
     choices: tuple[Choice, ...]
+    mixture: Mixture | None = None
 
     def table(self) -> str:
-        """The prediction, and a line for each choice."""
-        lines = [self.report.table(), f"{'choice':<22}{'value':>9}{'instead':>9}{'goodput':>9}{'PLT instead':>13}"]
+        """The prediction, what unlike nodes cost, and a line for each choice."""
+        lines = [self.report.table()]
+        if self.mixture is not None:
+            lines.append(f"{'speeds':<12} {self.mixture.sentence()}")
+        lines += [f"{'choice':<22}{'value':>9}{'instead':>9}{'goodput':>9}{'PLT instead':>13}"]
         for choice in self.choices:
             ratio = choice.report.goodput / self.report.goodput if self.report.goodput else float("nan")
             lines.append(
@@ -104,7 +109,8 @@ def recommend(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any] | N
         changes = {name: instead} | ({"k_snapshot": experts} if name == "k_persist" else {})
         worse = simulate(_with(scenario, policy, **changes))
         choices.append(Choice(name=name, value=getattr(policy, name), instead=instead, report=worse))
-    return Advice(policy=policy, report=report, choices=tuple(choices))
+    mixture = mixture_of(_with(scenario, policy), cluster.nodes)
+    return Advice(policy=policy, report=report, choices=tuple(choices), mixture=mixture)
 
 
 def _candidate(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any], replicas: int) -> tuple[Policy, Report]:

@@ -7,7 +7,7 @@ placement repeats. Layers that route alike are judged once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 import numpy as np
@@ -17,6 +17,7 @@ from moe_lightning.algorithms.balancing import evaluate, plan_placement, plan_sh
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import Placement, uniform_placement
+from moe_lightning.algorithms.speeds import shares, speeds_in_proportion
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import Policy
@@ -101,8 +102,8 @@ class StepModel:
             raise ConfigurationError(
                 f"{experts} experts do not fit {ranks} ranks of {self.slots} slots: add nodes or raise policy.slots"
             )
-        self._plans: dict[tuple[int, int], list[Placement]] = {}
-        self._costs: dict[tuple[int, int, int], StepCost] = {}
+        self._plans: dict[tuple[int, int, bool], list[Placement]] = {}
+        self._costs: dict[tuple[int, int, int, bool], StepCost] = {}
 
     def usable_nodes(self, live: int) -> int:
         """How many of the live nodes can train; 0 where the experts do not fit them."""
@@ -122,16 +123,20 @@ class StepModel:
         repeated = np.arange(ranks) % planned[0].num_ranks
         return [Placement(replicas=placement.replicas[:, repeated]) for placement in planned]
 
-    def _judged_placements(self, ranks: int, sample: int) -> list[Placement]:
+    def _judged_placements(self, ranks: int, sample: int, is_slow: bool = False) -> list[Placement]:
         """Those of the ranks that are judged; remembered, for worlds of like size need the same."""
         judged = self._judged_ranks(ranks)
         if self.policy.layout == "groups":
             return [uniform_placement(self.workload.num_experts, judged)] * self.routing.num_layers
-        if (judged, sample) not in self._plans:
+        key = judged, sample, is_slow
+        if key not in self._plans:
             cluster = Cluster.of(judged, self.slots, self.hardware.ranks_per_node)
+            speeds = speeds_in_proportion(self.hardware.rank_speeds(judged, is_slow=is_slow))
+            if self.policy.by_speed and speeds is not None:
+                cluster = replace(cluster, speeds=tuple(speeds.tolist()))
             placement = self.policy.balancing.placement
-            self._plans[judged, sample] = plan_placement(self.routing.loads(sample), cluster, placement)
-        return self._plans[judged, sample]
+            self._plans[key] = plan_placement(self.routing.loads(sample), cluster, placement)
+        return self._plans[key]
 
     def _judged_ranks(self, ranks: int) -> int:
         if self.policy.layout == "groups":
@@ -141,42 +146,54 @@ class StepModel:
         needed += -needed % self.hardware.ranks_per_node
         return min(ranks, max(most, needed))
 
-    def cost(self, nodes: int, planned: int, now: int) -> StepCost:
-        """A step of a world whose placement was planned from one sample, under the routing of another."""
-        key = (nodes, planned, now)
+    def cost(self, nodes: int, planned: int, now: int, *, is_slow: bool = False) -> StepCost:
+        """A step of a world whose placement was planned from one sample, under the routing of another, while rank 0 is
+        slow or not."""
+        key = (nodes, planned, now, is_slow)
         if key not in self._costs:
             self._costs[key] = self._cost(*key)
         return self._costs[key]
 
-    def block_costs(self, ranks: int) -> BlockCosts:
+    def _slices(self, ranks: int, speeds: NDArray[np.float64]) -> float:
+        """Time of the rank that takes longest for its samples, over that of an even slice at speed 1."""
+        known = speeds_in_proportion(speeds)
+        if known is None or not self.policy.by_speed:
+            return float(1 / speeds.min())
+        samples = max(len(speeds), round(self.workload.samples_per_step(ranks) * len(speeds) / ranks))
+        return float((shares(samples, known) / speeds).max() * len(speeds) / samples)
+
+    def block_costs(self, ranks: int, *, is_slow: bool = False) -> BlockCosts:
         """The constants of the performance model for one MoE block of a world of so many ranks."""
         work, machine = self.workload, self.hardware
         judged = self._judged_ranks(ranks)
-        tokens = work.tokens_per_rank(ranks)
+        speeds, waiting = machine.rank_speeds(judged, is_slow=is_slow), machine.waiting(ranks)
+        tokens = work.tokens_per_rank(ranks) * self._slices(ranks, speeds) * waiting
         forward_s = tokens * work.dense_flops_per_token / (machine.flops_per_s * machine.utilization) / work.num_layers
+        rows_per_s = machine.flops_per_s * machine.expert_utilization / work.expert_flops_per_row / waiting
         expert_bytes = float(work.expert_params * work.activation_bytes)
         return BlockCosts(
             row_bytes=float(work.d_model * work.activation_bytes),
             weight_bytes=expert_bytes,
             gradient_bytes=expert_bytes,
             bytes_per_s=self._bytes_per_s(judged),
-            rows_per_s=machine.flops_per_s * machine.expert_utilization / work.expert_flops_per_row,
+            rows_per_s=rows_per_s * (float(speeds[0]) if (speeds == speeds[0]).all() else speeds),
             exchange_s=machine.latency_s,
             expert_s=machine.expert_s,
             dense_forward_s=forward_s,
             dense_backward_s=2 * forward_s,
         )
 
-    def _cost(self, nodes: int, planned: int, now: int) -> StepCost:
+    def _cost(self, nodes: int, planned: int, now: int, is_slow: bool) -> StepCost:
         ranks = nodes * self.hardware.ranks_per_node
         judged = self._judged_ranks(ranks)
-        costs = self.block_costs(ranks)
+        costs = self.block_costs(ranks, is_slow=is_slow)
         strategy = self.policy.balancing
-        placements = self._judged_placements(ranks, planned)
+        placements = self._judged_placements(ranks, planned, is_slow)
         assignments = max(1, round(self.workload.tokens_per_rank(ranks) * self.workload.top_k))
         layers = range(self.routing.num_layers)
         tokens = [self.routing.tokens(now, layer, assignments, judged) for layer in layers]
-        shadows = plan_shadows(np.stack(tokens), placements, [costs] * len(layers), strategy.shadows)
+        known = costs if strategy.by_speed else costs.at(None)
+        shadows = plan_shadows(np.stack(tokens), placements, [known] * len(layers), strategy.shadows)
         reports = [
             evaluate(tokens[i], placements[i], shadows[i], costs, strategy, self.hardware.overlap > 0) for i in layers
         ]

@@ -62,6 +62,7 @@ class ElasticWorlds:
         version: committed optimizer steps of the live state.
         is_newcomer: this process holds nothing of the run yet.
         change_is_due: the ranks agreed to form another world before the next step.
+        parting: why this rank shall leave after the present step; None: only if it is given notice.
         planner: chooses what to go on from.
         has_rolled_back: the last change of the world went back to a saved state.
         listeners: have a part in recoveries.
@@ -84,10 +85,10 @@ class ElasticWorlds:
         self._device, self._backend, self._timeout = device, backend, timeout
         self.engine, worlds.node = engine, engine.node
         self.members: Members | None = None
-        self.min_replicas = 1
-        self.max_recoveries = 1000
+        self.min_replicas, self.max_recoveries = 1, 1000
         self.version = 0
         self.is_newcomer = self.change_is_due = False
+        self.parting: str | None = None
         self.listeners: list[RecoveryListener] = []
         self.planner = RecoveryPlanner(self.listeners)
         self.has_rolled_back = self._has_newcomers = False
@@ -158,7 +159,7 @@ class ElasticWorlds:
         changes before the next step."""
         self._pending = optimizer
         self.engine.made_progress()
-        asked = [self.engine.newcomers(), self.engine.notice is not None]
+        asked = [self.engine.newcomers(), (self.engine.notice or self.parting) is not None]
         wishes = torch.tensor(asked, dtype=torch.int32, device=self._device)
         all_reduce_(wishes, self._worlds.mesh.whole)
         self.change_is_due = bool(wishes.any())
@@ -265,7 +266,8 @@ class ElasticWorlds:
             try:
                 if isinstance(fault, WorldChanged):
                     nodes = self._require_members().nodes
-                    hand_over(self._state, self._worlds.present, self.engine, nodes, self.min_replicas, self._timeout)
+                    notice, promise = self.engine.notice or self.parting, (self.min_replicas, self._timeout)
+                    hand_over(self._state, self._worlds.present, self.engine, notice, nodes, *promise)
                 with watch.phase("leaving"):
                     self._leave(reason)
                 plan, repair = self._settle_in(watch)

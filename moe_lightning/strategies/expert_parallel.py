@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.checkpoint.files import SUFFIX
 from moe_lightning.checkpoint.storages import place_of
@@ -119,9 +119,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
-        """As in DDP, but inside a step the mean over ranks is the mean over the samples of the micro-batch, and
-        integers have exact means.
-        """
+        """As in DDP, but a mean inside a step is that over the micro-batch's samples; integers have exact means."""
         is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg", "reduceop.avg")
         if is_mean and isinstance(tensor, Tensor):
             tensor, reduce_op = self.steps.share_of_mean(tensor, is_of_all=group is None)
@@ -256,6 +254,10 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         """
         assert self.lightning_module is not None
         return self._step_data().cut(dataloader, self.lightning_module.trainer)
+
+    def share_samples(self, speeds: IntArray | None, most: int | None = None) -> None:
+        """Cut training batches by the speeds of the ranks from the next one on, see `StepData.share_by`."""
+        self._step_data().share_by(speeds, most, self.state.trainer.train_dataloader)
 
     def _step_data(self) -> StepData:
         if self._data is None:

@@ -30,12 +30,19 @@ class WorldChanged(Exception):
 
 
 def hand_over(
-    state: RankState, world: World, engine: Membership, nodes: Sequence[str], min_replicas: int, timeout: timedelta
+    state: RankState,
+    world: World,
+    engine: Membership,
+    notice: str | None,
+    nodes: Sequence[str],
+    min_replicas: int,
+    timeout: timedelta,
 ) -> None:
     """Before ranks leave on notice, the others take over what only those hold. Nobody returns, and so breaks the world
     up, while another rank still needs it to hand over.
 
     Args:
+        notice: why this rank leaves, as a sentence; None: it stays.
         nodes: of all ranks.
         min_replicas: nodes that shall hold each expert.
         timeout: longest wait for a peer.
@@ -43,7 +50,7 @@ def hand_over(
     Raises:
         Preempted: on the ranks that leave.
     """
-    notices = all_gather_json(engine.notice, world)
+    notices = all_gather_json(notice, world)
     staying = [rank for rank, notice in enumerate(notices) if notice is None]
     if 0 < len(staying) < world.size and world.is_connected:
         held = np.stack([p.replicas > 0 for p in state.experts.placements])
@@ -56,7 +63,6 @@ def hand_over(
         state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
     meet(engine.store, "hand over", world.size, timeout.total_seconds())
     left = [f"left/{rank}" for rank in range(world.size) if rank not in staying]
-    notice = notices[world.rank]
     if notice is not None:
         with suppress(dist.DistError):  # the world breaks now for another reason, and this rank is done
             engine.store.set(f"left/{world.rank}", "")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migration
-from moe_lightning.algorithms.placement import Placement, dispatch_groups
+from moe_lightning.algorithms.placement import IntArray, Placement, dispatch_groups
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
@@ -63,6 +63,7 @@ class PlacedExperts:
         stacks: of each layer, what lives in this rank's slots.
         stack_of: the stack that each expert parameter is in.
         visits: the shadows of the running step; None where there are none.
+        speeds: int64 [N], how fast ranks compute experts; None: all alike, as in every new world.
 
     Raises:
         ConfigurationError: a placement that does not fit the world, a dispatch group, the slots, or what the module
@@ -84,6 +85,7 @@ class PlacedExperts:
         self.layers = moe_layers(module)
         self.placements = list(placements)
         self.visits: StepVisits | None = None
+        self.speeds: IntArray | None = None
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
         self._quota: QuotaPolicy = quota
@@ -136,6 +138,12 @@ class PlacedExperts:
                 "for it and resume from the last checkpoint"
             )
 
+    def take_speeds(self, speeds: IntArray | None) -> None:
+        """Share tokens out by the speeds of the ranks from the next step on; the same on every rank."""
+        self.speeds = speeds
+        for layer in self.layers:
+            layer.dispatcher.speeds = speeds
+
     # ------------------------------------------------------------------ new placements
 
     def replace(
@@ -185,6 +193,7 @@ class PlacedExperts:
             nodes: of the ranks; experts come from the own node where they can.
         """
         began = time.perf_counter()
+        self.speeds = None
         self.world, self._groups = world, dispatch_groups(world.size, world.size)
         needed = max((len(p.experts_on(rank)) for p in placements for rank in range(world.size)), default=0)
         slots = max([needed, *(room for layer in self.room for room in layer)])
@@ -241,6 +250,7 @@ class PlacedExperts:
             layer.dispatcher = dispatcher
         self.placements = list(placements)
         self._take(stacks)
+        self.take_speeds(self.speeds)
         return MigrationReport(
             moved_states=len(migration.transfers),
             sent_bytes=sent_bytes,

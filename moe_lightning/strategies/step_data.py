@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
 from moe_lightning import seams
+from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.data.step_loader import StepLoader, reason_not_to_cut
 from moe_lightning.data.step_sampler import StepSampler, StepSlice
 from moe_lightning.errors import ConfigurationError
@@ -32,6 +33,8 @@ class StepData:
         self._is_elastic = is_elastic
         self._seed = seed
         self._restored: list[dict[str, Any]] = []
+        self._speeds: IntArray | None = None
+        self._most: int | None = None
 
     def cut(self, loader: object, trainer: pl.Trainer) -> object:
         """The loader's part for this rank; its batch_size is the global batch. A rank that stays alone takes loaders
@@ -43,6 +46,7 @@ class StepData:
         cut = self._cut(loader, trainer)
         if isinstance(cut, StepLoader) and trainer.training:
             cut.bind_to(trainer)
+            cut.step_sampler.share_by(self._speeds, self._most)
             if self._restored:
                 cut.load_state_dict(self._restored.pop(0))
         return cut
@@ -68,10 +72,24 @@ class StepData:
 
     def enter_world(self, *, rank: int, world_size: int, loaders: object) -> None:
         """Cut for other ranks from now on, also what is under way."""
-        self._world = {"rank": rank, "world_size": world_size}
+        self._world, self._speeds = {"rank": rank, "world_size": world_size}, None
         for loader in seams.tree_leaves(loaders):
             if isinstance(loader, StepLoader):
                 loader.bind(**self._world)
+
+    def share_by(self, speeds: IntArray | None, most: int | None, loaders: object) -> None:
+        """Cut training batches by the speeds of the ranks from the next one on, until the world changes; the same on
+        every rank. Loaders of unlike batches stay cut evenly, since no weight of a rank would fit them all.
+
+        Args:
+            speeds: int64 [ranks]; None: evenly.
+            most: samples of a rank in a micro-batch; None: twice an even share.
+            loaders: for training.
+        """
+        self._speeds, self._most = speeds, most
+        cut = [loader.step_sampler for loader in seams.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+        for sampler in cut if len({sampler.global_batch_size for sampler in cut}) == 1 else []:
+            sampler.share_by(speeds, most)
 
     def restore(self, states: Sequence[dict[str, Any]], loaders: object) -> None:
         """Set the training loaders to these positions: those that are cut, or else those that will be cut next."""

@@ -24,7 +24,7 @@ from tests.distributed.same_training import (
 from tests.distributed.training import OwnModule, make_trainer
 
 # Slow experts on fast links: shadows pay, and every run plans alike.
-EAGER = {"calibrate": False, "flops_per_s": 1e6, "bytes_per_s": 1e12}
+EAGER = {"calibrate": False, "flops_per_s": 1e6, "bytes_per_s": 1e12, "speeds": "even"}
 
 
 def balanced(rank: int, world_size: int, *, balancer: dict[str, Any], **options: Any) -> dict[str, Any]:

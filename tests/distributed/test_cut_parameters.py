@@ -24,7 +24,8 @@ from moe_lightning.state.row_blocks import is_cut, local
 from moe_lightning.strategies import expert_parallel
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_same_loss import LLAMA, NOISY, TOLERANCE, assert_same_training
+from tests.distributed.same_training import CASES as KNOWN
+from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.training import TINY, RandomTokens, make_trainer, train
 
 STEPS = 12
@@ -32,8 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "uneven": {"batch_size": 13},
     "accumulate": {"batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}},
-    "noisy": {"model": NOISY},
-    "tied": {"model": {**LLAMA, "tie_embeddings": True}, "validate": True, "trainer": {"val_check_interval": 4}},
+    "noisy": KNOWN["noisy"],
+    "tied": {**KNOWN["llama"], "model": {**KNOWN["llama"]["model"], "tie_embeddings": True}},
     "by value": {"trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}},
 }
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.quota import equal_quota
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm import decision_check
 from moe_lightning.comm.decision_check import check_versions, fingerprint, require_agreement
@@ -40,10 +39,12 @@ def disagree(rank: int, world_size: int, about: str) -> list[str]:
         replicas[3] = [1, 1, 1]
     policy: Any = "equal" if about == "policy" and rank == 2 else "balanced"
     dispatcher = Dispatcher(Placement(replicas=replicas), connect(), [(0, 1, 2)], policy, layer=7)
+    if about == "speeds":
+        dispatcher.speeds = np.array([4096, 2048, 4096 if rank == 2 else 4095])
     if about == "shadows":
         dispatcher.shadows = shadow_plan(rank)
     if about == "quota" and rank == 2:
-        dispatcher._quota = equal_quota
+        dispatcher._is_balanced = False
     ended = []
     for _ in range(2):
         try:
@@ -54,7 +55,7 @@ def disagree(rank: int, world_size: int, about: str) -> list[str]:
     return ended
 
 
-@pytest.mark.parametrize("about", ["placement", "policy", "shadows"])
+@pytest.mark.parametrize("about", ["placement", "policy", "shadows", "speeds"])
 def test_another_plan_ends_the_step_before_anything_travels(about: str) -> None:
     first, second, third = run_ranks(3, disagree, about)
     assert first == second == third

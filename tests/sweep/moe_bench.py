@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from moe_lightning.arguments import add_options
 from moe_lightning.cli import bench
 from tests.sweep.cases import Case
 from tests.sweep.files import common, damaged_csv, damaged_traces, unwritable, write_run, write_trace
@@ -88,7 +90,7 @@ def measuring(folder: Path) -> Iterator[Case]:
 
 def _options(name: str) -> list[argparse.Action]:
     parser = argparse.ArgumentParser(add_help=False)
-    bench.add_arguments(name, parser)
+    add_options(parser, importlib.import_module(f"moe_lightning.bench.{name.replace('-', '_')}").Options)
     parser.add_argument("--threads", type=int)
     return parser._actions
 

@@ -23,7 +23,8 @@ def searched_shadows(
     order = np.argsort(np.where(resident, tokens.max() + 1, tokens), axis=1, kind="stable")
     position = np.argsort(order, axis=1, kind="stable")
     shadows = ~resident & (position >= values[:, None, None])
-    base = balanced_quota(tokens.sum(axis=1), placement.replicas)
+    speeds = np.ones(placement.num_ranks, dtype=np.int64) if costs.speeds is None else costs.speeds
+    base = balanced_quota(tokens.sum(axis=1), placement.replicas, speeds)
     change = row_volumes(tokens, _moved_quota(tokens, base, shadows)) - row_volumes(tokens, base)
     copies = copy_volumes(shadows, homes, costs.transfer)
     chosen, seconds = [], []
@@ -31,8 +32,10 @@ def searched_shadows(
         volumes, copied = row_volumes(tokens, base).sum(axis=0), np.zeros_like(copies[index, 0])
         moved: list[int] = []
         best, best_s = list(moved), float(predict_block(volumes, copied, costs, scheduled).total_s)
-        while np.ptp(volumes[0]) >= alpha * tokens.sum() / placement.num_ranks:
-            relief = base[:, volumes[0].argmax()] * shadows[index].any(axis=1)
+        while np.ptp(times := -(-volumes[0] * speeds.max() // speeds)) >= (
+            alpha * (tokens.sum() * speeds.max() / speeds.sum())
+        ):
+            relief = base[:, times.argmax()] * shadows[index].any(axis=1)
             relief[moved] = 0
             if not relief.any():
                 break
@@ -46,7 +49,7 @@ def searched_shadows(
         seconds.append(best_s)
 
     def predicted_s(plan: ShadowPlan) -> float:
-        rows = row_volumes(tokens, shadow_quota(tokens, placement, plan)).sum(axis=0)
+        rows = row_volumes(tokens, shadow_quota(tokens, placement, plan, speeds)).sum(axis=0)
         totals = copy_volumes(plan.shadows, plan.homes, costs.transfer).sum(axis=0)
         return float(predict_block(rows, totals, costs, scheduled).total_s)
 

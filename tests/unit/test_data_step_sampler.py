@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,12 +32,17 @@ def epoch_order(sampler: StepSampler) -> list[int]:
     return [index for _, indices in walk(sampler, len(sampler)) for index in indices]
 
 
-def steps_of(world_size: int, num_micros: int, steps: int, **options: Any) -> list[list[int]]:
-    """The ordered global batch of each step, put together from every rank's slices at the offsets they name."""
+def steps_of(
+    world_size: int, num_micros: int, steps: int, speeds: np.ndarray | None = None, most: int = 10**9, **options: Any
+) -> list[list[int]]:
+    """The ordered global batch of each step, put together from every rank's slices at the offsets they name; speeds
+    change rank with every step."""
     batches: list[list[int | None]] = [[None] * options["global_batch_size"] for _ in range(steps)]
     for rank in range(world_size):
         sampler = StepSampler(rank=rank, world_size=world_size, num_micros=num_micros, **options)
-        for _ in range(steps * num_micros):
+        for micro in range(steps * num_micros):
+            if speeds is not None and micro % num_micros == 0:
+                sampler.share_by(np.roll(speeds, micro), most)
             here = sampler.slice_at(sampler.consumed)
             place = slice(here.offset, here.offset + here.count)
             assert batches[here.step][place] == [None] * here.count
@@ -61,6 +67,9 @@ def test_every_world_sees_the_same_ordered_steps(
     batch = world_size * num_micros + extra
     options = {"num_samples": 2 * batch + beyond, "global_batch_size": batch, "seed": seed, "shuffle": shuffle}
     assert steps_of(world_size, num_micros, 5, **options) == steps_of(1, 1, 5, **options)
+    speeds = np.random.default_rng(seed).integers(64, 4097, world_size)
+    most = 2 * -(-batch // (world_size * num_micros))
+    assert steps_of(world_size, num_micros, 5, speeds, most, **options) == steps_of(1, 1, 5, **options)
 
 
 @given(
@@ -225,3 +234,42 @@ def test_wrong_positions_are_one_sentence(state: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"resume (with|from)"):
         sampler.load_state_dict(state)
     assert sampler.consumed == 0
+
+
+def counts_of(total: int, speeds: list[int], most: int = 10**9) -> list[int]:
+    samplers = [
+        StepSampler(num_samples=total, global_batch_size=total, rank=rank, world_size=len(speeds))
+        for rank in range(len(speeds))
+    ]
+    for sampler in samplers:
+        sampler.share_by(np.array(speeds), most)
+    return [sampler.slice_at(0).count for sampler in samplers]
+
+
+@pytest.mark.parametrize(
+    ("total", "speeds", "most", "counts"),
+    [
+        (12, [4096, 4096, 4096, 4096], 99, [3, 3, 3, 3]),
+        (12, [4096, 2048], 99, [8, 4]),
+        (12, [4096, 64], 99, [11, 1]),  # at least one
+        (12, [4096, 64], 8, [8, 4]),  # as many as a rank may have
+        (12, [4096, 64], 3, [6, 6]),  # an even share is always allowed
+        (7, [4096, 4095, 4096], 99, [3, 2, 2]),
+    ],
+)
+def test_micro_batches_are_cut_by_speed_within_limits(
+    total: int, speeds: list[int], most: int, counts: list[int]
+) -> None:
+    assert counts_of(total, speeds, most) == counts
+
+
+def test_another_world_is_cut_evenly_again() -> None:
+    sampler = StepSampler(num_samples=24, global_batch_size=12, world_size=2)
+    sampler.share_by(np.array([4096, 1024]), 99)
+    assert sampler.slice_at(0).count == 10
+    sampler.bind(rank=0, world_size=2)
+    assert sampler.slice_at(0).count == 10
+    sampler.bind(rank=0, world_size=3)
+    assert sampler.slice_at(0).count == 4
+    sampler.bind(rank=0, world_size=2)
+    assert sampler.slice_at(0).count == 6

@@ -1,5 +1,6 @@
 """Quotas: exact row sums, near the best possible balance, the same numbers everywhere."""
 
+import hashlib
 import itertools
 import os
 from fractions import Fraction
@@ -45,12 +46,75 @@ def _holders(replicas: np.ndarray, experts: tuple[int, ...]) -> int:
     return (replicas[list(experts)] > 0).any(axis=0).sum()
 
 
-def fits(tokens: np.ndarray, replicas: np.ndarray, capacity: int) -> bool:
-    """Whether all tokens flow to holders of their experts, by maximum flow."""
+def fits(tokens: np.ndarray, replicas: np.ndarray, capacity: int | list[int]) -> bool:
+    """Whether all tokens flow to holders of their experts, by maximum flow, where ranks carry so many at most."""
+    capacities = np.broadcast_to(capacity, replicas.shape[1]).tolist()
     edges = {("source", ("expert", e)): int(t) for e, t in enumerate(tokens)}
     edges |= {(("expert", int(e)), ("rank", int(n))): int(tokens[e]) for e, n in np.argwhere(replicas)}
-    edges |= {(("rank", n), "sink"): capacity for n in range(replicas.shape[1])}
+    edges |= {(("rank", n), "sink"): capacities[n] for n in range(replicas.shape[1])}
     return max_flow(edges, "source", "sink") == tokens.sum()
+
+
+@st.composite
+def uneven_loads(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens [E], replicas [E, N], speeds [N])."""
+    tokens, replicas = draw(loads())
+    num_ranks = replicas.shape[1]
+    speeds = draw(st.lists(st.integers(64, 4096), min_size=num_ranks, max_size=num_ranks))
+    return tokens, replicas, np.array(speeds)
+
+
+def shortest_time(tokens: np.ndarray, replicas: np.ndarray, speeds: np.ndarray) -> int:
+    """In units of the fastest rank's tokens, the least in which all tokens fit: bisection over maximum flows."""
+    low, high = 0, int(tokens.sum()) * int(speeds.max())
+    while low < high:
+        middle = (low + high) // 2
+        if fits(tokens, replicas, (middle * speeds // speeds.max()).tolist()):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@settings(max_examples=150, deadline=None)
+@given(uneven_loads())
+def test_with_speeds_the_longest_time_is_the_optimum(load):
+    tokens, replicas, speeds = load
+    quota = balanced_quota(tokens, replicas, speeds)
+    assert (quota >= 0).all()
+    assert (quota.sum(axis=1) == tokens).all()
+    assert (quota[replicas == 0] == 0).all()
+    longest = int((-(-quota.sum(axis=0) * speeds.max() // speeds)).max())
+    best = shortest_time(tokens, replicas, speeds)
+    assert best <= longest <= best + best // 128
+
+
+@settings(max_examples=150, deadline=None)
+@given(loads(), st.integers(1, 65536))
+def test_equal_speeds_give_the_integers_of_ranks_without_speeds(load, speed):
+    tokens, replicas = load
+    alike = np.full(replicas.shape[1], speed)
+    assert (balanced_quota(tokens, replicas, alike) == balanced_quota(tokens, replicas)).all()
+
+
+def test_quotas_without_speeds_are_the_integers_they_always_were():
+    digest = hashlib.sha256()
+    for seed in range(40):
+        generator = np.random.default_rng(seed)
+        num_experts, num_ranks = generator.integers(2, 64, 2).tolist()
+        tokens = generator.integers(0, 10 ** generator.integers(1, 8, num_experts))
+        quota = balanced_quota(tokens, _scattered(generator, num_experts, num_ranks))
+        digest.update(quota.astype("<i8").tobytes())
+    assert digest.hexdigest() == "c7892fe32e85948689371908a92698415427537c0b30b9e0e1d79ec35e3e1868"
+
+
+@pytest.mark.parametrize(
+    ("speeds", "said"),
+    [([1, 2], "fit 3 ranks"), ([1, 0, 1], "1 to 65536"), ([1, -1, 1], "1 to 65536"), ([1, 1, 1 << 17], "1 to 65536")],
+)
+def test_speeds_that_are_none_are_one_sentence(speeds, said):
+    with pytest.raises(ConfigurationError, match=said):
+        balanced_quota(np.array([5, 5]), np.ones((2, 3), dtype=np.int64), np.array(speeds))
 
 
 @settings(max_examples=300, deadline=None)

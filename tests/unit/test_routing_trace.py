@@ -5,7 +5,6 @@ The trace is third-party data outside the repository: set MOE_LIGHTNING_TRACES t
 
 from __future__ import annotations
 
-import argparse
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from moe_lightning.algorithms.shadows import (
 )
 from moe_lightning.bench import balance_trace
 from moe_lightning.errors import ConfigurationError
+from tests.options import options_of
 
 FOLDER = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
 PATH = FOLDER / "routing_trace_gpt_32e.npz"
@@ -209,11 +209,9 @@ def test_the_search_balances_better_than_fastermoe(trace: balance_trace.RoutingT
 def test_the_benchmark_prints_a_row_per_strategy(
     trace: balance_trace.RoutingTrace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    balance_trace.add_arguments(parser)
     arguments = [str(PATH), "--slots", "4", "--strategies", "plain", "packed", "--step", "200"]
     arguments += ["--protection-slots", "4"]
-    assert balance_trace.run(parser.parse_args(arguments)) == 0
+    assert balance_trace.run(options_of(balance_trace.Options, *arguments)) == 0
     printed = capsys.readouterr().out
     table, protection = printed.split("\n\n")
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["strategy", "plain", "packed"]

@@ -1,0 +1,162 @@
+"""From noisy times of one rank to speeds that all ranks agree on.
+
+A rank keeps a running mean of the seconds that a unit of its work takes (`RateMeter`) and tells it to the others as a
+few bits, with its standard error (`Reading`). All ranks hear the same integers and change what they take each other's
+speed for (`AgreedSpeeds`) only where a reading differs by more than its noise explains, so that plans follow machines
+and not jitter.
+
+Shapes: N ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.algorithms.speeds import ONE_SPEED
+
+_MEMORY = 64
+"""Steps that a mean remembers."""
+
+_LEAST_STRAY = 0.05
+"""A time strays that differs from the mean by this part and by a standard deviation; so many in a row on one side are
+no noise but another speed."""
+_STRAYS = 7
+
+_MOST_STRAY = 1.5
+"""A single time counts as at most this factor of the mean: pauses of garbage collectors are no speed."""
+
+_ASSUMED_NOISE, _ASSUMED_STEPS = 0.2, 6
+"""Relative deviation of a step's time, before steps have shown it, and how many of them it stands for."""
+
+_LEAST_STEPS = 3
+"""Before a mean is told."""
+
+_MANTISSA, _EXPONENT, _ERROR = 14, 6, 11
+_BITS = _MANTISSA + _EXPONENT + _ERROR
+"""Of a reading: two of them make a number of 62 bits."""
+
+_CERTAIN, _LEAST_CHANGE = 4, 30
+"""Standard errors that a change of speed must exceed, and thousandths."""
+
+
+class RateMeter:
+    """Seconds of a unit of work, from one measurement a step: a running mean that single pauses hardly move, and that
+    starts afresh where the speed has changed.
+    """
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._variance = _ASSUMED_NOISE**2
+        self._steps = 0
+        self._strays: list[float] = []
+        self._side = 0
+
+    def add(self, seconds: float) -> None:
+        """Take in a step's mean seconds of a unit; what is not positive is no measurement."""
+        if not (math.isfinite(seconds) and seconds > 0):
+            return
+        if not self._steps:
+            self._mean, self._steps = seconds, 1
+            return
+        ratio = seconds / self._mean
+        stray = 1 + max(_LEAST_STRAY, math.sqrt(self._variance))
+        side = (ratio > stray) - (ratio * stray < 1)
+        self._strays = [*(self._strays if side == self._side else []), seconds] if side else []
+        self._side = side
+        if len(self._strays) >= _STRAYS:
+            self._mean, self._steps, self._strays = statistics.median(self._strays), _STRAYS, []
+            return
+        deviation = min(max(ratio, 1 / _MOST_STRAY), _MOST_STRAY) - 1
+        self._steps = min(self._steps + 1, _MEMORY)
+        self._variance += (deviation**2 - self._variance) / (self._steps + _ASSUMED_STEPS)
+        self._mean *= 1 + deviation / self._steps
+
+    @property
+    def reading(self) -> Reading:
+        """What is known now."""
+        if self._steps < _LEAST_STEPS:
+            return Reading()
+        error = math.sqrt(self._variance / self._steps)
+        return Reading(femtoseconds=max(1, round(self._mean * 1e15)), error=math.ceil(1000 * error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a rank knows of its rate.
+
+    Attributes:
+        femtoseconds: of a unit of work; 0: nothing is known yet.
+        error: standard error of that, in thousandths of it.
+    """
+
+    femtoseconds: int = 0
+    error: int = 0
+
+    @property
+    def bits(self) -> int:
+        """As a number of 31 bits, exact to a hundredth of a percent."""
+        exponent = max(0, self.femtoseconds.bit_length() - _MANTISSA)
+        mantissa = self.femtoseconds >> exponent
+        return ((exponent << _MANTISSA) + mantissa << _ERROR) + min(self.error, (1 << _ERROR) - 1)
+
+    @classmethod
+    def of(cls, bits: int) -> Reading:
+        """From `bits`."""
+        rate, error = divmod(bits, 1 << _ERROR)
+        exponent, mantissa = divmod(rate, 1 << _MANTISSA)
+        return cls(femtoseconds=mantissa << exponent, error=error)
+
+
+def told(experts: Reading, samples: Reading) -> int:
+    """Two readings as one number of 62 bits."""
+    return (experts.bits << _BITS) + samples.bits
+
+
+def heard(numbers: Sequence[int]) -> tuple[list[Reading], list[Reading]]:
+    """The readings of all ranks, of experts and of samples, from what they `told`."""
+    pairs = [divmod(number, 1 << _BITS) for number in numbers]
+    return [Reading.of(experts) for experts, _ in pairs], [Reading.of(samples) for _, samples in pairs]
+
+
+class AgreedSpeeds:
+    """What all ranks take each other's speed for; the same on all that hear the same readings.
+
+    Args:
+        node_of: node of each rank, [N].
+
+    Attributes:
+        speeds: int64 [N], ONE_SPEED is the median rank's.
+    """
+
+    def __init__(self, node_of: Sequence[int]) -> None:
+        self._node_of = np.array(node_of)
+        self.speeds: IntArray = np.full(len(node_of), ONE_SPEED)
+
+    def take(self, readings: Sequence[Reading]) -> bool:
+        """Follow the readings that differ from what is agreed by more than their noise; whether any does.
+
+        Ranks that know nothing yet count as their node's others do, or else as the median.
+        """
+        seconds = np.array([reading.femtoseconds for reading in readings])
+        known = seconds > 0
+        if not known.any():
+            return False
+        middle = int(
+            np.argsort(np.where(known, seconds, np.iinfo(np.int64).max), kind="stable")[(known.sum() - 1) // 2]
+        )
+        median = int(seconds[middle])
+        # Beyond these limits a rank is ill, not slow or fast.
+        found = np.array([min(max(ONE_SPEED * median // max(1, s), ONE_SPEED // 64), 16 * ONE_SPEED) for s in seconds])
+        for rank in np.flatnonzero(~known):
+            neighbours = found[known & (self._node_of == self._node_of[rank])]
+            found[rank] = int(neighbours.sum()) // len(neighbours) if len(neighbours) else ONE_SPEED
+        errors = np.array([math.isqrt(reading.error**2 + readings[middle].error ** 2) for reading in readings])
+        certain = np.abs(found - self.speeds) * 1000 > np.maximum(_CERTAIN * errors, _LEAST_CHANGE) * self.speeds
+        self.speeds = np.where(certain, found, self.speeds)
+        return bool(certain.any())

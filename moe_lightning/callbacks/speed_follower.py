@@ -1,0 +1,217 @@
+"""Lets tokens and samples follow the speed of the ranks: measures, agrees, cuts, and tells who stays behind.
+
+Every rank tells what it has measured with the counts of the first MoE layer. What all have heard in a step decides,
+after that step and in integers, so that all ranks change alike. Which samples a step has does not change, and so
+neither does the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
+
+from moe_lightning import seams
+from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.rates import AgreedSpeeds, RateMeter, heard, told
+from moe_lightning.algorithms.speeds import ONE_SPEED, given_speeds, shares
+from moe_lightning.callbacks.rank_clock import RankClock
+from moe_lightning.callbacks.telemetry import Metric
+from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+_SLOW, _SLOW_STEPS = 0.8, 20
+"""Of the median's speed, and how long a rank must stay below it to be told of."""
+
+_WORTH = 1.02
+"""Slices change where the longest time then falls by this factor."""
+
+_TOLD_RANKS = 64
+"""Metrics of single ranks, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedPolicy:
+    """How to treat ranks of unlike speed.
+
+    Attributes:
+        speeds: "measured", "even" (all ranks count as equally fast), or relative speeds of all ranks.
+        speeds_every: steps between two points at which tokens and slices may change.
+        max_samples_per_rank: of a micro-batch, for ranks with little memory; None: twice the even share.
+        stragglers: "adapt", or "expel": in an elastic run a rank that stays below 0.8 of the median's speed hands over
+            and leaves, unless fewer than `min_ranks` would be left.
+
+    Raises:
+        ConfigurationError: a speed that is not positive and finite.
+    """
+
+    speeds: Literal["measured", "even"] | Sequence[float] = "measured"
+    speeds_every: int = 8
+    max_samples_per_rank: int | None = None
+    stragglers: Literal["adapt", "expel"] = "adapt"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.speeds, str):
+            given_speeds(self.speeds, len(self.speeds))
+
+
+class SpeedFollower:
+    """Follows the speeds of the ranks of one world.
+
+    Args:
+        policy: how.
+        strategy: whose ranks.
+        before: of the world before, whose measurements of this rank are taken over; None: nothing is known.
+
+    Attributes:
+        experts, samples: what the ranks agree on: quotas, placements and shadows follow the first, slices the second.
+
+    Raises:
+        ConfigurationError: speeds that do not fit the world, slices that cannot hold a batch, or ranks that may not
+            leave.
+    """
+
+    def __init__(
+        self, policy: SpeedPolicy, strategy: ExpertParallelStrategy, before: SpeedFollower | None = None
+    ) -> None:
+        self._policy, self._strategy = policy, strategy
+        self._check()
+        self._row_s: RateMeter = RateMeter() if before is None else before._row_s
+        self._sample_s: RateMeter = RateMeter() if before is None else before._sample_s
+        self._clock: RankClock | None = None
+        self._steps = 0
+        if before is not None:  # an earlier fit, or an earlier world
+            strategy.experts.take_speeds(None)
+            strategy.share_samples(None)
+        world = strategy.world
+        self.experts, self.samples = AgreedSpeeds(strategy.node_of), AgreedSpeeds(strategy.node_of)
+        self._slow_for = np.zeros(world.size, dtype=np.int64)
+        self._cut: IntArray | None = None
+        if policy.speeds == "measured":
+            self._clock = RankClock(strategy.experts.layers, strategy.root_device)
+        elif not isinstance(policy.speeds, str):
+            self.experts.speeds = self.samples.speeds = given_speeds(policy.speeds, world.size, "load_balancer.speeds")
+            strategy.experts.take_speeds(self.experts.speeds)
+            self._share_samples()
+
+    def _check(self) -> None:
+        policy, size, elastic = self._policy, self._strategy.world.size, self._strategy.elastic
+        if policy.stragglers == "expel" and elastic is None:
+            raise ConfigurationError(
+                "stragglers=expel lets slow ranks leave, which only elastic runs can go on from: set elastic.enabled="
+                "true, or stragglers=adapt"
+            )
+        if elastic is not None and not isinstance(policy.speeds, str):
+            raise ConfigurationError(
+                "speeds lists fixed ranks, but those of an elastic run come and go: use speeds=measured or even"
+            )
+        most, total = policy.max_samples_per_rank, self._micro_total
+        if most is not None and elastic is None and most * size < total:
+            raise ConfigurationError(
+                f"max_samples_per_rank={most} on {size} ranks cannot hold a micro-batch of {total} samples: use at "
+                f"least {-(-total // size)}, or more micro-batches"
+            )
+
+    @property
+    def _micro_total(self) -> int:
+        """Samples of a whole micro-batch; 0 where the loader does not know."""
+        loaders = seams.tree_leaves(self._strategy.state.trainer.train_dataloader)
+        samplers = [loader.step_sampler for loader in loaders if isinstance(loader, StepLoader)]
+        return -(-samplers[0].global_batch_size // samplers[0].num_micros) if samplers else 0
+
+    def close(self) -> None:
+        """Measure no longer."""
+        if self._clock is not None:
+            self._clock.close()
+
+    # ------------------------------------------------------------------ a step
+
+    def begin_step(self) -> None:
+        """Experts have moved, if they had to: what is known is told with the step's counts."""
+        if self._clock is not None:
+            dispatcher = self._strategy.experts.layers[0].dispatcher
+            dispatcher.told = told(self._row_s.reading, self._sample_s.reading)
+
+    def turn(self) -> None:
+        """The backward pass begins."""
+        if self._clock is not None:
+            self._clock.turn()
+
+    def end_micro_batch(self) -> None:
+        """Both passes of a micro-batch have ended."""
+        if self._clock is not None:
+            self._clock.end_micro_batch(self._strategy.steps.stream.num_samples)
+
+    def end_step(self) -> bool:
+        """Take the step's measurements in; whether the speeds that experts follow are others from now on."""
+        if self._clock is None:
+            return False
+        self._clock.end_step()
+        for rates in self._clock.rates():
+            self._row_s.add(rates.row_s)
+            self._sample_s.add(rates.sample_s)
+        self._steps += 1
+        has_changed = False
+        if (self._steps - 1) % self._policy.speeds_every == 0:
+            experts, samples = heard(self._strategy.experts.layers[0].dispatcher.heard)
+            has_changed = self.experts.take(experts)
+            if has_changed:
+                self._strategy.experts.take_speeds(self.experts.speeds)
+            if self.samples.take(samples):
+                self._share_samples()
+        self._look_after_stragglers()
+        return has_changed
+
+    def _share_samples(self) -> None:
+        """Cut batches by the agreed speeds, where that pays."""
+        speeds, most = self.samples.speeds, self._policy.max_samples_per_rank
+        total = self._micro_total
+        before = shares(total, np.full(len(speeds), ONE_SPEED) if self._cut is None else self._cut, most)
+        after = shares(total, speeds, most)
+        if (before / speeds).max() > _WORTH * (after / speeds).max():
+            self._cut = speeds
+            self._strategy.share_samples(speeds, most)
+
+    # ------------------------------------------------------------------ who stays behind
+
+    @property
+    def ratios(self) -> list[float]:
+        """Speed of each rank over the median's: the mean of experts and of everything else."""
+        both = self.experts.speeds / np.median(self.experts.speeds) + self.samples.speeds / np.median(
+            self.samples.speeds
+        )
+        return [float(ratio) for ratio in both / 2]
+
+    def _look_after_stragglers(self) -> None:
+        ratios = np.array(self.ratios)
+        self._slow_for = np.where(ratios < _SLOW, self._slow_for + 1, 0)
+        for rank in np.flatnonzero(self._slow_for == _SLOW_STEPS).tolist():
+            leaves = self._policy.stragglers == "expel" and self._expel(rank, ratios)
+            rank_zero_info(
+                f"LoadBalancer: rank {rank} has had {ratios[rank]:.2f} of the median rank's speed for {_SLOW_STEPS} "
+                + ("steps: it hands over and leaves" if leaves else "steps: it gets fewer samples and tokens")
+            )
+
+    def _expel(self, rank: int, ratios: np.ndarray) -> bool:
+        """Let a rank leave, if it is the slowest and enough others are left."""
+        elastic, size = self._strategy.elastic, self._strategy.world.size
+        if elastic is None or size - 1 < max(1, elastic.engine.settings.min_ranks) or rank != int(ratios.argmin()):
+            return False
+        if rank == self._strategy.world.rank:
+            share = f"{ratios[rank]:.2f} of the median rank's speed"
+            elastic.parting = f"it had {share} for {_SLOW_STEPS} steps (stragglers=expel)"
+        return True
+
+    # ------------------------------------------------------------------ metrics
+
+    def metrics(self) -> Iterator[Metric]:
+        """balance/rankNN/speed_ratio and balance/straggler_rank."""
+        ratios = self.ratios
+        for rank, ratio in enumerate(ratios[:_TOLD_RANKS]):
+            yield Metric(name=f"balance/rank{rank:02d}/speed_ratio", value=ratio)
+        slowest = int(np.argmin(ratios))
+        yield Metric(name="balance/straggler_rank", value=float(slowest if ratios[slowest] < _SLOW else -1))
