@@ -23,8 +23,7 @@ from moe_lightning.callbacks.rank_clock import RankClock, Rates
 from moe_lightning.errors import ConfigurationError
 from tests.distributed import training
 from tests.distributed.harness import run_ranks
-from tests.distributed.same_training import TOLERANCE
-from tests.distributed.test_balancer_laws import SKEWED
+from tests.distributed.same_training import SKEWED, TOLERANCE
 
 PLAIN = {"calibrate": False, "flops_per_s": 1e9, "bytes_per_s": 1e9}
 STEPS = 60
