@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.bench.measure import goal, machine, medians_of, table
@@ -59,6 +59,7 @@ class Options:
     batch: Count = option("sequences of all ranks", 12)
     d_model: Count = option("model width", 64)
     d_expert: Count = option("expert width", 128)
+    dense: Literal["ddp", "hsdp"] = option("how the ranks of in-process kills share dense parameters", "ddp")
     seed: NonNegativeInt = option("of the moments of the kills", 0)
     quick: bool = option("one round of everything, of few steps: only to try it", False)
     json: OutputFile | None = option("where to leave all measurements", None)
@@ -124,7 +125,7 @@ def _load() -> str:
 
 def _kills(task: Task, options: Options) -> dict[str, list[dict[str, float]]]:
     """In-process: one rank is killed, the others go on."""
-    mine = replace(task, folder=f"{task.folder}-live", recovery={"min_replicas": 2})
+    mine = replace(task, folder=f"{task.folder}-live", recovery={"min_replicas": 2}, strategy={"dense": options.dense})
     act, rows = kills_in_process(task.ranks, options.rounds, options.seed)
     run_elastic(mine, act)
     print(f"SIGKILL to the next finished step, in process: medians of {len(rows)}, ms")
