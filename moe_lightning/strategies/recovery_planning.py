@@ -12,6 +12,7 @@ from moe_lightning.checkpoint.recovery_sources import RecoverySources, storage_i
 from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
+from moe_lightning.elastic.failure import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.recovery_report import RecoveryListener
 
@@ -52,6 +53,7 @@ class RecoveryPlanner:
 
         Raises:
             ConfigurationError: no source is left.
+            PeerFailed: nor was there one yet: fresh processes have what was built.
         """
         shape = {"num_layers": num_layers, "num_experts": num_experts}
         plan = plan_recovery(inventories, None, **shape)
@@ -64,10 +66,16 @@ class RecoveryPlanner:
         if plan.level == "nothing" and not any(all_gather_json(has_trained, world)):
             fresh = [replace(inventory, live_version=0) for inventory in inventories]
             plan = plan_recovery(fresh, None, **shape)  # nobody has trained yet: what was built is the state
+            if plan.level == "nothing":
+                raise PeerFailed(
+                    "a rank was lost before the first step, with parameters that only it had, so all ranks start again",
+                    "death",
+                )
         if plan.level == "nothing":
             raise ConfigurationError(
-                f"no rank, snapshot or checkpoint holds every expert any more, the last committed step was "
-                f"{last_step}: raise min_replicas, or add a PartialExpertsCheckpoint"
+                f"no rank, snapshot or checkpoint holds every expert and every part of dense parameters any more, the "
+                f"last committed step was {last_step}: raise min_replicas, use dense=hsdp instead of fsdp, or add a "
+                "PartialExpertsCheckpoint"
             )
         return plan, inventories
 

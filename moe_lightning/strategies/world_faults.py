@@ -26,7 +26,7 @@ def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
     """
     if isinstance(error, WorldChanged):
         return True
-    if isinstance(error, ConfigurationError | Preempted | RunFinished):
+    if isinstance(error, ConfigurationError | PeerFailed | Preempted | RunFinished):
         return False
     if known_reason is not None:
         return True

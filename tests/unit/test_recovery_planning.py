@@ -1,0 +1,36 @@
+"""What a recovery does when nobody holds a part of the dense parameters any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_lightning.algorithms.dense_shards import RowCut
+from moe_lightning.algorithms.inventory import RankInventory
+from moe_lightning.comm.world import World
+from moe_lightning.elastic.failure import PeerFailed
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.recovery_planning import RecoveryPlanner
+
+NAMES = RowCut.among(((0, 1),), 0).names()
+
+
+def planned(version: int, *, has_trained: bool) -> str:
+    """The level of the plan of a rank that is left with the first of two parts."""
+    survivor = RankInventory(
+        rank=0, node="0", live_version=version, sharded_dense=NAMES, owned_dense=NAMES[:1], experts=((0, 0),)
+    )
+    plan, _ = RecoveryPlanner([]).plan(
+        [survivor], World.single(), num_layers=1, num_experts=1, last_step=version, has_trained=has_trained
+    )
+    return plan.level
+
+
+def test_before_the_first_step_all_ranks_start_again() -> None:
+    with pytest.raises(PeerFailed, match="before the first step") as caught:
+        planned(0, has_trained=False)
+    assert caught.value.kind == "death"
+
+
+def test_later_the_sentence_names_the_cures() -> None:
+    with pytest.raises(ConfigurationError, match="last committed step was 5: .*dense=hsdp.*PartialExpertsCheckpoint"):
+        planned(5, has_trained=True)
