@@ -174,9 +174,11 @@ class State:
                 scalars = told["scalars"].get(number, common if described else {})
                 if parameter in kept and (scalars or described):
                     known = optimizer.state[parameter]
-                    optimizer.state[parameter] = {
-                        name: value.clone() if isinstance(value, Tensor) else value for name, value in scalars.items()
-                    } | {scope: _made(known.get(scope), *entry, parameter) for scope, entry in described.items()}
+                    optimizer.state[parameter] = (
+                        self.moments(parameter)
+                        | {name: v.clone() if isinstance(v, Tensor) else v for name, v in scalars.items()}
+                        | {scope: _made(known.get(scope), *entry, parameter) for scope, entry in described.items()}
+                    )
 
     def _by_parameter(self, shapes: Shapes) -> Mapping[nn.Parameter, dict[str, tuple[str, tuple[int, ...]]]]:
         """Scope -> (dtype, shape) of the states that belong to parameters of this rank, whose stacks may be longer."""

@@ -32,7 +32,7 @@ from moe_lightning.strategies.fully_sharded import (
 )
 from moe_lightning.strategies.module_checks import identical_buffers
 from moe_lightning.strategies.placed_experts import PlacedExperts
-from moe_lightning.strategies.row_moves import RowMoves, Rows
+from moe_lightning.strategies.row_moves import RowMoves, Rows, held_rows
 
 
 class Holder(Protocol):
@@ -122,8 +122,10 @@ class DenseRows:
 
     def take_buffers(self, world: World) -> None:
         """Before a forward pass: rank 0's buffers, as under DDP, but those that all ranks compute alike; collective."""
-        for name in self._buffers if self.is_cut else ():
-            broadcast_(self._state.module.get_buffer(name), 0, world)
+        if self.is_cut and self._buffers:
+            for name, buffer in self._state.module.named_buffers():  # a user may have set one to None
+                if name in self._buffers:
+                    broadcast_(buffer, 0, world)
 
     @contextmanager
     def summing_later(self) -> Generator[None, None, None]:
@@ -137,6 +139,14 @@ class DenseRows:
         finally:
             if self.is_cut:  # a fault may have undone it
                 sum_gradients(self._state.module, now=True)
+
+    def drop_frozen(self) -> None:
+        """After a backward pass: no gradients for parameters that were frozen when their values were gathered already,
+        as `toggle_optimizer` does inside of a step.
+        """
+        for parameter in self._state.module.parameters() if self.is_cut else ():
+            if not parameter.requires_grad:
+                parameter.grad = None
 
     @torch.no_grad()
     def sum_scalars(self, world: World) -> None:
@@ -155,6 +165,12 @@ class DenseRows:
         """After a forward pass without a backward one: nothing that was gathered stays."""
         if self.is_cut:
             let_go_of_gathered(self._state.module)
+
+    def give_step_up(self, world: World) -> None:
+        """When the Trainer stops because of an error: rows as between steps, ready for another one. Not collective."""
+        if self.is_cut and self._state.module.trainer.interrupted:
+            self.leave()
+            self.install(held_rows(self._state.training_state()), world)
 
     # ------------------------------------------------------------------ from world to world
 

@@ -57,8 +57,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             table (.json or .npy).
         slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; those that
             hold no expert are vacant and cost memory only. None: as many as the first placement needs.
-        quota: "balanced" shares an expert's tokens among its replicas so that ranks are loaded evenly, "equal" splits
-            them evenly.
+        quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
         dispatch: how tokens travel to experts: "exchange" (an uneven all-to-all), "padded" (as DeepSpeed-MoE without
             drops), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
@@ -197,6 +196,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.checkpoints.release()
         if self._kept is not None:
             self._kept.hand_out()
+            self.state.rows.give_step_up(self.world)
         seams.unclip(self.precision_plugin)
         if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
             return  # experts were refused their places: nothing is allocated, and the user shall see that error

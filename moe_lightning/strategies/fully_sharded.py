@@ -7,11 +7,13 @@ embeddings, the last norm, the head. Experts are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import update_wrapper
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -19,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.fsdp_seams import can_be_undone, sharded_modules, undo_fully_shard
+from moe_lightning.seams import tree_map
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_HANDLE = "_moe_lightning_own_outputs"
 
 
 def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], world: World) -> None:
@@ -37,15 +41,19 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
         raise ConfigurationError(f"dense=fsdp and hsdp need torch 2.13, not {torch.__version__}: use dense=zero1")
     ignored = {*experts, *(p for p in module.parameters() if p.ndim == 0)}
     mesh = _device_mesh(world)
-    for unit in (*units(module, ignored), module):
+    parts = list(units(module, ignored))
+    for unit in parts:
+        setattr(unit, _HANDLE, unit.register_forward_hook(_own_outputs))
+    for unit in (*parts, module):
         materialise(unit, world.device)
         _check_dtypes(unit, ignored)
+        _make_contiguous(unit, ignored)
         fully_shard(unit, mesh=mesh, ignored_params=ignored)
     for part in sharded_modules(module):  # ranks have weighed their losses: nothing is divided
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sums
     for step in _STEPS:
-        register_fsdp_forward_method(module, step)
+        setattr(module, step, GatheringStep(module, step))
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -67,12 +75,34 @@ def let_go_of_gathered(module: nn.Module) -> None:
 
 def undo_shard(module: nn.Module) -> None:
     """Give every module its class and methods back; parameters stay the DTensors that they are between steps."""
+    for part in sharded_modules(module):
+        if (handle := part.__dict__.pop(_HANDLE, None)) is not None:
+            handle.remove()
     undo_fully_shard(module)
     for step in _STEPS:
-        if (wrapped := module.__dict__.pop(step, None)) is not None:
-            own = wrapped.__wrapped__
-            if getattr(own, "__func__", None) is not getattr(type(module), step):
-                setattr(module, step, own)  # the user had set it on this object
+        if isinstance(ours := module.__dict__.get(step), GatheringStep):  # what the user has set meanwhile stays
+            delattr(module, step)
+            if getattr(ours.own, "__func__", None) is not getattr(type(module), step):
+                setattr(module, step, ours.own)  # the user had set it on this object
+
+
+class GatheringStep:
+    """A module's step method as fully_shard needs it, and as it was where nothing is cut (any more): a user may have
+    wrapped it.
+
+    Attributes:
+        own: the method as it was.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.own: Callable[..., Any] = getattr(module, name)
+        update_wrapper(self, self.own)
+        self._module = module
+        register_fsdp_forward_method(module, name)
+        self._registered: Callable[..., Any] = getattr(module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._registered if is_sharded(self._module) else self.own)(*args, **kwargs)
 
 
 def replace_parameters(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -93,7 +123,7 @@ def units(module: nn.Module, ignored: Collection[nn.Parameter]) -> Iterator[nn.M
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(inside.get(owner, module))
-    for unit in chosen:
+    for unit in dict.fromkeys(chosen):  # some are called several times
         own = [p for p in unit.parameters() if p not in ignored]
         if own and all(owners[p] == {unit} for p in own):
             yield unit
@@ -124,6 +154,23 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     replace_parameters(
         module, {p: nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad) for p in plain}
     )
+
+
+def _own_outputs(unit: nn.Module, arguments: object, output: object) -> object:
+    """What a unit returns, views copied: an operation in place on a view would drop the hook that gathers the unit for
+    the backward pass.
+    """
+
+    def own(value: object) -> object:
+        return value.clone() if isinstance(value, Tensor) and value._base is not None else value
+
+    return tree_map(own, output)
+
+
+def _make_contiguous(unit: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    for parameter in unit.parameters():
+        if parameter not in ignored and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.contiguous()  # no other can be cut
 
 
 def _check_dtypes(unit: nn.Module, ignored: Collection[nn.Parameter]) -> None:

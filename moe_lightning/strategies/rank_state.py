@@ -20,7 +20,7 @@ from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.row_blocks import swap_parameters, updating_blocks
+from moe_lightning.state.row_blocks import local, swap_parameters, updating_blocks
 from moe_lightning.strategies.dense_rows import DenseRows
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.placed_experts import PlacedExperts
@@ -87,6 +87,8 @@ class RankState:
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Hold the optimizers that a fit has made."""
         self.optimizers = optimizers
+        for state in (state for optimizer in optimizers for state in optimizer.state.values()):  # made at once: Adagrad
+            state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         self._shard(self._dense_sharding())
 

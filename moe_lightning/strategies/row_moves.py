@@ -32,13 +32,8 @@ class RowMoves:
 
     def __init__(self, state: State, sources: Sequence[tuple[str, int]], cuts: Sequence[RowCut], world: World) -> None:
         self._cuts, self._world = cuts, world
-        self._own: dict[str, Tensor] = {}
-        self._shapes: dict[str, torch.Size] = {}
-        for name, parameter in state.dense.items():
-            if parameter.ndim:
-                for scope, tensor in ({"weight": local(parameter.detach())} | state.moments(parameter)).items():
-                    self._own[f"dense/{name}/{scope}"] = tensor
-                    self._shapes[f"dense/{name}/{scope}"] = parameter.shape
+        self._own, shapes = held_rows(state), {name: parameter.shape for name, parameter in state.dense.items()}
+        self._shapes = {key: shapes[key.removeprefix("dense/").rpartition("/")[0]] for key in self._own}
         self._routes = [(part_of(name), s, target) for name, s in sources if s >= 0 for target in range(world.size)]
 
     @torch.no_grad()
@@ -82,3 +77,14 @@ class RowMoves:
 
     def _empty(self, key: str, first: int, last: int, *, device: str) -> Tensor:
         return torch.empty((last - first, *self._shapes[key][1:]), dtype=self._own[key].dtype, device=device)
+
+
+@torch.no_grad()
+def held_rows(state: State) -> dict[str, Tensor]:
+    """What this rank has of the dense parameters that are, or can be, cut."""
+    return {
+        f"dense/{name}/{scope}": tensor
+        for name, parameter in state.dense.items()
+        if parameter.ndim
+        for scope, tensor in ({"weight": local(parameter.detach())} | state.moments(parameter)).items()
+    }

@@ -175,6 +175,7 @@ class Steps:
         if experts.visits is not None:
             experts.visits.is_last_backward = not self._is_blocked
         yield
+        self._state.rows.drop_frozen()
         if module.automatic_optimization:
             self._leave()
         if not self._is_blocked:

@@ -122,6 +122,11 @@ class WorldDDPStrategy(DDPStrategy):
         return self._own_launcher
 
     def _explained(self, error: Exception) -> Exception:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "dense=fsdp and hsdp gather the weights of an element of a ModuleList while it is called: call it, not "
+                "its parts, and use its weights nowhere else, or use dense=zero1"
+            )
         return error if self.elastic is None else explained(error, self.elastic.engine)
 
     def meet(self) -> None:

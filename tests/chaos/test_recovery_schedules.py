@@ -45,8 +45,19 @@ def schedule(seed: int) -> dict[str, Any]:
     }
 
 
-def run_schedule(folder: Path, seed: int) -> None:
-    chosen = schedule(seed)
+def shared(chosen: dict[str, Any], seed: int, dense: str) -> dict[str, Any]:
+    """The same schedule with dense state that ranks share: it needs snapshots, and nobody dies before there is one."""
+    rng = random.Random(seed)
+    return chosen | {
+        "strategy": {"dense": dense},
+        "kills": [kill for kill in chosen["kills"] if kill.step >= 4],
+        "saving": {"every_n_steps": rng.randint(1, 3)},
+        "recovery": {"min_replicas": 3, "failures": 2},
+    }
+
+
+def run_schedule(folder: Path, seed: int, dense: str = "ddp") -> None:
+    chosen = schedule(seed) if dense == "ddp" else shared(schedule(seed), seed, dense)
     print(f"fault schedule {seed}: {chosen}")
     with elastic_run(folder, workers=4, steps=STEPS, **chosen) as run:
         run.supervise(restart=range(4))
@@ -57,6 +68,18 @@ def run_schedule(folder: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", [59, 1013])  # these come to every place, with and without a launcher that tells
 def test_random_faults(tmp_path: Path, seed: int) -> None:
     run_schedule(tmp_path, seed)
+
+
+@pytest.mark.parametrize(("seed", "dense"), [(102, "hsdp")])  # from two copies to one and back, and from snapshots
+def test_random_faults_of_ranks_that_share_dense_state(tmp_path: Path, seed: int, dense: str) -> None:
+    run_schedule(tmp_path, seed, dense)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dense", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("seed", range(2000, 2020))
+def test_40_schedules_of_ranks_that_share_dense_state(tmp_path: Path, seed: int, dense: str) -> None:
+    run_schedule(tmp_path, seed, dense)
 
 
 @pytest.mark.slow

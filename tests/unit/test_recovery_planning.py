@@ -32,5 +32,5 @@ def test_before_the_first_step_all_ranks_start_again() -> None:
 
 
 def test_later_the_sentence_names_the_cures() -> None:
-    with pytest.raises(ConfigurationError, match="last committed step was 5: .*dense=hsdp.*PartialExpertsCheckpoint"):
+    with pytest.raises(ConfigurationError, match=r"last committed step was 5: .*dense=hsdp.*PartialExpertsCheckpoint"):
         planned(5, has_trained=True)

@@ -90,6 +90,17 @@ def test_scalars_of_a_shard_that_others_keep_are_those_of_all_but_nobody_gets_ha
     optimizer.step()
 
 
+def test_states_that_nobody_describes_stay() -> None:
+    """As those of experts that live on, when a part of the dense state is read from a snapshot without experts."""
+    told, own = state_of(Model(), steps=2), state_of(Model(), steps=1)
+    shapes = {key: shape for key, shape in told.moment_shapes().items() if key.startswith("dense/")}
+    moments = {name: tensor.clone() for name, tensor in own.moments(own.stacks[0].parameters["w"]).items()}
+    own.adopt(told.objects(), shapes)
+    kept = own.moments(own.stacks[0].parameters["w"])
+    assert {name: tensor.tolist() for name, tensor in kept.items()} == {n: t.tolist() for n, t in moments.items()}
+    assert set(moments) == {"exp_avg", "exp_avg_sq"}
+
+
 def piece_of(block: Block) -> Piece:
     live = StatePiece(key="dense/w/weight", tensor=torch.zeros(block.sizes), block=block)
     return describe(live, version=3, group="dense")
