@@ -41,14 +41,19 @@ class Faults:
     done: dict[str, int] = field(default_factory=dict)
     listings: dict[str, tuple[int, Any, bytes]] = field(default_factory=dict)
 
-    def at_random(self, seed: int, probability: float, *kinds: str) -> None:
-        """Let requests fail at random."""
+    def at_random(self, seed: int, probability: float, *kinds: str, never_cut: str | None = None) -> None:
+        """Let requests fail at random.
+
+        Args:
+            never_cut: name of an object whose uploads arrive whole or not at all.
+        """
         rng, lock = random.Random(seed), threading.Lock()
 
         def choose(method: str, path: str, nbytes: int) -> str | None:
             with lock:
                 kind = rng.choice(kinds) if rng.random() < probability else None
-            return kind if kind != "cut" or (method == "PUT" and nbytes > 100) else None
+            is_cut_well = method == "PUT" and nbytes > 100 and path.rpartition("/")[2].partition("?")[0] != never_cut
+            return kind if kind != "cut" or is_cut_well else None
 
         self.choose = choose
 

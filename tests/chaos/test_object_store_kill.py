@@ -17,6 +17,7 @@ from moe_lightning.checkpoint import fsspec_storage
 from moe_lightning.checkpoint.agent import main as agent_main
 from moe_lightning.checkpoint.inspect import verify_all
 from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.checkpoint.store import checkpoints
@@ -73,7 +74,8 @@ def run_schedule(base: Path, seed: int, faults: Faults) -> None:
     step = newest = 0
     try:
         for _ in range(KILLS):
-            faults.at_random(rng.randrange(1 << 30), 0.05, *FAULTS)
+            # A manifest that a store keeps half of is written again at once, unless its writer is killed first.
+            faults.at_random(rng.randrange(1 << 30), 0.05, *FAULTS, never_cut=MANIFEST)
             with forked(agent, str(made.arenas), str(root), environment) as process:
                 deadline = time.monotonic() + rng.uniform(0.3, 3.0)  # the schedule itself: the instant of the kill
                 while time.monotonic() < deadline:
