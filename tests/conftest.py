@@ -10,12 +10,16 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.leftovers import Leftovers, claim_processes
+
+if TYPE_CHECKING:
+    from tests.object_stores import Faults
 
 claim_processes()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
@@ -55,6 +59,24 @@ def _this_workers_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> 
         patch.setenv("TMPDIR", name)
         patch.setattr(tempfile, "tempdir", name)
         yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def s3_port() -> Iterator[int]:
+    """Of an S3 server."""
+    from tests.object_stores import s3_server  # few tests need what it imports
+
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def faults(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> "Iterator[Faults]":
+    """Of a proxy before that server, which the test and its processes speak to."""
+    from tests.object_stores import faulty_s3
+
+    with faulty_s3(s3_port, monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -59,18 +59,13 @@ def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertStack
     """
     mine = {f"{key}/{e}": state[key][slot] for key, stack in experts.items() for slot, e in stack.owned()}
     cut = [key for key, value in state.items() if is_cut(value)]
-    if speaks_for_rows(world):
+    if world.speaks_for_rows:
         mine |= {f"{key}/rows/{world.row_cut.part}": local(state[key]) for key in cut}
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
     whole = dict(state) | {key: _joined(collected, key, world) for key in cut}
     return whole | {key: _stack(collected, key, stack) for key, stack in experts.items()}
-
-
-def speaks_for_rows(world: World) -> bool:
-    """Whether this rank is the first of the holders of its rows of dense parameters."""
-    return world.row_cut.holders[world.row_cut.part][0] == world.rank
 
 
 def local_model_state(
@@ -124,7 +119,6 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
     Collective."""
     optimizer, _ = state.optimizers[index]
     mine: dict[str, Tensor] = {}
-    speaks = speaks_for_rows(world)
     for number, parameter in enumerate(state.numbered(index)):
         stack = state.stack_of.get(parameter)
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -133,7 +127,7 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
             if stack is not None and value.shape[:1] == parameter.shape[:1]:
                 mine |= {f"{number}/{name}/{e}": value[slot] for slot, e in stack.owned()}
             elif is_cut(parameter) and value.ndim:
-                mine |= {f"{number}/{name}/rows/{state.cut.part}": value} if speaks else {}
+                mine |= {f"{number}/{name}/rows/{state.cut.part}": value} if world.speaks_for_rows else {}
             elif state.keepers.get(parameter, 0) == world.rank:
                 mine[f"{number}/{name}"] = value
     collected = collect_on_root(mine, world)

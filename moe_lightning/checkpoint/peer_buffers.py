@@ -24,7 +24,8 @@ class PendingParcels:
     """Parcels on their way on the background group; `wait` delivers those for this rank.
 
     Args:
-        parcels: of all ranks, the same list on every rank.
+        parcels: of all ranks, or at least those from and to this rank, in one order at both ends. Where any rank lists
+            one that crosses ranks, every rank lists such a one, or all of them wait for each other.
         payload: index of a parcel -> its uint8 bytes; asked for parcels from this rank only.
     """
 

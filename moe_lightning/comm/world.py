@@ -14,6 +14,7 @@ import os
 import socket
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -115,10 +116,15 @@ class World:
         known = (self.dense, self.compute, self.background, self.shard_group, self.copy_group)
         return list(dict.fromkeys(group for group in known if group is not None))
 
-    @property
+    @cached_property
     def row_cut(self) -> RowCut:
         """How dense parameters are cut here."""
         return RowCut.among(self.shards, self.rank) if self.shards else RowCut.whole(self.size)
+
+    @property
+    def speaks_for_rows(self) -> bool:
+        """Whether this rank is the first of the holders of its rows of dense parameters."""
+        return self.row_cut.holders[self.row_cut.part][0] == self.rank
 
     def close(self) -> None:
         """Give back the groups made here; the dense one, torch's default group, belongs to who made it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -108,7 +109,7 @@ class DenseRows:
             return
         cut = world.row_cut
         sources = [(name, ranks[0]) for name, ranks in zip(cut.names(), cut.holders, strict=True)]
-        whole = [RowCut.whole(world.size)] * world.size
+        whole = cuts_of(RowCut.whole(world.size))
         rows = RowMoves(self._state.training_state(), sources, whole, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
@@ -185,7 +186,7 @@ class DenseRows:
         Args:
             sources: (name of a part, its rank in the new world); of a rank -1 nothing comes.
         """
-        return RowMoves(self._state.training_state(), sources, cuts_of(world), world).exchange()
+        return RowMoves(self._state.training_state(), sources, cuts_of(world.row_cut), world).exchange()
 
     @torch.no_grad()
     def install(self, rows: Rows | None, world: World) -> None:
@@ -216,8 +217,7 @@ class DenseRows:
                     tensor.copy_(rows[f"dense/{name}/{scope}"])
 
 
-def cuts_of(world: World) -> list[RowCut]:
-    """Of each rank."""
-    if not world.shards:
-        return [RowCut.whole(world.size)] * world.size
-    return [RowCut.among(world.shards, rank) for rank in range(world.size)]
+def cuts_of(own: RowCut) -> list[RowCut]:
+    """As every rank sees it."""
+    parts = {rank: part for part, ranks in enumerate(own.holders) for rank in ranks}
+    return [replace(own, part=parts[rank]) for rank in range(len(parts))]

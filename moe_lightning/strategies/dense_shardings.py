@@ -54,9 +54,9 @@ def dense_sharding_name(dense: str, *, zero1: bool, shard_size: int | None) -> s
     if zero1 and dense not in ("ddp", "zero1"):
         raise ConfigurationError(f"zero1=true is short for dense=zero1, but dense={dense!r}: give one of them")
     chosen = "zero1" if zero1 else dense
-    if shard_size is not None and not hasattr(DENSE_SHARDINGS.find(chosen), "cut_size"):
+    factory = DENSE_SHARDINGS.find(chosen)
+    if shard_size is not None and not hasattr(factory, "cut_size"):
         raise ConfigurationError(f"shard_size={shard_size} is for dense=hsdp, not dense={chosen}: drop one of them")
-    DENSE_SHARDINGS.find(chosen)
     return chosen
 
 

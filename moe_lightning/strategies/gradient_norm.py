@@ -31,13 +31,12 @@ def global_gradient_norm(
         A float32 scalar on the world's device.
     """
     dense, spread, cut = [], [], world.row_cut
-    speaks = cut.holders[cut.part][0] == world.rank
     for parameter in parameters:
         stack = stack_of.get(parameter)
         if stack is not None:
             spread.append(_squared_norms(parameter, stack))
         elif is_cut(parameter):
-            spread.append(_squared_rows(parameter, cut, speaks=speaks))
+            spread.append(_squared_rows(parameter, cut, speaks=world.speaks_for_rows))
         elif parameter.grad is not None:
             dense.append(_norm(parameter.grad).square())
     total = torch.stack(dense).sum() if dense else torch.zeros((), device=world.device)

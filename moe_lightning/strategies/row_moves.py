@@ -21,7 +21,8 @@ Bounds = tuple[int, int]
 
 
 class RowMoves:
-    """Who sends which rows to whom; the same on every rank.
+    """Which rows this rank sends and gets. Where there is a source at all, each of several ranks is at one end of a way
+    to another one, so all of them take part in the exchange or none does.
 
     Args:
         state: of this rank under the former cut.
@@ -34,21 +35,26 @@ class RowMoves:
         self._cuts, self._world = cuts, world
         self._own, shapes = held_rows(state), {name: parameter.shape for name, parameter in state.dense.items()}
         self._shapes = {key: shapes[key.removeprefix("dense/").rpartition("/")[0]] for key in self._own}
-        self._routes = [(part_of(name), s, target) for name, s in sources if s >= 0 for target in range(world.size)]
+        self._ways = [
+            (part_of(name), source, target, self._common(part_of(name), target))
+            for name, source in sources
+            if source >= 0
+            for target in (range(world.size) if source == world.rank else (world.rank,))
+        ]
 
     @torch.no_grad()
     def exchange(self) -> dict[str, Tensor]:
         """What this rank will hold; collective. Rows that have no source are any."""
         rank = self._world.rank
         parcels = [
-            PeerBuffer(source=source, target=target, nbytes=self._nbytes(part, target))
-            for part, source, target in self._routes
+            PeerBuffer(source=source, target=target, nbytes=self._nbytes(common))
+            for _, source, target, common in self._ways
         ]
         arrived = exchange_parcels(parcels, self._packed, self._world)
         held = {key: self._cuts[rank].bounds(shape[0]) for key, shape in self._shapes.items()}
         rows = {key: self._empty(key, *held[key], device="cpu") for key in self._shapes}
         for at, data in arrived.items():
-            common = self._common(self._routes[at][0], rank)
+            *_, common = self._ways[at]
             targets = [rows[key][first - held[key][0] : last - held[key][0]] for key, (first, last) in common.items()]
             if targets:
                 unpack(data, targets)
@@ -64,15 +70,14 @@ class RowMoves:
         return found
 
     def _packed(self, at: int) -> Tensor:
-        part, _, target = self._routes[at]
+        part, *_, common = self._ways[at]
         rows = []
-        for key, (first, last) in self._common(part, target).items():
+        for key, (first, last) in common.items():
             begin, _ = part_bounds(self._shapes[key][0], *part)
             rows.append(self._own[key][first - begin : last - begin])
         return pack(rows).cpu() if rows else torch.empty(0, dtype=torch.uint8)
 
-    def _nbytes(self, part: tuple[int, int], target: int) -> int:
-        common = self._common(part, target)
+    def _nbytes(self, common: Mapping[str, Bounds]) -> int:
         return packed_bytes([self._empty(key, *bounds, device="meta") for key, bounds in common.items()])
 
     def _empty(self, key: str, first: int, last: int, *, device: str) -> Tensor:

@@ -8,7 +8,6 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,22 +22,10 @@ from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.errors import ConfigurationError
 from tests.forks import PATIENCE_S, forked
-from tests.object_stores import BUCKET, FAULTS, Faults, faulty_s3, s3_server
+from tests.object_stores import BUCKET, FAULTS, Faults
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds
 
 KILLS = 3
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with s3_server() as port:
-        yield port
-
-
-@pytest.fixture
-def faults(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    with faulty_s3(server, monkeypatch) as made:
-        yield made
 
 
 def agent(arenas: str, root: str, environment: dict[str, str]) -> None:

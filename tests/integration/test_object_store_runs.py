@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,18 @@ from safetensors.torch import load, load_file
 from moe_lightning.checkpoint.storages import place_of, storage_of
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.cli.ckpt import main as moe_ckpt
-from tests.commands import moe_train
-from tests.object_stores import BUCKET, Faults, faulty_s3, s3_server
+from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
+from tests.object_stores import BUCKET, Faults
 
 SMALL = (
-    "ranks=2", "logger=csv", "data.source=words.txt", "data.cache_dir=cache", "data.val_samples=4",
-    "model.context_length=16", "model.num_layers=2", "model.d_model=16", "model.num_heads=2", "model.d_hidden=24",
-    "model.d_expert=16", "trainer.val_check_interval=4", "callbacks=partial_experts",
+    "ranks=2", "logger=csv", *WORDS, "data.val_samples=4", *SMALL_MODEL, "trainer.val_check_interval=4",
+    "callbacks=partial_experts",
     "callbacks.partial_experts_checkpoint.every_n_steps=4", "callbacks.partial_experts_checkpoint.k_persist=1",
 )  # fmt: skip
 
 
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    with s3_server() as port, faulty_s3(port, monkeypatch) as made:
-        yield made
-
-
 def test_a_run_lives_in_a_store(faults: Faults, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "words.txt").write_text("".join(f"line {i} of {i * i} words of text\n" for i in range(2000)))
+    write_words(tmp_path, 2000)
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}/checkpoints"
     dirpath = f"callbacks.partial_experts_checkpoint.dirpath={url}"
     first = moe_train(tmp_path, *SMALL, "run_name=stored", dirpath, "trainer.max_steps=8")

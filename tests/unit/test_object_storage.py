@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,22 +20,10 @@ from moe_lightning.checkpoint.storage import URL
 from moe_lightning.checkpoint.storages import place_of, shared_place, storage_of
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from tests.object_stores import BUCKET, FAULTS, Faults, faulty_s3, s3_server
+from tests.object_stores import BUCKET, FAULTS, Faults
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
 
 FULL = dict.fromkeys(range(EXPERTS), 1)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with s3_server() as port:
-        yield port
-
-
-@pytest.fixture
-def faults(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    with faulty_s3(server, monkeypatch) as made:
-        yield made
 
 
 @pytest.fixture
