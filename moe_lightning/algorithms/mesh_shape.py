@@ -7,12 +7,13 @@ ranks of a stage are consecutive, and those of a tensor group are neighbours, wh
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Literal
 
+from moe_lightning.algorithms.dense_shards import Groups
 from moe_lightning.errors import ConfigurationError
 
 Axis = Literal["pp", "dp", "cp", "tp"]
@@ -21,6 +22,8 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
 """The axes that fold into the ranks among which a stage's experts are dispatched."""
+
+_NOT_BUILT: frozenset[str] = frozenset({"pp", "cp", "tp"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,11 @@ class MeshShape:
     def num_ranks(self) -> int:
         return prod(self.sizes)
 
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one data-parallel slice takes: the number of all ranks is a multiple of it."""
+        return self.num_ranks // self.dp
+
     def index(self, rank: int, axis: Axis) -> int:
         """Where a rank stands along one axis."""
         return self._indices(rank)[AXES.index(axis)]
@@ -92,3 +100,34 @@ class MeshShape:
         for size, index in zip(self.sizes, indices, strict=True):
             rank = rank * size + index
         return rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the ranks of a world are grouped; the same on all of them.
+
+    Attributes:
+        shape: ranks along the axes.
+        shards: ranks that share one copy of the dense parameters, by copy; empty where every rank has one of its own.
+    """
+
+    shape: MeshShape
+    shards: Groups = ()
+
+
+def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
+    """The axes as a user chose them; dp is left at 1.
+
+    Raises:
+        ConfigurationError: an unknown axis, or a number of ranks that is no positive integer.
+    """
+    chosen = dict(mesh or {})
+    for axis, size in chosen.items():
+        if axis not in ("pp", "cp", "tp"):
+            cure = "it follows from the number of ranks: drop it" if axis == "dp" else "use pp, cp or tp"
+            raise ConfigurationError(f"mesh.{axis}={size!r} is no axis to choose: {cure}")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigurationError(f"mesh.{axis}={size!r} is not an integer of at least 1: set it to one")
+        if size > 1 and axis in _NOT_BUILT:
+            raise ConfigurationError(f"mesh.{axis}={size} is more than 1, and no model can be cut along {axis} yet")
+    return MeshShape(**chosen)

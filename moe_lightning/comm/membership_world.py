@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from moe_lightning.algorithms.dense_shards import Groups
+from moe_lightning.algorithms.mesh_shape import Layout
 from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.cut import ConnectionCut
@@ -28,7 +28,7 @@ def build_world(
     timeout: timedelta,
     build_timeout_s: float,
     device: torch.device,
-    shards: Groups = (),
+    layout: Layout | None = None,
     guard: Callable[[Callable[[], None]], None],
 ) -> World:
     """Make torch's default group and ours for one membership, so that they can be cut from any thread.
@@ -38,7 +38,7 @@ def build_world(
         store: outlives its members.
         timeout: of every collective.
         build_timeout_s: of building; a member may die meanwhile.
-        shards: of dense parameters, see `World.shards`.
+        layout: as of `World.connect`.
         guard: told how to cut the connections, before any is made.
 
     Raises:
@@ -53,7 +53,7 @@ def build_world(
     with cut:
         short = begin_building(prefixed, size, build_timeout_s)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short)
-        world = World.connect(device, short, shards)
+        world = World.connect(device, short, layout)
     cut.tune()
     for group in world.groups:
         set_collectives_timeout(group, timeout)

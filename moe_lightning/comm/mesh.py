@@ -39,9 +39,9 @@ class Mesh:
         assert len(self.node_of) == self.shape.num_ranks == self.whole.size
 
     @classmethod
-    def flat(cls, world: World, node_of: tuple[int, ...]) -> Mesh:
-        """Data parallelism alone: no groups beside the world's."""
-        return cls(shape=MeshShape(dp=world.size), whole=world, world=world, node_of=node_of)
+    def of(cls, world: World, node_of: tuple[int, ...]) -> Mesh:
+        """One stage: no groups beside the world's."""
+        return cls(shape=world.shape or MeshShape(dp=world.size), whole=world, world=world, node_of=node_of)
 
     @classmethod
     def build(cls, whole: World, shape: MeshShape, node_of: tuple[int, ...], timeout: timedelta) -> Mesh:

@@ -12,6 +12,7 @@ import atexit
 import itertools
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, ProcessGroup  # type: ignore[attr-defined]
 
 from moe_lightning.algorithms.dense_shards import Groups, RowCut
+from moe_lightning.algorithms.mesh_shape import AXES, Axis, Layout, MeshShape
 from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.comm.private_folder import PrivateFolder, checked_folder, find_folder
 
@@ -46,6 +48,8 @@ class World:
         shards: ranks that share one copy of the dense parameters, by copy; empty where every rank has one of its own.
         shard_group: this rank's among them; None where nothing is cut.
         copy_group: the ranks that hold the same part of other copies; None where there is one copy.
+        shape: ranks along the axes of the mesh; None: all of them are data-parallel.
+        axis_groups: this rank's group along each axis but dp that has several ranks.
         exchanges: the clock of this rank's exchanges on the compute group.
     """
 
@@ -58,6 +62,8 @@ class World:
     shards: Groups = field(default=(), repr=False)
     shard_group: ProcessGroup | None = field(default=None, repr=False)
     copy_group: ProcessGroup | None = field(default=None, repr=False)
+    shape: MeshShape | None = field(default=None, repr=False)
+    axis_groups: Mapping[Axis, ProcessGroup] = field(default_factory=dict, repr=False)
     exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
@@ -87,11 +93,11 @@ class World:
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device, dense=dist.group.WORLD)
 
     @classmethod
-    def connect(cls, device: torch.device, timeout: timedelta, shards: Groups = ()) -> World:
+    def connect(cls, device: torch.device, timeout: timedelta, layout: Layout | None = None) -> World:
         """Build the groups over all ranks of torch's default group, or a world of one where there is none.
 
         Args:
-            shards: as the attribute says; the same on every rank.
+            layout: the same on every rank; None: all are data-parallel, with all dense parameters.
         """
         world = cls.before_setup(device)
         if not world.is_connected:
@@ -101,19 +107,23 @@ class World:
             compute=dist.new_group(timeout=timeout, group_desc="compute"),
             background=dist.new_group(timeout=timeout, group_desc="background"),
         )
+        if layout is None:
+            return world
+        world, shards = _with_axes(world, layout.shape, timeout), layout.shards
         if not shards or len(shards[0]) == 1:
             return world
         if len(shards) == 1:
             return replace(world, shards=shards, shard_group=world.dense)
         shard_group, copy_group = (
-            _own_group(groups, world.rank, timeout) for groups in (shards, tuple(zip(*shards, strict=True)))
+            _own_group(groups, world.rank, timeout, "shards") for groups in (shards, tuple(zip(*shards, strict=True)))
         )
         return replace(world, shards=shards, shard_group=shard_group, copy_group=copy_group)
 
     @property
     def groups(self) -> list[ProcessGroup]:
         """All that this rank is in, torch's default group first."""
-        known = (self.dense, self.compute, self.background, self.shard_group, self.copy_group)
+        own = (self.dense, self.compute, self.background, self.shard_group, self.copy_group)
+        known = (*own, *self.axis_groups.values())
         return list(dict.fromkeys(group for group in known if group is not None))
 
     @cached_property
@@ -133,11 +143,17 @@ class World:
                 dist.destroy_process_group(group)
 
 
-def _own_group(groups: Groups, rank: int, timeout: timedelta) -> ProcessGroup:
+def _with_axes(world: World, shape: MeshShape, timeout: timedelta) -> World:
+    several: list[Axis] = [axis for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1 and axis != "dp"]
+    groups = {axis: _own_group(shape.groups({axis}), world.rank, timeout, axis) for axis in several}
+    return replace(world, shape=shape, axis_groups=groups)
+
+
+def _own_group(groups: Groups, rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:
     """Of all these groups, which every rank builds in one order, this rank's."""
     own: ProcessGroup | None = None
     for ranks in groups:
-        group = dist.new_group(list(ranks), timeout=timeout, group_desc="shards")
+        group = dist.new_group(list(ranks), timeout=timeout, group_desc=purpose)
         own = group if rank in ranks else own
     assert own is not None
     return own

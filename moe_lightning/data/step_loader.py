@@ -211,7 +211,10 @@ class StepLoader:
             ConfigurationError: as `bind`, or the Trainer's limit_train_batches ends inside a step, whose batch would be
                 smaller than the others.
         """
-        self.bind(rank=trainer.global_rank, world_size=trainer.world_size, num_micros=trainer.accumulate_grad_batches)
+        place = trainer.distributed_sampler_kwargs or {"rank": trainer.global_rank, "num_replicas": trainer.world_size}
+        self.bind(
+            rank=place["rank"], world_size=place["num_replicas"], num_micros=trainer.accumulate_grad_batches
+        )  # along some axes of a mesh ranks share their samples
         if self.step_sampler.evaluation:
             return
         if getattr(trainer, "overfit_batches", 0):

@@ -236,7 +236,8 @@ class MoELayer(nn.Module):
 
     def _real_tokens(self, is_token_T: Tensor, tokens_NE: Tensor) -> RealTokens:
         stream, num_ranks = self.router.stream, self.dispatcher.world.size
-        samples, of = (stream.num_samples, stream.total_samples) if stream.total_samples else (1, num_ranks)
+        is_known = stream.total_samples > 0
+        samples, of = (stream.num_samples, stream.total_samples * stream.parts) if is_known else (1, num_ranks)
         # Each product and quotient of integers is exact, so that without padding the divisor is this rank's rows.
         divisor = tokens_NE.sum().double() / self.router.config.top_k * samples / of
         return RealTokens(is_token_T=is_token_T, divisor=divisor.to(is_token_T.device))

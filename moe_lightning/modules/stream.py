@@ -49,6 +49,7 @@ class SampleStream:
         num_samples: samples of this rank in the running micro-batch; 0 when unknown (rows are then counted from
             first_sample).
         total_samples: of all ranks in the running micro-batch; 0 when unknown.
+        part, parts: which of equal parts of each sample's rows this rank computes, where several share a sample.
         is_stand_in: the batch is no sample of this rank, and only lets it take part in collectives: its tokens are
             routed to no expert.
     """
@@ -58,6 +59,7 @@ class SampleStream:
         self.step = 0
         self.first_sample = 0
         self.num_samples = self.total_samples = 0
+        self.part, self.parts = 0, 1
         self.is_stand_in = False
         self._is_driven = False
 
@@ -77,9 +79,12 @@ class SampleStream:
         self._is_driven = True
 
     def global_rows(self, num_rows: int, device: torch.device) -> Tensor:
-        """Global index of each local row; a sample owns num_rows / num_samples consecutive ones."""
-        rows_per_sample = num_rows // self.num_samples if self.num_samples else 1
-        return torch.arange(num_rows, device=device) + self.first_sample * rows_per_sample
+        """Global index of each local row; a sample owns num_rows * parts / num_samples consecutive ones."""
+        here = num_rows // self.num_samples if self.num_samples else 1
+        local = torch.arange(num_rows, device=device)
+        if self.parts == 1:
+            return local + self.first_sample * here
+        return (local // here + self.first_sample) * (here * self.parts) + local % here + self.part * here
 
     def uniform(self, tag: int, num_rows: int, num_columns: int, device: torch.device) -> Tensor:
         """float32 [num_rows, num_columns] in the open interval (0, 1), keyed by (seed, step, tag, global row,

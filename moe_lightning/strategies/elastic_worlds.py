@@ -135,7 +135,7 @@ class ElasticWorlds:
             timeout=self._timeout,
             build_timeout_s=self.engine.settings.build_timeout_s,
             device=self._device,
-            shards=self._worlds.shards_of(members.nodes),
+            layout=self._worlds.layout(members.nodes),
             guard=lambda cut: self.engine.guard(members, cut),
         )
         self.members = members

@@ -16,17 +16,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.algorithms.mesh_shape import chosen_axes
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
-from moe_lightning.checkpoint.files import SUFFIX
-from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import attach_stream
 from moe_lightning.state.row_blocks import updating_blocks
-from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
+from moe_lightning.strategies.checkpoints import Checkpoints
 from moe_lightning.strategies.dense_shardings import dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_updates import require_separate_updates
@@ -35,14 +34,14 @@ from moe_lightning.strategies.module_checks import check_module, cut_parameters,
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.saving import SavingStrategy
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.steps import Steps
-from moe_lightning.strategies.world_ddp import WorldDDPStrategy
 from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
 @validated
-class ExpertParallelStrategy(WorldDDPStrategy):
+class ExpertParallelStrategy(SavingStrategy):
     """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
     placement.
 
@@ -58,13 +57,15 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; those that
             hold no expert are vacant and cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
-        dispatch: how tokens travel to experts: "exchange" (an uneven all-to-all), "padded" (as DeepSpeed-MoE without
-            drops), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
+        dispatch: how tokens travel: "exchange" (an uneven all-to-all), "padded" (as DeepSpeed-MoE without drops), or a
+            name of `comm.dispatcher.DISPATCH_BACKENDS`.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
             each), "fsdp" (all in rows over the ranks), "hsdp" (in rows over groups of ranks: several copies), or a name
             of `strategies.dense_shardings.DENSE_SHARDINGS`.
         shard_size: under hsdp, at least so many ranks share a copy. None: those of a node, or half of all.
         zero1: short for dense="zero1".
+        mesh: ranks along the axes beside data parallelism: pp (pipeline stages), cp (parts of sequences), tp (parts of
+            layers). None: one each; data parallelism takes what they leave.
         seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything,
             else 0.
         timeout_s: longest wait for a peer in any collective.
@@ -96,6 +97,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         dense: str = "ddp",
         shard_size: PositiveInt | None = None,
         zero1: bool = False,
+        mesh: Mapping[str, int] | None = None,
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
         check_replicas_every: NonNegativeInt = 100,
@@ -106,6 +108,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, slots=slots
         )
         self._seed = seed
+        self.worlds.axes = chosen_axes(mesh)
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
         self.state = RankState(self.worlds, dense=dense, shard_size=shard_size, max_slots=slots)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=check_replicas_every)
@@ -144,7 +147,7 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         self.state.begin_world()
         trainer = self.state.trainer
         loaders, mesh = (trainer.train_dataloader, trainer.val_dataloaders), self.worlds.mesh
-        self._step_data().enter_world(rank=mesh.data_rank, world_size=mesh.data_size, loaders=loaders)
+        self.step_data.enter_world(rank=mesh.data_rank, world_size=mesh.data_size, loaders=loaders)
         self.configure_ddp()
         self.worlds.enter()
 
@@ -253,13 +256,15 @@ class ExpertParallelStrategy(WorldDDPStrategy):
             ConfigurationError: a loader that cannot be cut exactly: an iterable dataset, batches of the user's own...
         """
         assert self.lightning_module is not None
-        return self._step_data().cut(dataloader, self.lightning_module.trainer)
+        return self.step_data.cut(dataloader, self.lightning_module.trainer)
 
     def share_samples(self, speeds: IntArray | None, most: int | None = None) -> None:
         """Cut training batches by the speeds of the ranks from the next one on, see `StepData.share_by`."""
-        self._step_data().share_by(speeds, most, self.state.trainer.train_dataloader)
+        self.step_data.share_by(speeds, most, self.state.trainer.train_dataloader)
 
-    def _step_data(self) -> StepData:
+    @property
+    @override
+    def step_data(self) -> StepData:
         if self._data is None:
             place = {"rank": self.worlds.mesh.data_rank, "world_size": self.worlds.mesh.data_size}
             self._data = StepData(**place, seed=self._run_seed(), is_elastic=self.elastic is not None)
@@ -341,52 +346,6 @@ class ExpertParallelStrategy(WorldDDPStrategy):
         if elastic is not None:
             elastic.commit()
         return output
-
-    # ------------------------------------------------------------------ checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # a checkpoint is cut to the slots, so the slots must exist
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.checkpoints.model_state(super().lightning_module_state_dict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.checkpoints.optimizer_state(optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        self.checkpoints.add_positions(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint without unpickling code: a file, a checkpoint directory, or a directory of these, of which
-        the newest is taken that is whole or can be mended, and what is damaged is named. Collective.
-
-        Raises:
-            CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
-        """
-        if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
-        else:
-            self.meet()
-            checkpoint = self.checkpoints.open(place_of(str(checkpoint_path)), self.reachable)
-        positions, trainer = take_positions(checkpoint), seams.trainer_of(self.lightning_module)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._step_data().restore(positions, trainer.train_dataloader)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.checkpoints.load_model(checkpoint, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.checkpoints.load_optimizers(checkpoint)
 
     @classmethod
     @override

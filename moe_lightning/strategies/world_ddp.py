@@ -105,7 +105,7 @@ class WorldDDPStrategy(DDPStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The place of this rank for a sampler of Lightning's, whatever the Trainer was told of devices and nodes."""
-        if self.elastic is None:
+        if not self.worlds.is_joined:
             return super().distributed_sampler_kwargs
         return {"num_replicas": self.worlds.mesh.data_size, "rank": self.worlds.mesh.data_rank}
 
@@ -181,7 +181,7 @@ class WorldDDPStrategy(DDPStrategy):
         world = World.single(self.root_device)
         if self.world_size > 1:
             nodes = [rank // self.num_processes for rank in range(self.world_size)]
-            world = World.connect(self.root_device, self.collectives_timeout, self.worlds.shards_of(nodes))
+            world = World.connect(self.root_device, self.collectives_timeout, self.worlds.layout(nodes))
         self.worlds.take_place(world)
         check_versions(world)
         leave_process_groups_at_exit()

@@ -9,6 +9,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch.utilities import rank_zero_only
 
 from moe_lightning.algorithms.dense_shards import Groups
+from moe_lightning.algorithms.mesh_shape import Layout, MeshShape
 from moe_lightning.comm.mesh import Mesh
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Members
@@ -32,6 +33,7 @@ class Worlds:
         members: of the present world; None where worlds do not change.
         ranks_per_node: where worlds do not change.
         shards_of: from the node of each rank of a world to the groups that share one copy of the dense parameters.
+        axes: ranks along the axes beside dp, in every world.
         node: name of this rank's failure domain in an elastic run, where several may share a machine; else empty.
     """
 
@@ -42,6 +44,7 @@ class Worlds:
         self.members: Members | None = None
         self.ranks_per_node = 1
         self.shards_of: Callable[[Sequence[object]], Groups] = lambda nodes: ()
+        self.axes = MeshShape()
         self.node = ""
 
     @property
@@ -75,6 +78,19 @@ class Worlds:
         for listener in self.listeners:
             listener.enter(self.present)
 
+    def layout(self, nodes: Sequence[object]) -> Layout:
+        """Of a world.
+
+        Args:
+            nodes: of each rank.
+
+        Raises:
+            ConfigurationError: the axes do not divide the ranks, or a user's `shard_size` does not fit them.
+        """
+        axes = self.axes
+        shape = MeshShape.over(len(nodes), pp=axes.pp, cp=axes.cp, tp=axes.tp)
+        return Layout(shape=shape, shards=self.shards_of(nodes))
+
     @property
     def number(self) -> int:
         """Of the present world, above those of all worlds before it; 0 where nobody numbers them."""
@@ -94,7 +110,7 @@ class Worlds:
 
     @property
     def mesh(self) -> Mesh:
-        """This rank's places in the present world, where all ranks are data-parallel; made once: steps ask for it."""
+        """This rank's places in the present world; made once: steps ask for it."""
         if self._mesh is None:
-            self._mesh = Mesh.flat(self.present, self._nodes())
+            self._mesh = Mesh.of(self.present, self._nodes())
         return self._mesh

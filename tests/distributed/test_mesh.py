@@ -90,7 +90,7 @@ def test_experts_are_dispatched_inside_a_stage() -> None:
 
 def test_data_parallelism_alone_builds_nothing() -> None:
     world = World.offline(1, 3, torch.device("cpu"))
-    mesh = Mesh.flat(world, (0, 0, 1))
+    mesh = Mesh.of(world, (0, 0, 1))
     assert mesh.world is mesh.whole is world
     assert (mesh.data_rank, mesh.data_size, mesh.stage, mesh.node_peers) == (1, 3, 0, (0, 1))
     assert np.prod(mesh.shape.sizes) == 3

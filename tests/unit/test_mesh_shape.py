@@ -7,7 +7,7 @@ from itertools import chain, combinations, product
 import pytest
 import torch
 
-from moe_lightning.algorithms.mesh_shape import AXES, STAGE, Axis, MeshShape
+from moe_lightning.algorithms.mesh_shape import AXES, STAGE, Axis, MeshShape, chosen_axes
 from moe_lightning.errors import ConfigurationError
 
 SHAPES = [MeshShape(pp=pp, dp=dp, cp=cp, tp=tp) for pp, dp, cp, tp in product((1, 2, 3), (1, 2), (1, 2), (1, 3))]
@@ -52,3 +52,22 @@ def test_axes_that_do_not_divide_the_ranks_are_refused(ranks: int, axes: dict[st
 def test_an_axis_of_no_ranks_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"mesh\.tp=0 must be at least 1"):
         MeshShape.over(4, tp=0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ({"dp": 2}, r"mesh\.dp=2 is no axis to choose: it follows from the number of ranks: drop it"),
+        ({"ep": 2}, r"mesh\.ep=2 is no axis to choose: use pp, cp or tp"),
+        ({"cp": "2"}, r"mesh\.cp='2' is not an integer of at least 1: set it to one"),
+        ({"tp": 0}, r"mesh\.tp=0 is not an integer of at least 1"),
+        ({"pp": True}, r"mesh\.pp=True is not an integer"),
+    ],
+)
+def test_a_mesh_that_nobody_can_choose_is_refused(mesh: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        chosen_axes(mesh)
+
+
+def test_axes_that_are_not_chosen_have_one_rank() -> None:
+    assert chosen_axes(None) == chosen_axes({}) == chosen_axes({"pp": 1, "cp": 1, "tp": 1}) == MeshShape()

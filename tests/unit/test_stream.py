@@ -76,6 +76,16 @@ def test_slices_of_a_batch_see_the_numbers_of_the_whole(
     assert torch.equal(draw(at(seed, step, 0, total), total * rows_per_sample, columns=2), whole[:, :2])
 
 
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 3))
+@settings(max_examples=30, deadline=None)
+def test_parts_of_samples_see_the_numbers_of_the_whole(samples: int, parts: int, rows: int, first: int) -> None:
+    whole = draw(at(first=first, samples=samples), samples * parts * rows).view(samples, parts, rows, -1)
+    for part in range(parts):
+        stream = at(first=first, samples=samples)
+        stream.part, stream.parts = part, parts
+        assert torch.equal(draw(stream, samples * rows).view(samples, rows, -1), whole[:, part])
+
+
 def test_a_stream_that_nobody_drives_still_changes() -> None:
     stream = SampleStream()
     assert not torch.equal(draw(stream, 8), draw(stream, 8))
