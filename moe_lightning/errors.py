@@ -1,4 +1,4 @@
-"""The errors that a user's input can cause; everything else that is raised is a defect of ours."""
+"""The errors that a user's input or a lost peer can cause; everything else that is raised is a defect of ours."""
 
 from __future__ import annotations
 
@@ -17,3 +17,7 @@ class ForeignMessageError(RuntimeError):
 
 class ReplicasDifferError(RuntimeError):
     """Replicas of an expert, bit-identical by the law of the house, are not: the message names it and its ranks."""
+
+
+class WorldCutError(ConnectionError):
+    """The connections of the present world were cut while its ranks talked: what arrived is nobody's word."""

@@ -87,7 +87,7 @@ def measure_all(settings: dict[str, Any]) -> list[dict[str, Any]]:
     names, results = settings.pop("contenders"), Path(settings.pop("folder"))
     options, rows = Options(**settings), []
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    join_local_world(rank=rank, size=ranks, backend="gloo", timeout=TIMEOUT)
+    join_local_world(rank=rank, size=ranks, backend="gloo", device=torch.device("cpu"), timeout=TIMEOUT)
     for index in range(options.rounds):
         for number, (name, contender) in enumerate((TRAININGS | SAVINGS).items()):
             if name not in names:

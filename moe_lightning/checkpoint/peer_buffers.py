@@ -30,6 +30,7 @@ class PendingParcels:
     """
 
     def __init__(self, parcels: Sequence[PeerBuffer], payload: Callable[[int], torch.Tensor], world: World) -> None:
+        self._world = world
         self._delivered: dict[int, torch.Tensor] = {}
         send, recv = [0] * world.size, [0] * world.size
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
@@ -53,9 +54,9 @@ class PendingParcels:
             self._exchange = PendingExchange(flat.to(world.device), send, recv, world)
 
     def wait(self) -> dict[int, torch.Tensor]:
-        """Index -> uint8 bytes on the host, of every parcel for this rank."""
+        """Index -> uint8 bytes on the host, of every parcel for this rank; raises as `World.read`."""
         if self._exchange is not None:
-            parts = torch.split(self._exchange.wait().cpu(), self._sizes)
+            parts = torch.split(self._world.read(self._exchange.wait()), self._sizes)
             self._delivered |= dict(zip(self._order, parts, strict=True))
             self._exchange = None
         return self._delivered

@@ -54,13 +54,14 @@ def all_gather_json(value: Any, world: World) -> list[Any]:
     sizes = torch.empty(world.size, 1, dtype=torch.int64, device=world.device)
     own_size = torch.tensor([payload.numel()], device=world.device)
     dist.all_gather(list(sizes.unbind()), own_size, group=world.background)
+    sizes = world.read(sizes)
     for rank, size in enumerate(sizes.flatten().tolist()):
         _check_size(size, rank)
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=world.device)
     padded[: payload.numel()] = payload
     rows = padded.new_empty(world.size, padded.numel())
     dist.all_gather(list(rows.unbind()), padded, group=world.background)
-    texts = [row[: int(size)].numpy().tobytes() for row, size in zip(rows.cpu(), sizes, strict=True)]
+    texts = [row[: int(size)].numpy().tobytes() for row, size in zip(world.read(rows), sizes, strict=True)]
     return [_parsed(text, rank) for rank, text in enumerate(texts)]
 
 
@@ -86,7 +87,7 @@ def broadcast_object(value: Any, source: int, world: World) -> Any:
     broadcast_(size, source, world)
     if refusal is not None:
         raise refusal
-    num_bytes = int(size)
+    num_bytes = int(world.read(size))
     if num_bytes == _REFUSED:
         raise ConfigurationError(f"rank {source} has an object that cannot be sent to other ranks: it says which")
     _check_size(num_bytes, source)
@@ -97,7 +98,7 @@ def broadcast_object(value: Any, source: int, world: World) -> Any:
     )
     data = data.to(world.device)
     broadcast_(data, source, world)
-    return value if is_source else decode(data.cpu().numpy().tobytes(), world.device, sender=f"rank {source}")
+    return value if is_source else decode(world.read(data).numpy().tobytes(), world.device, sender=f"rank {source}")
 
 
 def _check_size(size: int, rank: int) -> None:
@@ -133,5 +134,5 @@ def _collect_dtype(
     if not is_root:
         return {}
     items = [item for listing in listings for item in listing]
-    pieces = torch.split(arrived.cpu(), [torch.Size(item.shape).numel() for item in items])
+    pieces = torch.split(world.read(arrived), [torch.Size(item.shape).numel() for item in items])
     return {item.name: piece.view(item.shape).clone() for item, piece in zip(items, pieces, strict=True)}

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from torch.distributed import ProcessGroup
 
+from moe_lightning.comm.nccl import abort_together
 from moe_lightning.comm.tcp import tune
 
 Address = tuple[str, int]
@@ -97,6 +98,11 @@ class ConnectionCut:
         """What a cut would shut down."""
         return self._connections
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether somebody has cut; true before anything feels it."""
+        return self._is_cut
+
     def add_group(self, group: ProcessGroup) -> None:
         """Let a cut also abort a group that does not run on sockets of this process (NCCL)."""
         with self._lock:
@@ -125,8 +131,7 @@ class ConnectionCut:
                 self._remember()
             self._cut_all()
             groups, self._groups = self._groups, []
-        for group in groups:
-            _abort(group)
+        abort_together(groups)
 
     def _remember(self) -> None:
         assert self._before is not None
@@ -204,11 +209,3 @@ def _ends(found: socket.socket) -> tuple[Address, Address] | None:
 def _address(name: Any) -> Address:
     """(host, port); an IPv4 address in IPv6 dress is written as IPv4, as the other end may see it."""
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
-
-
-def _abort(group: ProcessGroup) -> None:
-    """Abort a group's communicators (documented for NCCL; not run on GPUs by our tests)."""
-    try:
-        group.abort()
-    except RuntimeError as error:
-        logger.warning("a process group could not be aborted: %s", error)

@@ -45,13 +45,17 @@ def exchange_rows(
 
 
 def all_gather_counts(counts_E: Tensor, world: World) -> Tensor:
-    """Every rank's counts, [N, E] int64, on the host; the one extra collective of a layer."""
+    """Every rank's counts, [N, E] int64, on the host; the one extra collective of a layer.
+
+    Raises:
+        WorldCutError: they are none.
+    """
     if world.size == 1:
         return counts_E.unsqueeze(0).cpu()
     gathered_NE = counts_E.new_empty(world.size, counts_E.numel())
     with world.exchanges.exchange(counts_E.device):
         dist.all_gather(list(gathered_NE.unbind()), counts_E.contiguous(), group=world.compute)
-    return gathered_NE.cpu()
+    return world.read(gathered_NE)
 
 
 class PendingExchange:

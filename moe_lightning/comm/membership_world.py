@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -14,6 +15,7 @@ from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.cut import ConnectionCut
 from moe_lightning.comm.decision_check import check_versions
+from moe_lightning.comm.nccl import first_group_options, prepare_environment
 from moe_lightning.comm.strangers import turn_strangers_away
 from moe_lightning.comm.world import World
 
@@ -42,6 +44,7 @@ def build_world(
         guard: told how to cut the connections, before any is made.
 
     Raises:
+        WorldCutError: the world broke meanwhile.
         ConfigurationError: this rank has other versions than rank 0, and would plan otherwise.
     """
     cut = ConnectionCut()
@@ -52,8 +55,10 @@ def build_world(
     prefixed.set_timeout(timedelta(seconds=build_timeout_s))
     with cut:
         short = begin_building(prefixed, size, build_timeout_s)
-        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short)
-        world = World.connect(device, short, layout)
+        prepare_environment(is_elastic=True)
+        own = first_group_options(device)
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short, **own)
+        world = replace(World.connect(device, short, layout), is_cut=lambda: cut.is_cut)
     cut.tune()
     for group in world.groups:
         set_collectives_timeout(group, timeout)

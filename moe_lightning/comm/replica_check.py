@@ -43,13 +43,14 @@ def differing_replicas(stacks: Sequence[ExpertStack], world: World) -> list[Diff
     sums_T = _sums(stacks, world.device)
     bounds_2T = torch.stack([sums_T, torch.where(sums_T == _ABSENT, _ABSENT, ~sums_T)])  # least, and not of greatest
     dist.all_reduce(bounds_2T, op=dist.ReduceOp.MIN, group=world.dense)
+    bounds_2T = world.read(bounds_2T)
     differs_T = bounds_2T[0] != ~bounds_2T[1]
     differs_T &= bounds_2T[0] != _ABSENT
     if not differs_T.any():
         return []
     places = [(index, expert) for index, stack in enumerate(stacks) for expert in range(stack.num_experts)]
     found = torch.nonzero(differs_T).flatten()
-    told_NF = all_gather_counts(sums_T[found], world)
+    told_NF = all_gather_counts(sums_T[found.to(sums_T.device)], world)
     return [
         Difference(layer=places[place][0], expert=places[place][1], groups=_groups(told_NF[:, column].tolist()))
         for column, place in enumerate(found.tolist())

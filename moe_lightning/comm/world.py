@@ -12,7 +12,7 @@ import atexit
 import itertools
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -25,12 +25,18 @@ from torch.distributed import FileStore, ProcessGroup  # type: ignore[attr-defin
 from moe_lightning.algorithms.dense_shards import Groups, RowCut
 from moe_lightning.algorithms.mesh_shape import AXES, Axis, Layout, MeshShape
 from moe_lightning.comm.exchange_clock import ExchangeClock
+from moe_lightning.comm.nccl import background_options, first_group_options, has_failed, prepare_environment
 from moe_lightning.comm.private_folder import PrivateFolder, checked_folder, find_folder
+from moe_lightning.errors import WorldCutError
 
 STORE_VARIABLE = "MOE_LIGHTNING_STORE"
 """Set by a launcher of ours to the folder in which its workers meet."""
 
 _attempts = itertools.count()
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,7 @@ class World:
         copy_group: the ranks that hold the same part of other copies; None where there is one copy.
         shape: ranks along the axes of the mesh; None: all of them are data-parallel.
         axis_groups: this rank's group along each axis but dp that has several ranks.
+        is_cut: whether somebody has cut the connections of this world.
         exchanges: the clock of this rank's exchanges on the compute group.
     """
 
@@ -64,6 +71,7 @@ class World:
     copy_group: ProcessGroup | None = field(default=None, repr=False)
     shape: MeshShape | None = field(default=None, repr=False)
     axis_groups: Mapping[Axis, ProcessGroup] = field(default_factory=dict, repr=False)
+    is_cut: Callable[[], bool] = field(default=_never, repr=False, compare=False)
     exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
@@ -105,7 +113,7 @@ class World:
         world = replace(
             world,
             compute=dist.new_group(timeout=timeout, group_desc="compute"),
-            background=dist.new_group(timeout=timeout, group_desc="background"),
+            background=dist.new_group(timeout=timeout, group_desc="background", **background_options(device)),
         )
         if layout is None:
             return world
@@ -136,6 +144,32 @@ class World:
         """Whether this rank is the first of the holders of its rows of dense parameters."""
         return self.row_cut.holders[self.row_cut.part][0] == self.rank
 
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What collectives have left in a tensor, on the host: nothing that other ranks sent is judged or made final
+        before it was read so. An NCCL collective that is aborted raises nothing, it ends with any numbers.
+
+        Raises:
+            WorldCutError: the world was cut before the collectives had certainly ended.
+        """
+        host = tensor.cpu()
+        self.require_whole()
+        return host
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was given; raises as `read`."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        self.require_whole()
+
+    def require_whole(self) -> None:
+        """
+        Raises:
+            WorldCutError: the world was cut, or a group of it has met an error that raised nothing.
+        """
+        is_silent = self.device.type == "cuda"
+        if self.is_cut() or (is_silent and any(has_failed(group) for group in self.groups)):
+            raise WorldCutError("the world was cut while its ranks talked: what arrived is not used")
+
     def close(self) -> None:
         """Give back the groups made here; the dense one, torch's default group, belongs to who made it."""
         for group in self.groups:
@@ -159,7 +193,9 @@ def _own_group(groups: Groups, rank: int, timeout: timedelta, purpose: str) -> P
     return own
 
 
-def join_local_world(*, rank: int, size: int, backend: str, timeout: timedelta, meeting: str | None = None) -> bool:
+def join_local_world(
+    *, rank: int, size: int, backend: str, device: torch.device, timeout: timedelta, meeting: str | None = None
+) -> bool:
     """Make torch's default group over a store that no other user of this machine can reach, or keep it.
 
     Args:
@@ -190,7 +226,10 @@ def join_local_world(*, rank: int, size: int, backend: str, timeout: timedelta, 
     else:
         folder = find_folder(f"{meeting} {attempt}", timeout.total_seconds())
     store = FileStore(str(folder / f"store-{attempt}"))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    prepare_environment(is_elastic=False)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timeout, **first_group_options(device)
+    )
     return True
 
 
@@ -198,6 +237,13 @@ def loopback_variables() -> dict[str, str]:
     """Variables that keep the connections of one machine's ranks off its network."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     return {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback}
+
+
+def agree(world: World) -> None:
+    """Wait until all ranks have come here with everything arrived that they were sent; raises as `World.read`."""
+    word = torch.zeros(1, device=world.device)
+    all_reduce_(word, world)
+    world.read(word)
 
 
 def broadcast_(tensor: torch.Tensor, source: int, world: World) -> None:

@@ -29,7 +29,7 @@ from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
-from moe_lightning.comm.world import World, all_reduce_
+from moe_lightning.comm.world import World, agree, all_reduce_
 from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership
@@ -155,14 +155,13 @@ class ElasticWorlds:
     # ------------------------------------------------------------------ steps
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Every collective of the step is done: wait until all ranks say so. They also agree here whether the world
-        changes before the next step."""
+        """Every collective of the step is done: wait until all say so, and agree whether the world changes now."""
         self._pending = optimizer
         self.engine.made_progress()
         asked = [self.engine.newcomers(), (self.engine.notice or self.parting) is not None]
         wishes = torch.tensor(asked, dtype=torch.int32, device=self._device)
         all_reduce_(wishes, self._worlds.mesh.whole)
-        self.change_is_due = bool(wishes.any())
+        self.change_is_due = bool(self._worlds.mesh.whole.read(wishes).any())
 
     def begin_update(self) -> None:
         """Values change from here on."""
@@ -378,6 +377,7 @@ class ElasticWorlds:
             state.training_state().restore_model(saved)
             state.training_state().restore_optimizers(saved)
             state.restored = saved
+        agree(world)
         self._is_torn = False
 
     def _make_up(self) -> None:

@@ -344,6 +344,8 @@ class ExpertParallelStrategy(SavingStrategy):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         state.spread_update(optimizer)
         if elastic is not None:
+            if state.shards_optimizers:
+                self.world.settle()  # what other ranks computed for this one has arrived
             elastic.commit()
         return output
 

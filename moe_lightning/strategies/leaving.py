@@ -98,7 +98,7 @@ def wait_for_ranks(world: World, engine: Membership) -> WorldTooSmall:
         wishes = torch.tensor([engine.newcomers() or engine.notice is not None, is_over], dtype=torch.int32)
         wishes = wishes.to(world.device)
         all_reduce_(wishes, world)
-        changes, ends = wishes.tolist()
+        changes, ends = world.read(wishes).tolist()
         if changes:
             raise WorldChanged("ranks come or leave while there are fewer than min_ranks")
         if ends:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,7 +17,7 @@ from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replay
 from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
-from moe_lightning.comm.world import World, all_reduce_
+from moe_lightning.comm.world import World, agree
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.row_blocks import local, swap_parameters, updating_blocks
 from moe_lightning.strategies.dense_rows import DenseRows
@@ -220,7 +219,7 @@ class RankState:
         if not self.cuts_dense:
             return None
         rows = self.rows.fetch(sources, world)
-        all_reduce_(torch.zeros(1, device=world.device), world)  # all have theirs, and go on, or none does
+        agree(world)  # all have theirs, and go on, or none does
         return rows
 
     def reshard(self, sources: Sequence[tuple[str, int]], rows: Rows | None = None) -> None:

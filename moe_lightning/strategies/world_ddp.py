@@ -169,6 +169,7 @@ class WorldDDPStrategy(DDPStrategy):
             rank=self.global_rank,
             size=self.world_size,
             backend=self.process_group_backend,
+            device=self.root_device,
             timeout=self.collectives_timeout,
             meeting=meeting_of(self.cluster_environment) if self.num_nodes == 1 else None,
         ):

@@ -17,13 +17,25 @@ _NETWORK_FAULT = re.compile(
     re.I,
 )
 
+_LOST_DEVICE = re.compile(
+    r"CUDA error: .*(illegal memory access|illegal instruction|device-side assert|misaligned address|launch failure|"
+    r"hardware stack error|invalid program counter|uncorrectable ECC|unspecified)",
+    re.I,
+)
+"""Errors after which every call of the process to its GPU fails: what an aborted exchange left was used as an index."""
+
 
 def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
     """Whether an exception came of a lost peer or an agreed change, and not of a mistake of this process.
 
     Args:
         known_reason: why the world ended, where the monitor has heard of it.
+
+    Raises:
+        PeerFailed: the device context of this process is of no use any more, so a fresh process must take its place.
     """
+    if _LOST_DEVICE.search(str(error)):
+        raise PeerFailed(f"a rank lost its device ({str(error).splitlines()[0]}), so a process starts anew", "death")
     if isinstance(error, WorldChanged):
         return True
     if isinstance(error, ConfigurationError | PeerFailed | Preempted | RunFinished):

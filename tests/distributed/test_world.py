@@ -48,7 +48,14 @@ def meet(rank: int, world_size: int, temporary: Path, named: bool) -> tuple[list
     joined, sizes = [], []
     for _ in range(2):
         for _ in range(2):
-            done = join_local_world(rank=rank, size=world_size, backend="gloo", timeout=TIMEOUT, meeting="port 1")
+            done = join_local_world(
+                rank=rank,
+                size=world_size,
+                backend="gloo",
+                device=torch.device("cpu"),
+                timeout=TIMEOUT,
+                meeting="port 1",
+            )
             joined.append(done)
         world = connect()
         sizes.append(world.size)
@@ -65,7 +72,7 @@ def test_ranks_meet_in_a_private_folder(tmp_path: Path, named: bool) -> None:
 
 
 def test_ranks_of_several_machines_meet_elsewhere() -> None:
-    assert not join_local_world(rank=0, size=2, backend="gloo", timeout=TIMEOUT)
+    assert not join_local_world(rank=0, size=2, backend="gloo", device=torch.device("cpu"), timeout=TIMEOUT)
     world = World.connect(torch.device("cpu"), TIMEOUT)
     assert (world.rank, world.size, world.compute, world.background) == (0, 1, None, None)
 
@@ -126,7 +133,7 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, kind: str, mo
         path.symlink_to(tmp_path / "private")
     monkeypatch.setenv(STORE_VARIABLE, str(path))
     with pytest.raises(ConfigurationError, match=rf"{path} (is no folder that this user alone|cannot be used)"):
-        join_local_world(rank=0, size=1, backend="gloo", timeout=TIMEOUT)
+        join_local_world(rank=0, size=1, backend="gloo", device=torch.device("cpu"), timeout=TIMEOUT)
 
 
 @as_root

@@ -34,6 +34,15 @@ def test_only_faults_of_the_world_are_recovered_from(error: Exception, known: st
     assert is_worlds_fault(error, known) is is_worlds
 
 
+@pytest.mark.parametrize("words", ["device-side assert triggered", "an illegal memory access was encountered"])
+@pytest.mark.parametrize("known", [None, "rank 1 was killed"])
+def test_a_process_whose_device_is_lost_makes_room_for_a_fresh_one(words: str, known: str | None) -> None:
+    with pytest.raises(PeerFailed, match=f"CUDA error: {words}") as told:
+        is_worlds_fault(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be reported later"), known)
+    assert told.value.kind == "death"
+    assert not is_worlds_fault(RuntimeError("CUDA error: out of memory"), None)
+
+
 class Engine:
     def __init__(self, cause: str | None, *, has_finished: bool = False) -> None:
         self.cause, self.has_finished = cause, has_finished

@@ -1,0 +1,98 @@
+"""Aborted collectives of NCCL raise nothing, they end with any numbers. Here gloo's do the same, and nothing of what
+they leave is judged or made final.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.chaos.elastic_runs import Kill, elastic_run, finish
+
+STEPS = 8
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all_single", "broadcast", "all_gather_into_tensor")
+PATIENCE_S = 60.0
+
+
+class Silent(pl.Callback):
+    """Lets the collectives of its process end as aborted ones of NCCL do, from the start of training."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+
+        def until_cut() -> None:
+            deadline = time.monotonic() + PATIENCE_S
+            while not strategy.world.is_cut():
+                assert time.monotonic() < deadline, "nobody cut the world of a dead rank"
+                time.sleep(0.001)
+
+        for name in COLLECTIVES:
+            setattr(dist, name, _silent(getattr(dist, name), until_cut))
+
+
+def _silent(collective: Any, until_cut: Any) -> Any:
+    def ends_without_a_word(*args: Any, **kwargs: Any) -> Any:
+        try:
+            work = collective(*args, **kwargs)
+        except RuntimeError:
+            until_cut()
+            work = None
+            if collective.__name__ not in ("all_reduce", "broadcast"):  # in place: they keep what was there
+                _scribble(args[0])
+        return work if work is None else _SilentWork(work, until_cut)
+
+    return ends_without_a_word
+
+
+def _scribble(result: Any) -> None:
+    for tensor in result if isinstance(result, list) else [result]:
+        tensor.random_(0, 100)
+
+
+class _SilentWork:
+    def __init__(self, work: Any, until_cut: Any) -> None:
+        self._work, self._until_cut = work, until_cut
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError:
+            self._until_cut()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = self._work.get_future()
+        return future
+
+
+def silenced(folder: Path) -> list[pl.Callback]:
+    return [Silent()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    with elastic_run(tmp_path_factory.mktemp("undisturbed"), workers=2, steps=STEPS) as run:
+        finish(run, range(2))
+        return run.losses()
+
+
+@pytest.mark.parametrize("place", ["forward", "exchange", "backward", "prepare", "update"])
+@pytest.mark.parametrize("dense", ["ddp", "zero1"])
+def test_nothing_that_an_aborted_collective_leaves_is_used(
+    tmp_path: Path, undisturbed: dict[int, float], place: str, dense: str
+) -> None:
+    kills = [Kill(worker=1, step=4, place=place)]
+    with elastic_run(
+        tmp_path, workers=3, steps=STEPS, kills=kills, strategy={"dense": dense}, callbacks=silenced,
+        saving={"every_n_steps": 1},
+    ) as run:  # fmt: skip
+        finish(run, [0, 2])
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        report = run.result(0)["reports"][0]
+        assert report["ranks_after"] == 2
+        assert report["steps_lost"] == 0
