@@ -24,10 +24,9 @@ from moe_lightning.checkpoint.arena import Arena, block_bytes, capacity_of
 from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
 from moe_lightning.checkpoint.dcp_format import dump_object
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex, digest_of
+from moe_lightning.checkpoint.staging import CHUNK_BYTES, Staging
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.pieces import OBJECT, Block, Location, Piece, StatePiece, describe
-
-_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ class Snapshotter:
             capacity=capacity_of([*(p.nbytes for p in pieces), *[object_bytes] * objects]),
             table_bytes=table_bytes or _table_estimate(pieces, objects),
         )
-        self._pins = _PageLock(self.arena) if any(piece.tensor.is_cuda for piece in live) else None
+        self._staging = Staging() if any(piece.tensor.is_cuda for piece in live) else None
         self._windows = windows
         self._copied = threading.Event()
         self._copied.set()
@@ -172,7 +171,7 @@ class Snapshotter:
         self._copied.clear()
         if self._windows is not None:
             self._windows.copy_begins(sum(piece.nbytes for piece in placed))
-        stream = _side_stream() if self._pins is not None else None
+        stream = _side_stream() if self._staging is not None else None
         arguments = (table, placed, [tensor for *_, tensor in copies], stream, began)
         self._thread = threading.Thread(target=self._copy, args=arguments, name="snapshot", daemon=True)
         self._thread.start()
@@ -211,8 +210,6 @@ class Snapshotter:
         try:
             self.finish()
         finally:
-            if self._pins is not None:
-                self._pins.release()
             self.arena.close()
 
     def _hurry(self) -> None:
@@ -264,8 +261,8 @@ class Snapshotter:
         try:
             for piece, source in zip(placed, sources, strict=True):
                 self._copy_one(self.arena.payload(piece), source, stream)
-            if stream is not None:
-                stream.synchronize()
+            if self._staging is not None:
+                self._staging.finish()
             copied = time.perf_counter()
             self._copied.set()
             self._publish(table, placed)
@@ -281,6 +278,8 @@ class Snapshotter:
             )
         except BaseException as error:  # handed to the training thread, which raises it
             self._failure = error
+            if self._staging is not None:
+                self._staging.forget()
             self.arena.transition(lambda s: s.abort_snapshot())
         finally:
             self._copied.set()
@@ -290,14 +289,18 @@ class Snapshotter:
             return
         with torch.cuda.stream(stream):  # no effect where the stream is None
             flat = source.detach().contiguous().view(-1).view(torch.uint8)
-            for start in range(0, flat.numel(), _CHUNK_BYTES):
-                part = flat[start : start + _CHUNK_BYTES]
-                if self._windows is not None:
-                    self._windows.admit(part.numel())
-                if stream is not None:
-                    target[start : start + _CHUNK_BYTES].copy_(part, non_blocking=True)
-                else:  # a quarter faster than copy_ here, and without the interpreter's lock as well
-                    ctypes.memmove(target.data_ptr() + start, part.data_ptr(), part.numel())
+        if self._staging is not None:
+            self._staging.copy(target.data_ptr(), flat, stream, self._admit)
+            return
+        for start in range(0, flat.numel(), CHUNK_BYTES):
+            part = flat[start : start + CHUNK_BYTES]
+            self._admit(part.numel())
+            # a quarter faster than copy_ here, and without the interpreter's lock as well
+            ctypes.memmove(target.data_ptr() + start, part.data_ptr(), part.numel())
+
+    def _admit(self, num_bytes: int) -> None:
+        if self._windows is not None:
+            self._windows.admit(num_bytes)
 
     def _publish(self, table: SnapshotIndex, placed: list[Piece]) -> None:
         hashed = {piece.key: replace(piece, xxh3=digest_of(self.arena.payload(piece))) for piece in placed}
@@ -334,21 +337,3 @@ def _side_stream() -> Any:
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     return stream
-
-
-class _PageLock:
-    """Page-locks an arena's memory, so that copies from a GPU are asynchronous."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._address = arena.memory.data_ptr()
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(self._address, arena.memory.numel(), 0))
-        if code:
-            raise ConfigurationError(
-                f"CUDA could not page-lock {arena.memory.numel()} bytes of host memory (error {code}): "
-                "raise the limit of locked memory"
-            )
-
-    def release(self) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostUnregister(self._address)

@@ -1,0 +1,79 @@
+"""The way of a GPU's bytes into an arena: through two small page-locked buffers, chunk by chunk.
+
+An arena itself is not page-locked: that takes as long as a step, again after every recovery, and containers allow
+little locked memory. One buffer is filled by the device while the other is emptied by this thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_lightning.errors import ConfigurationError
+
+CHUNK_BYTES = 8 << 20
+
+
+class Staging:
+    """Copies of device tensors to host memory, asynchronous and in chunks, of one thread.
+
+    Raises:
+        ConfigurationError: the system lets this process lock less memory than two chunks.
+    """
+
+    def __init__(self) -> None:
+        self._buffers = [_page_locked(CHUNK_BYTES) for _ in range(2)]
+        self._arriving: tuple[Any, Tensor, int, int] | None = None  # event, buffer, address, bytes
+
+    def copy(self, address: int, source: Tensor, stream: Any, admit: Callable[[int], None]) -> None:
+        """Bring bytes to a place in host memory; the last of them are there after `finish`.
+
+        Args:
+            address: of the place.
+            source: uint8, contiguous, on the device.
+            stream: on which the device copies.
+            admit: returns when so many bytes may be copied.
+        """
+        for start in range(0, source.numel(), CHUNK_BYTES):
+            part = source[start : start + CHUNK_BYTES]
+            admit(part.numel())
+            buffer = self._buffers[0]
+            event = self.fill(buffer[: part.numel()], part, stream)
+            self.finish()
+            self._arriving = event, buffer, address + start, part.numel()
+            self._buffers.reverse()
+
+    def fill(self, buffer: Tensor, part: Tensor, stream: Any) -> Any:
+        """Let the device copy a chunk; an event that tells when it is there."""
+        with torch.cuda.stream(stream):
+            buffer.copy_(part, non_blocking=True)
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return event
+
+    def finish(self) -> None:
+        """Wait for the chunk that is under way, and put it into its place."""
+        if self._arriving is None:
+            return
+        event, buffer, address, num_bytes = self._arriving
+        event.synchronize()
+        ctypes.memmove(address, buffer.data_ptr(), num_bytes)
+        self._arriving = None
+
+    def forget(self) -> None:
+        """A copy was given up: what is under way goes nowhere."""
+        self._arriving = None
+
+
+def _page_locked(num_bytes: int) -> Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"this process may not lock {num_bytes} bytes of memory for copies from the GPU "
+            f"({str(error).splitlines()[0]}): raise the limit of locked memory (ulimit -l)"
+        ) from error

@@ -1,0 +1,81 @@
+"""Copies through two buffers, with a device that is as late as it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_lightning.checkpoint import staging
+from moe_lightning.checkpoint.staging import Staging
+from moe_lightning.errors import ConfigurationError
+
+CHUNK = 16
+
+
+class Late:
+    """An event: the device copies when somebody waits for it, and never before."""
+
+    def __init__(self, copy: Callable[[], object]) -> None:
+        self._copy = copy
+
+    def synchronize(self) -> None:
+        self._copy()
+
+
+class LateStaging(Staging):
+    """Its device has done nothing before it must have."""
+
+    def fill(self, buffer: Tensor, part: Tensor, stream: Any) -> Any:
+        buffer.fill_(0xEE)  # what the device may write meanwhile
+        return Late(lambda: buffer.copy_(part))
+
+
+@pytest.fixture(autouse=True)
+def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(staging, "_page_locked", lambda size: torch.zeros(size, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (CHUNK,), (CHUNK + 1, 3, 5 * CHUNK, 7)])
+def test_every_byte_arrives_in_its_place(sizes: tuple[int, ...]) -> None:
+    sources = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    targets = [torch.zeros_like(source) for source in sources]
+    staged, admitted = LateStaging(), []
+    for target, source in zip(targets, sources, strict=True):
+        staged.copy(target.data_ptr(), source, None, admitted.append)
+    staged.finish()
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+    assert sum(admitted) == sum(sizes)
+    assert all(size <= CHUNK for size in admitted)
+
+
+def test_two_chunks_are_under_way_at_most() -> None:
+    source, target = torch.ones(5 * CHUNK, dtype=torch.uint8), torch.zeros(5 * CHUNK, dtype=torch.uint8)
+    staged, arrived = LateStaging(), []
+    staged.copy(target.data_ptr(), source, None, lambda size: arrived.append(int(target.sum()) // CHUNK))
+    assert arrived == [0, 0, 1, 2, 3]
+    staged.finish()
+
+
+def test_a_copy_that_was_given_up_goes_nowhere() -> None:
+    source, target = torch.ones(CHUNK, dtype=torch.uint8), torch.zeros(CHUNK, dtype=torch.uint8)
+    staged = LateStaging()
+    staged.copy(target.data_ptr(), source, None, lambda size: None)
+    staged.forget()
+    staged.finish()
+    assert not target.any()
+
+
+def test_little_locked_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(ConfigurationError, match=r"lock 8388608 bytes .*out of memory\): raise the limit of locked"):
+        Staging()
