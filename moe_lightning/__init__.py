@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moe_lightning.callbacks.load_balancer import LoadBalancer
     from moe_lightning.callbacks.model_summary import ExpertModelSummary
     from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+    from moe_lightning.callbacks.recompute_dense import RecomputeDense
     from moe_lightning.data.step_loader import StepLoader
     from moe_lightning.data.step_sampler import StepSampler
     from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -55,6 +56,7 @@ _HOMES = {
     "MoELayer": "modules.moe_layer",
     "OptimizerConfig": "models.gpt_module",
     "PartialExpertsCheckpoint": "callbacks.partial_experts_checkpoint",
+    "RecomputeDense": "callbacks.recompute_dense",
     "RouterConfig": "modules.router",
     "StepLoader": "data.step_loader",
     "StepSampler": "data.step_sampler",
@@ -86,6 +88,7 @@ __all__ = [
     "MoELayer",
     "OptimizerConfig",
     "PartialExpertsCheckpoint",
+    "RecomputeDense",
     "RouterConfig",
     "StepLoader",
     "StepSampler",

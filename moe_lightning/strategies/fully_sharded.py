@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import update_wrapper
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,11 +50,22 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
         _check_dtypes(unit, ignored)
         _make_contiguous(unit, ignored)
         fully_shard(unit, mesh=mesh, ignored_params=ignored)
-    for part in sharded_modules(module):  # ranks have weighed their losses: nothing is divided
+    sharded = list(sharded_modules(module))
+    if _gathers_ahead(world.device):
+        for part, following in pairwise(part for part in sharded if part is not module):
+            part.set_modules_to_forward_prefetch([following])
+    for part in sharded:  # ranks have weighed their losses: nothing is divided
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sums
     for step in _STEPS:
         setattr(module, step, GatheringStep(module, step))
+
+
+def _gathers_ahead(device: torch.device) -> bool:
+    """Whether a unit is gathered while the one before it computes. By itself torch does so as long as the host runs
+    ahead, which the counts of every MoE layer stop; on CPUs nothing overlaps.
+    """
+    return device.type != "cpu"
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.row_blocks import is_cut, local
-from moe_lightning.strategies import expert_parallel
+from moe_lightning.strategies import expert_parallel, fully_sharded
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import CASES as KNOWN
@@ -67,6 +67,12 @@ def reference(key: str) -> dict[str, Any]:
 )
 def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
     assert_same_training(reference(key), run(ranks, strategy=strategy, **CASES[key]))
+
+
+def test_units_that_are_gathered_ahead_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs."""
+    monkeypatch.setattr(fully_sharded, "_gathers_ahead", lambda device: True)
+    assert_same_training(reference("plain"), run(2, strategy={"dense": "fsdp"}))
 
 
 # ---------------------------------------------------------------------- users' modules

@@ -1,0 +1,76 @@
+"""Dense parts that are computed again in the backward pass: the same numbers from less memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from moe_lightning import CompileDense, ConfigurationError, GPTModule, OptimizerConfig, RecomputeDense
+from moe_lightning.callbacks.compile_dense import dense_parts
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
+
+DROPOUT = {"dropout": 0.2, "router": {"top_k": 2, "jitter": 0.1}}
+
+
+def fit(rank: int, world_size: int, strategy: dict[str, Any], again: bool) -> tuple[list[float], dict[str, int]]:
+    """The losses, and the bytes that the forward passes kept for the backward ones."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    recorder, module = Recorder(), GPTModule({**TINY, **DROPOUT}, OptimizerConfig(lr=3e-3, warmup_steps=2))
+    callbacks = [recorder, *([RecomputeDense()] if again else [])]
+    trainer = make_trainer(rank, world_size, strategy, max_steps=6, callbacks=callbacks)
+    own_step = module.training_step
+
+    def watched(*args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return own_step(*args)
+
+    module.training_step = watched  # type: ignore[method-assign]
+    trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12, shuffle=True))
+    left = sum("forward" in vars(part) for _, part in dense_parts(module))
+    return recorder.losses, {"kept": sum(kept.values()), "left": left}
+
+
+@pytest.mark.parametrize(("ranks", "dense"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+def test_losses_are_the_same_to_the_bit(ranks: int, dense: str) -> None:
+    for (plain, before), (again, after) in zip(
+        run_ranks(ranks, fit, {"dense": dense}, False), run_ranks(ranks, fit, {"dense": dense}, True), strict=True
+    ):
+        assert again == plain
+        assert after["left"] == 0
+        assert after["kept"] < before["kept"]
+
+
+def test_noise_that_nobody_drives_is_drawn_once() -> None:
+    """Under another strategy streams count their draws."""
+    module = GPTModule({**TINY, **DROPOUT}, OptimizerConfig())
+    module.configure_model()
+    plain = copy.deepcopy(module)
+    recomputed = RecomputeDense()
+    recomputed.on_fit_start(make_trainer(0, 1, {}), module)
+    copied = copy.deepcopy(module)
+    ids = torch.arange(32).view(2, 16)
+    gradients = []
+    for model in (plain, module, copied):
+        model.train()
+        model(ids).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for others in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], others, strict=True) if a is not None)
+    for name in recomputed.recomputed:
+        assert copied.get_submodule(name).forward.__self__ is copied.get_submodule(name)  # type: ignore[union-attr]
+
+
+def test_not_beside_a_compiler() -> None:
+    trainer = make_trainer(0, 1, {}, callbacks=[RecomputeDense(), CompileDense(backend="eager")], max_steps=1)
+    with pytest.raises(ConfigurationError, match="CompileDense and RecomputeDense both take the dense parts"):
+        trainer.fit(GPTModule(TINY, OptimizerConfig()), DataLoader(RandomTokens(24), batch_size=12))
