@@ -52,7 +52,7 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
         fully_shard(unit, mesh=mesh, ignored_params=ignored)
     sharded = list(sharded_modules(module))
     if _gathers_ahead(world.device):
-        for part, following in pairwise(part for part in sharded if part is not module):
+        for part, following in pairwise(sharded[1:]):
             part.set_modules_to_forward_prefetch([following])
     for part in sharded:  # ranks have weighed their losses: nothing is divided
         part.set_gradient_divide_factor(1.0)
