@@ -57,10 +57,14 @@ class DenseRows:
 
     Args:
         state: of the rank.
+
+    Attributes:
+        entrusted: parts that ranks have left here before they went, by name, until the next world has its rows.
     """
 
     def __init__(self, state: Holder) -> None:
         self._state = state
+        self.entrusted: dict[str, Rows] = {}
         self._buffers: list[str] = []
         self._scalars: list[nn.Parameter] = []
 
@@ -186,7 +190,22 @@ class DenseRows:
         Args:
             sources: (name of a part, its rank in the new world); of a rank -1 nothing comes.
         """
-        return RowMoves(self._state.training_state(), sources, cuts_of(world.row_cut), world).exchange()
+        cuts = cuts_of(world.row_cut)
+        return RowMoves(self._state.training_state(), sources, cuts, world, self.entrusted).exchange()
+
+    def hand_over(self, staying: Sequence[int], world: World) -> None:
+        """Before ranks leave: the parts that only they have go to ranks that stay; collective where anything is cut."""
+        if not self.is_cut:
+            return
+        cut, names = world.row_cut, world.row_cut.names()
+        lost = [part for part, ranks in enumerate(cut.holders) if not set(ranks) & set(staying)]
+        for number, part in enumerate(lost):
+            keeper = staying[number % len(staying)]
+            nothing, whole_part = replace(cut, part=cut.parts), replace(cut, part=part)
+            cuts = [whole_part if rank == keeper else nothing for rank in range(world.size)]
+            rows = RowMoves(self._state.training_state(), [(names[part], cut.holders[part][0])], cuts, world).exchange()
+            if world.rank == keeper:
+                self.entrusted[names[part]] = rows
 
     @torch.no_grad()
     def install(self, rows: Rows | None, world: World) -> None:
@@ -215,6 +234,7 @@ class DenseRows:
             if rows is not None:
                 for scope, tensor in scopes.items():
                     tensor.copy_(rows[f"dense/{name}/{scope}"])
+        self.entrusted = {}
 
 
 def cuts_of(own: RowCut) -> list[RowCut]:

@@ -61,6 +61,7 @@ def hand_over(
             max_slots=state.max_slots,
         )
         state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
+        state.hand_over(staying, world)
     meet(engine.store, "hand over", world.size, timeout.total_seconds())
     left = [f"left/{rank}" for rank in range(world.size) if rank not in staying]
     if notice is not None:

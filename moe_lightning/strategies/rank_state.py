@@ -51,6 +51,7 @@ class RankState:
         self._experts: PlacedExperts | None = None
         self._groups: list[list[list[nn.Parameter]]] = []
         self._shards: DenseSharding | None = None
+        self._entrusted: dict[str, dict[str, Tensor]] = {}
         self._own_forward: Any = None
         self.rows = DenseRows(self)
         self.optimizers: Sequence[Optimizer] = ()
@@ -178,9 +179,10 @@ class RankState:
         """
         if self.cuts_dense:
             names = former.row_cut.names()
-            return names, (names[former.row_cut.part],)
+            return names, (names[former.row_cut.part], *self.rows.entrusted)
         owners = self.shard_owners
-        return tuple(sorted(owners)), tuple(sorted(name for name, owner in owners.items() if owner == former.rank))
+        own = {name for name, owner in owners.items() if owner == former.rank}
+        return tuple(sorted(owners)), tuple(sorted(own | self._entrusted.keys()))
 
     @property
     def shards_optimizers(self) -> bool:
@@ -239,8 +241,7 @@ class RankState:
         world = self._worlds.present
         dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
         homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
-        mine = {name for name, rank in sources if rank == world.rank}
-        local = {name: self._held_states(name, homes[dense[name]].state.get(dense[name])) for name in mine}
+        local = self._held_states([name for name, rank in sources if rank == world.rank])
         for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = list(parameters)
@@ -253,13 +254,28 @@ class RankState:
             homes[dense[name]].state[dense[name]] = {
                 scope: value if scope == "step" else value.to(dense[name].device) for scope, value in states.items()
             }
-        self.replay = None  # of a rank of the former world
+        self.replay, self._entrusted = None, {}  # of ranks of the former world
 
-    def _held_states(self, name: str, live: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """A parameter's optimizer state, live or else as it was replayed for a lost peer."""
-        if live or self.replay is None:
-            return live or {}
-        return {scope: value for scope, value in self.replay.states(name).items() if scope != "weight"}
+    def hand_over(self, staying: Sequence[int], world: World) -> None:
+        """Before ranks leave: what only they keep of the dense state goes to ranks that stay; collective."""
+        self.rows.hand_over(staying, world)
+        owners = self.shard_owners
+        lost = sorted(name for name, owner in owners.items() if owner not in staying)
+        if lost:
+            keepers = {name: staying[number % len(staying)] for number, name in enumerate(lost)}
+            local = self._held_states([name for name in lost if owners[name] == world.rank])
+            self._entrusted |= move_shards([(name, owners[name]) for name in lost], keepers, local, world)
+
+    def _held_states(self, names: Sequence[str]) -> dict[str, Mapping[str, Tensor]]:
+        """Optimizer states of parameters, live, or as a rank left them here, or as replayed for a lost peer."""
+        parameters = dict(self.module.named_parameters())
+        found: dict[str, Mapping[str, Tensor]] = {}
+        for name in names:
+            found[name] = self.state_of(parameters[name]) or self._entrusted.get(name, {})
+            if not found[name] and self.replay is not None:
+                states = self.replay.states(name).items()
+                found[name] = {scope: value for scope, value in states if scope != "weight"}
+        return found
 
     def replay_peer(self, peer: int, version: int) -> None:
         """Keep the optimizer state of another rank's dense parameters on the host, by repeating its updates (REFT's

@@ -29,12 +29,22 @@ class RowMoves:
         sources: (name of a part, the rank that has it); of a rank -1 nothing comes.
         cuts: that every rank will have.
         world: the ranks.
+        entrusted: parts of other ranks that this one has, by name.
     """
 
-    def __init__(self, state: State, sources: Sequence[tuple[str, int]], cuts: Sequence[RowCut], world: World) -> None:
+    def __init__(
+        self,
+        state: State,
+        sources: Sequence[tuple[str, int]],
+        cuts: Sequence[RowCut],
+        world: World,
+        entrusted: Mapping[str, Rows] | None = None,
+    ) -> None:
         self._cuts, self._world = cuts, world
         self._own, shapes = held_rows(state), {name: parameter.shape for name, parameter in state.dense.items()}
         self._shapes = {key: shapes[key.removeprefix("dense/").rpartition("/")[0]] for key in self._own}
+        self._held: dict[tuple[int, int], Rows] = {(state.cut.part, state.cut.parts): self._own}
+        self._held |= {part_of(name): rows for name, rows in (entrusted or {}).items()}
         self._ways = [
             (part_of(name), source, target, self._common(part_of(name), target))
             for name, source in sources
@@ -74,7 +84,7 @@ class RowMoves:
         rows = []
         for key, (first, last) in common.items():
             begin, _ = part_bounds(self._shapes[key][0], *part)
-            rows.append(self._own[key][first - begin : last - begin])
+            rows.append(self._held[part][key][first - begin : last - begin])
         return pack(rows).cpu() if rows else torch.empty(0, dtype=torch.uint8)
 
     def _nbytes(self, common: Mapping[str, Bounds]) -> int:
