@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moe_lightning.callbacks.model_summary import ExpertModelSummary
     from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
     from moe_lightning.callbacks.recompute_dense import RecomputeDense
+    from moe_lightning.callbacks.routing_replay import RoutingReplay
     from moe_lightning.data.step_loader import StepLoader
     from moe_lightning.data.step_sampler import StepSampler
     from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from moe_lightning.modules.losses import auxiliary_loss, global_mean, global_sum
     from moe_lightning.modules.moe_layer import MoELayer
     from moe_lightning.modules.router import RouterConfig
+    from moe_lightning.modules.routing_replay import record_routing, replay_routing
     from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 __version__ = "0.1.0"
@@ -58,6 +60,7 @@ _HOMES = {
     "PartialExpertsCheckpoint": "callbacks.partial_experts_checkpoint",
     "RecomputeDense": "callbacks.recompute_dense",
     "RouterConfig": "modules.router",
+    "RoutingReplay": "callbacks.routing_replay",
     "StepLoader": "data.step_loader",
     "StepSampler": "data.step_sampler",
     "SwinConfig": "models.swin",
@@ -67,6 +70,8 @@ _HOMES = {
     "export_to_huggingface": "callbacks.huggingface_export",
     "global_mean": "modules.losses",
     "global_sum": "modules.losses",
+    "record_routing": "modules.routing_replay",
+    "replay_routing": "modules.routing_replay",
 }
 
 __all__ = [
@@ -90,6 +95,7 @@ __all__ = [
     "PartialExpertsCheckpoint",
     "RecomputeDense",
     "RouterConfig",
+    "RoutingReplay",
     "StepLoader",
     "StepSampler",
     "SwinConfig",
@@ -99,6 +105,8 @@ __all__ = [
     "export_to_huggingface",
     "global_mean",
     "global_sum",
+    "record_routing",
+    "replay_routing",
 ]
 
 

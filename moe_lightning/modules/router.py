@@ -6,6 +6,7 @@ Shapes: T tokens of this rank, K choices, E experts, D model width, G groups of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
@@ -182,6 +183,9 @@ class Router(nn.Module):
         init_std: standard deviation of the weights.
         bias: add a learned bias to the logits (GPT-OSS).
         selection_bias: keep the bias that only the choice of experts sees (DeepSeek-V3) even where nothing updates it.
+
+    Attributes:
+        chooser: answers for `choose` while it is set, see `modules.routing_replay`.
     """
 
     expert_bias_E: Tensor
@@ -213,6 +217,7 @@ class Router(nn.Module):
         self.stream = SampleStream()
         self.tag = 0
         self._popularity: Popularity | None = None
+        self.chooser: Callable[[Router, Tensor], Tensor] | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -228,7 +233,7 @@ class Router(nn.Module):
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = self.logits(x_TD.float())
             scores_TE = logits_TE.softmax(dim=-1) if config.score == "softmax" else logits_TE.sigmoid()
-            expert_ids_TK = self.choose(scores_TE)
+            expert_ids_TK = self.choose(scores_TE) if self.chooser is None else self.chooser(self, scores_TE)
             weights_TK = self._weigh(scores_TE, logits_TE, expert_ids_TK)
         if self.stream.is_stand_in:
             expert_ids_TK = torch.full_like(expert_ids_TK, -1)

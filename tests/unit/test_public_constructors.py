@@ -27,6 +27,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "HuggingFaceExport": {"dirpath": "folder"},
     "MoELayer": {"d_model": 4, "d_expert": 8, "num_experts": 4},
     "PartialExpertsCheckpoint": {"dirpath": "folder"},
+    "RoutingReplay": {"path": "folder"},
     "StepSampler": {"num_samples": 8, "global_batch_size": 2},
     "SwinConfig": {"num_classes": 4},
 }
@@ -35,7 +36,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 CLASSES = (
     "CompileDense", "DynamicK", "ExpertModelSummary", "ExpertParallelStrategy", "FaultRecovery", "ForcedRouting",
     "GPTConfig", "GPTModule", "HuggingFaceConfig", "HuggingFaceExport", "LoadBalancer", "MoELayer", "OptimizerConfig",
-    "PartialExpertsCheckpoint", "RouterConfig", "StepSampler", "SwinConfig", "UpcyclingConfig",
+    "PartialExpertsCheckpoint", "RouterConfig", "RoutingReplay", "StepSampler",
+    "SwinConfig", "UpcyclingConfig",
 )  # fmt: skip
 
 
