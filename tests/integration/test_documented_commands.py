@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from moe_lightning import kernels
+from moe_lightning import GPT, GPTConfig, kernels
 from moe_lightning.cli import bench, ckpt, sim, train
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
-from tests.distributed.training import OwnModule, RandomTokens
+from tests.distributed.training import TINY, OwnModule, RandomTokens
 from tests.documented import PAGES, ROOT, blocks, commands
 
 SMALL = [
@@ -171,6 +171,7 @@ def test_every_snippet_is_run_here() -> None:
         "ThroughputMonitor",
         "class Counting",
         "class Masked",
+        "replay_routing",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -185,6 +186,12 @@ def test_checkpoints_in_a_script(tmp_path: Path) -> None:
     assert "every_n_steps=2" in small
     run(small, {"L": L, "module": OwnModule(), "loader": DataLoader(RandomTokens(48), batch_size=12)})
     assert (tmp_path / "checkpoints" / "step-00000004" / "MANIFEST.json").is_file()
+
+
+def test_routing_can_be_replayed() -> None:
+    model, ids = GPT(GPTConfig(**TINY)), torch.arange(16)[None]
+    names = run(snippet("docs/lightning.md", "replay_routing"), {"model": model, "engine_model": model, "ids": ids})
+    assert torch.equal(names["logits"], model(ids))
 
 
 def test_kernels_can_be_chosen() -> None:
