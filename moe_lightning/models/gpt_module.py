@@ -17,6 +17,7 @@ from typing_extensions import override
 from moe_lightning.config import build_config
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.models.muon import Muon, muon_groups
 from moe_lightning.models.size import ModelSize, model_size
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
@@ -26,11 +27,13 @@ from moe_lightning.values import Coefficient, Fraction, NonNegativeInt, Probabil
 @validated
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule.
+    """The optimizer and its learning-rate schedule.
 
     Attributes:
+        name: "adamw", or "muon": Muon for matrices, each expert's by itself, and AdamW for the rest.
         lr: peak learning rate.
         betas, eps, weight_decay: of AdamW; matrices decay, biases and norms do not.
+        momentum: of Muon.
         warmup_steps: optimizer steps of linear warm-up.
         decay: "cosine" or "linear" down to min_lr_ratio * lr at the end of training, or "constant".
         min_lr_ratio: final share of the peak.
@@ -39,10 +42,12 @@ class OptimizerConfig:
         ConfigurationError: a value outside its range.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
     lr: Annotated[float, Range(above=0, most=1e3)] = 3e-4
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     eps: Annotated[float, Range(above=0, most=1)] = 1e-8
     weight_decay: Coefficient = 0.1
+    momentum: Probability = 0.95
     warmup_steps: NonNegativeInt = 100
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     min_lr_ratio: Fraction = 0.1
@@ -135,7 +140,7 @@ class SupervisedModule(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        return adamw_with_schedule(self, self.optimizer_config)
+        return optimizer_with_schedule(self, self.optimizer_config)
 
 
 class GPTModule(SupervisedModule):
@@ -173,11 +178,14 @@ class GPTModule(SupervisedModule):
         return self.model(ids_BL, is_token_BL)  # type: ignore[no-any-return]
 
 
-def adamw_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> OptimizerLRScheduler:
+def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> OptimizerLRScheduler:
     """What `configure_optimizers` of a module answers for this configuration; the module must have a trainer."""
-    optimizer = torch.optim.AdamW(
-        parameter_groups(module, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps
-    )
+    adam: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    optimizer: torch.optim.Optimizer
+    if config.name == "muon":
+        optimizer = Muon(muon_groups(module, config.weight_decay), momentum=config.momentum, **adam)
+    else:
+        optimizer = torch.optim.AdamW(parameter_groups(module, config.weight_decay), **adam)
     total_steps = int(module.trainer.estimated_stepping_batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
