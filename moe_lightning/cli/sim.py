@@ -27,21 +27,16 @@ from moe_lightning import __version__, mistakes
 from moe_lightning.arguments import output_file
 from moe_lightning.charts import line_chart
 from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes
-from moe_lightning.config import build_config
+from moe_lightning.cli.scenarios import given, scenario_of
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.calibrated import load_hardware
 from moe_lightning.simulate.event_loop import simulate
-from moe_lightning.simulate.failures import Failures
-from moe_lightning.simulate.hardware import Hardware, preset
-from moe_lightning.simulate.mesh import Mesh
 from moe_lightning.simulate.mesh_report import MeshReport, mesh_report
 from moe_lightning.simulate.mesh_search import search_mesh
-from moe_lightning.simulate.policy import POLICIES, policy
+from moe_lightning.simulate.policy import POLICIES
 from moe_lightning.simulate.recommend import Cluster, recommend
-from moe_lightning.simulate.routing import Exponent, RoutingKind, make_routing
-from moe_lightning.simulate.scenario import Report, Scenario
-from moe_lightning.simulate.workload import Workload, gpt_workload
-from moe_lightning.values import TARGET, NonNegativeInt, PositiveInt, Range, described, fits, shown
+from moe_lightning.simulate.routing import Exponent, RoutingKind
+from moe_lightning.simulate.scenario import Report
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, described, fits, shown
 
 CONFIG_NAME = "simulate"
 
@@ -71,9 +66,6 @@ _GROUPS = ("hardware", "mesh", "policy", "routing", "failures", "model")
 _MOST_NODE_HOURS = 1e9
 _MOST_RANKS = 1e5
 _MOST_FAILURES = 1e6
-_MOST_MODEL_BYTES = 10**18
-"""Of its training: beyond the largest clusters."""
-_BYTES_VOCABULARY = 256
 _HELP = """\
 moe-sim: what-if simulation of training on a cluster whose nodes fail
 
@@ -219,88 +211,6 @@ def _dotted(node: Any, prefix: str = "") -> list[str]:
     return found
 
 
-# ---------------------------------------------------------------------- parts of a scenario
-
-
-def _workload(config: Mapping[str, Any]) -> Workload:
-    from moe_lightning.cli.capacity import check_model
-    from moe_lightning.models.gpt_config import GPTConfig
-    from moe_lightning.models.size import least_gpt_parameters
-    from moe_lightning.modules.router import RouterConfig
-
-    model = _arguments(config["model"], GPTConfig, "model")
-    if model["vocab_size"] == "auto":
-        model["vocab_size"] = _BYTES_VOCABULARY
-    if not isinstance(model["router"], Mapping):
-        raise ConfigurationError(
-            f"model.router={shown(model['router'])} must be a mapping: set model.router.NAME=value"
-        )
-    router = _arguments(model["router"], RouterConfig, "model.router")
-    if not fits(router.get("forced"), dict[str, Any] | None):
-        raise ConfigurationError(f"model.router.forced={shown(router['forced'])} must be null or a mapping")
-    model["router"] = build_config(RouterConfig, router | {"forced": None}, key="model.router")
-    described_model = build_config(GPTConfig, model, key="model")
-    sizes = {f"model.{key}": value for key, value in model.items() if type(value) is int}
-    check_model(sizes, least_gpt_parameters(described_model), _MOST_MODEL_BYTES)
-    return gpt_workload(described_model, rank_batch=config["rank_batch"], global_batch=config["global_batch"])
-
-
-def _arguments(node: Mapping[str, Any], kind: type, key: str) -> dict[str, Any]:
-    """Those of the one kind of object that the simulator knows here."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if node.get(TARGET, name) != name:
-        raise ConfigurationError(f"{key}.{TARGET}={shown(node[TARGET])} must be {name}: choose a model of text")
-    return {argument: value for argument, value in node.items() if argument != TARGET}
-
-
-def _hardware(config: Mapping[str, Any]) -> Hardware:
-    changes = {key: value for key, value in config["hardware"].items() if key != "preset"}
-    name = str(config["hardware"]["preset"])
-    if name.endswith(".json"):
-        given = {key: value for key, value in changes.items() if value is not None and key != "ranks_per_node"}
-        return build_config(
-            Hardware, vars(load_hardware(Path(name), changes["ranks_per_node"])) | given, key="hardware"
-        )
-    return preset(name, **changes)
-
-
-def _mesh(config: Mapping[str, Any]) -> Mesh:
-    return build_config(Mesh, _given(config, "mesh", "search"), key="mesh")
-
-
-def _given(config: Mapping[str, Any], group: str, but: str) -> dict[str, Any]:
-    """Those of a group's keys that are set."""
-    return {key: value for key, value in config[group].items() if key != but and value is not None}
-
-
-def _scenario(config: Mapping[str, Any], name: str) -> Scenario:
-    workload = _workload(config)
-    failures = build_config(Failures, config["failures"], key="failures")
-    routing = config["routing"]
-    duration_s = 3600.0 * config["hours"]
-    changes = {key: value for key, value in config["policy"].items() if key != "name"}
-    shared = {"slots": changes["slots"]}  # the memory of a rank is the same whatever the policy
-    return Scenario(
-        workload=workload,
-        hardware=_hardware(config),
-        policy=policy(name, **changes) if name == config["policy"]["name"] else policy(name, key="compare", **shared),
-        routing=make_routing(
-            routing["kind"],
-            num_experts=workload.num_experts,
-            num_layers=workload.num_layers,
-            exponent=routing["exponent"],
-            path=routing["path"],
-        ),
-        events=failures.events(config["nodes"], duration_s, config["seed"]),
-        num_nodes=config["nodes"],
-        duration_s=duration_s,
-        mesh=_mesh(config),
-    )
-
-
-# ---------------------------------------------------------------------- the two commands
-
-
 def _simulate(config: Mapping[str, Any]) -> int:
     for key in _OUTPUTS:
         if config[key]:
@@ -308,7 +218,7 @@ def _simulate(config: Mapping[str, Any]) -> int:
     names = [str(config["policy"]["name"]), *(str(name) for name in config["compare"] or [])]
     if config["mesh"]["search"]:
         raise ConfigurationError("mesh.search=true is for moe-sim recommend: say that, or give the axes of the mesh")
-    scenarios = {name: _scenario(config, name) for name in dict.fromkeys(names)}
+    scenarios = {name: scenario_of(config, name) for name in dict.fromkeys(names)}
     reports = {name: simulate(scenario) for name, scenario in scenarios.items()}
     first, mesh = reports[names[0]], mesh_report(scenarios[names[0]])
     print(f"{names[0]} on {config['nodes']} nodes for {config['hours']} h, {len(first.recoveries)} recoveries")
@@ -382,15 +292,15 @@ def _recommend(config: Mapping[str, Any]) -> int:
     if not target.parent.parent.is_dir():
         raise ConfigurationError(f"{target.parent.parent} is not a folder: create it, or write elsewhere")
     target.parent.mkdir(exist_ok=True)
-    scenario = _scenario(config, "ours")
+    scenario = scenario_of(config, "ours")
     if config["mesh"]["search"]:
-        found = search_mesh(scenario, _given(config, "mesh", "search"))
+        found = search_mesh(scenario, given(config, "mesh", "search"))
         print(found.table())
         scenario = replace(scenario, mesh=found.mesh)
     advice = recommend(
         scenario,
         Cluster(nodes=config["nodes"], simultaneous=config["failures"]["simultaneous"]),
-        fixed=_given(config, "policy", "name"),
+        fixed=given(config, "policy", "name"),
     )
     print(advice.table())
     target.write_text(recipe_text(advice, config, target, scenario.mesh))

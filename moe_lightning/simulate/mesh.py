@@ -63,7 +63,7 @@ class Mesh:
     @property
     def is_plain(self) -> bool:
         """Data and expert parallelism alone, dense parameters on every rank."""
-        return self == Mesh()
+        return self.micro_batches in (None, 1) and self == Mesh(micro_batches=self.micro_batches)
 
     def shape(self, num_ranks: int) -> MeshShape:
         """The axes over so many ranks.
@@ -129,7 +129,8 @@ class Mesh:
                 "raise the batch, or pp, cp or tp"
             )
         micro_batches = self.micro_batches_of(slice_samples)
-        if slice_samples % micro_batches and self.micro_batches is not None:
+        is_even = slice_samples % 1 != 0 or slice_samples % micro_batches == 0  # uneven slices have uneven ones anyway
+        if self.micro_batches is not None and (micro_batches > slice_samples or not is_even):
             raise ConfigurationError(
                 f"mesh.micro_batches={micro_batches} do not divide the {slice_samples:g} samples of a data slice: "
                 "use a divisor of them"

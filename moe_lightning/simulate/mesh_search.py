@@ -162,7 +162,7 @@ def possible_meshes(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) ->
             continue
         samples = work.samples_per_step(ranks) * pp * cp * tp / ranks
         for dense, chunks, recompute in product(DENSE, _CHUNKS if pp > 1 else (1,), (False, True)):
-            for micro in _micro_batches(samples):
+            for micro in _micro_batches(samples, pp):
                 mesh = Mesh(
                     pp=pp,
                     cp=cp,
@@ -177,10 +177,11 @@ def possible_meshes(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) ->
                     yield mesh
 
 
-def _micro_batches(samples: float) -> list[int]:
-    """Powers of two that divide the samples of a data slice, and as many as there are."""
+def _micro_batches(samples: float, pp: int) -> list[int]:
+    """Powers of two that divide the samples of a data slice, and as many as there are; uneven slices are for data
+    parallelism alone."""
     if samples < 1 or samples % 1:
-        return []
+        return [1] * (pp == 1 and samples >= 1)
     whole = int(samples)
     powers = [1 << power for power in range(whole.bit_length()) if whole % (1 << power) == 0]
     return sorted({*powers, whole})

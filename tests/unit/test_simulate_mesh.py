@@ -80,6 +80,8 @@ def test_a_mesh_of_ones_is_data_parallelism_exactly(overlap: float) -> None:
         assert ones.step_s == _plain_step_s(_model(None, hardware=hardware))
     assert ones == _cost(None, hardware=hardware) == _cost(Mesh(micro_batches=1), hardware=hardware)
     assert (ones.bubble_s, ones.axes_s.total) == (0.0, 0.0)
+    assert Mesh(micro_batches=1).is_plain
+    assert not Mesh(micro_batches=2).is_plain
     assert ones.overlap_s == overlap * (ones.dense_s + ones.experts_s + ones.exchange_s + ones.copies_s)
 
 
@@ -260,6 +262,7 @@ REFUSED = [
         "16 data slices are more than the 8 samples of a step",
     ),
     (Mesh(pp=2, micro_batches=5), {}, "mesh.micro_batches=5 do not divide the 16 samples of a data slice"),
+    (Mesh(micro_batches=16), {}, "mesh.micro_batches=16 do not divide the 8 samples of a data slice"),
     (Mesh(pp=4, chunks=2, micro_batches=2), {}, "rounds of pp=4, which does not divide 2: change micro_batches"),
 ]
 

@@ -63,6 +63,8 @@ def test_what_is_fixed_stays() -> None:
         (2, "hsdp", 2, True)
     }
     assert search_mesh(_scenario(tied=True)).mesh.pp == 1
+    uneven = search_mesh(_scenario(rank_batch=None, global_batch=31, num_heads=1), {"tp": 1, "cp": 1, "pp": 1})
+    assert {each.mesh.micro_batches for each in uneven.best} == {1}
 
 
 def test_failures_decide_by_goodput() -> None:
