@@ -23,7 +23,7 @@ from moe_lightning.algorithms.speeds import shares, speeds_in_proportion
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import Mesh, busiest_stage
-from moe_lightning.simulate.mesh_cost import Axes, Work, axes, backward_ratio, bubble_s, gradients_s
+from moe_lightning.simulate.mesh_cost import Axes, Work, axes, backward_ratio, bubble_s, gradients_s, link_bytes_per_s
 from moe_lightning.simulate.mesh_memory import RankMemory, rank_memory
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.routing import RoutingScenario
@@ -143,10 +143,8 @@ class StepModel:
         if self.policy.layout == "groups":
             return live - live % self.unit_nodes
         ranks = self.ranks(live)
-        return -(-ranks // self.hardware.ranks_per_node) if self._hold_experts(ranks // self.mesh.pp) else 0
-
-    def _hold_experts(self, stage_ranks: int) -> bool:
-        return stage_ranks * self.slots >= self.workload.num_experts
+        fits = ranks // self.mesh.pp * self.slots >= self.workload.num_experts
+        return -(-ranks // self.hardware.ranks_per_node) if fits else 0
 
     def ranks(self, nodes: int) -> int:
         """Ranks of so many nodes that train: whole data slices of the mesh, the rest waits."""
@@ -336,9 +334,8 @@ class StepModel:
         numbers = scale * float(shared.max()) * self.workload.expert_params
         return numbers * self.workload.activation_bytes / self._bytes_per_s(ranks)
 
-    def _bytes_per_s(self, ranks: int) -> float:
-        machine = self.hardware
-        return machine.node_bytes_per_s if ranks <= machine.ranks_per_node else machine.link_bytes_per_s
+    def _bytes_per_s(self, stage_ranks: int) -> float:
+        return link_bytes_per_s(self.hardware, stage_ranks, stage_ranks * self.mesh.pp)
 
     def dense_cuts(self, ranks: int) -> int:
         """Parts in which the dense state lies over a world of so many ranks."""

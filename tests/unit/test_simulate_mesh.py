@@ -16,7 +16,7 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import DENSE, Mesh, busiest_stage
-from moe_lightning.simulate.mesh_cost import bubble_share, ring_s
+from moe_lightning.simulate.mesh_cost import bubble_share, link_bytes_per_s, ring_s
 from moe_lightning.simulate.mesh_memory import RankMemory, in_flight, rank_memory
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import make_routing
@@ -237,6 +237,13 @@ def test_traffic_written_out() -> None:
     hops = _cost(Mesh(pp=4, micro_batches=8), work=work, hardware=hardware).axes_s.hops_s
     hop_s = 4 * tokens / 8 * row / hardware.link_bytes_per_s
     assert hops == pytest.approx((2 * 3 + 2 * 8) * hop_s)
+
+
+def test_groups_within_a_node_have_its_bandwidth() -> None:
+    machine = _hardware(ranks_per_node=8)
+    inside, between = machine.node_bytes_per_s, machine.link_bytes_per_s
+    found = [link_bytes_per_s(machine, span, ranks) for span, ranks in ((8, 16), (4, 16), (6, 6), (6, 12), (16, 16))]
+    assert found == [inside, inside, inside, between, between]
 
 
 def test_experts_lie_over_all_ranks_of_a_stage() -> None:
