@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from moe_lightning.cli.composition import CONFIG_DIR
+from moe_lightning.simulate.mesh import Mesh
 from moe_lightning.simulate.recommend import Advice
 
 _HEAD = "# @package _global_\n# Recommended by moe-sim for "
@@ -20,13 +21,14 @@ def is_recommended(path: Path) -> bool:
     return path.is_file() and path.read_text(errors="replace").startswith(_HEAD)
 
 
-def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
+def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mesh) -> str:
     """The YAML of a recipe that trains as advised; the callbacks start from the files of conf/callbacks.
 
     Args:
         advice: what to choose.
         config: moe-sim's configuration.
         path: where the recipe will lie, for its launch command.
+        mesh: over which the model was simulated.
     """
     from moe_lightning.callbacks.fault_recovery import FaultRecovery
 
@@ -48,7 +50,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
     recovery = {key: value for key, value in recovery.items() if key in known or key == "_target_"}
     body: dict[str, Any] = {
         "model": _model(config["model"]),
-        "strategy": {"slots": policy.slots},
+        "strategy": {"slots": policy.slots, **_mesh(mesh)},
         "callbacks": {
             "partial_experts_checkpoint": {
                 "every_n_steps": policy.interval_steps,
@@ -64,11 +66,30 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
         body["data"] = {"global_batch_size": config["global_batch"]}
     head = (
         f"{_HEAD}{config['nodes']} nodes: {report.goodput:.4g} samples/s, "
-        f"PLT {report.plt:.5f} predicted.\n#\n"
+        f"PLT {report.plt:.5f} predicted.\n#\n{_about(mesh)}"
         f"#   moe-train --config-dir {path.parent.parent} recipes={path.stem}\n"
         "defaults:\n  - override /callbacks: partial_experts\n\n"
     )
     return head + OmegaConf.to_yaml(OmegaConf.create(body))
+
+
+def _about(mesh: Mesh) -> str:
+    """A comment on what of the mesh a recipe of moe-train does not say."""
+    axes = f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
+    schedule = (
+        f"micro_batches={mesh.micro_batches or 'null'} chunks={mesh.chunks} recompute={str(mesh.recompute).lower()}"
+    )
+    return "" if mesh.is_plain else f"# Simulated with {axes} {schedule}.\n#\n"
+
+
+def _mesh(mesh: Mesh) -> dict[str, Any]:
+    """The arguments of the strategy that lay the model over the ranks; none where data parallelism alone does."""
+    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+    known = inspect.signature(ExpertParallelStrategy).parameters
+    axes = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp}
+    chosen = {"dense": mesh.dense, "shard_size": mesh.shard_size, "mesh": axes if mesh.unit > 1 else None}
+    return {} if mesh.is_plain else {key: value for key, value in chosen.items() if value and key in known}
 
 
 def _callback(name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,18 +27,16 @@ from moe_lightning import __version__, mistakes
 from moe_lightning.arguments import output_file
 from moe_lightning.charts import line_chart
 from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes
-from moe_lightning.config import build_config
+from moe_lightning.cli.scenarios import given, scenario_of
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.calibrated import load_hardware
 from moe_lightning.simulate.event_loop import simulate
-from moe_lightning.simulate.failures import Failures
-from moe_lightning.simulate.hardware import Hardware, preset
-from moe_lightning.simulate.policy import POLICIES, policy
+from moe_lightning.simulate.mesh_report import MeshReport, mesh_report
+from moe_lightning.simulate.mesh_search import search_mesh
+from moe_lightning.simulate.policy import POLICIES
 from moe_lightning.simulate.recommend import Cluster, recommend
-from moe_lightning.simulate.routing import Exponent, RoutingKind, make_routing
-from moe_lightning.simulate.scenario import Report, Scenario
-from moe_lightning.simulate.workload import Workload, gpt_workload
-from moe_lightning.values import TARGET, NonNegativeInt, PositiveInt, Range, described, fits, shown
+from moe_lightning.simulate.routing import Exponent, RoutingKind
+from moe_lightning.simulate.scenario import Report
+from moe_lightning.values import NonNegativeInt, PositiveInt, Range, described, fits, shown
 
 CONFIG_NAME = "simulate"
 
@@ -55,6 +53,7 @@ _TYPES: dict[str, Any] = {
     "recipe": str,
     "hardware.preset": str,
     "policy.name": str,
+    "mesh.search": bool,
     "routing.kind": RoutingKind,
     "routing.exponent": Exponent,
     "routing.path": str | None,
@@ -62,14 +61,11 @@ _TYPES: dict[str, Any] = {
 """Of the keys that no constructor takes as they are."""
 
 _OUTPUTS = ("picture", "csv", "report")
-_GROUPS = ("hardware", "policy", "routing", "failures", "model")
+_GROUPS = ("hardware", "mesh", "policy", "routing", "failures", "model")
 
 _MOST_NODE_HOURS = 1e9
 _MOST_RANKS = 1e5
 _MOST_FAILURES = 1e6
-_MOST_MODEL_BYTES = 10**18
-"""Of its training: beyond the largest clusters."""
-_BYTES_VOCABULARY = 256
 _HELP = """\
 moe-sim: what-if simulation of training on a cluster whose nodes fail
 
@@ -80,6 +76,9 @@ usage: moe-sim [recommend] [key=value ...] [--cfg]
   rank_batch=N | global_batch=N     samples of a step (the other one null)
   hardware.preset=NAME              rtx3090, a30, v100, a800, h100, h200, or a file of moe-bench calibrate
   hardware.link_bytes_per_s=X       and every other number (moe-sim --cfg shows all)
+  mesh.pp=N mesh.cp=N mesh.tp=N     stages, parts of a sequence, parts of a layer; the rest is data parallel
+  mesh.dense=NAME                   ddp, zero1, fsdp, hsdp
+  mesh.search=true                  recommend chooses what of the mesh is null
   policy.name=NAME                  {policies}
   policy.slots=N                    and every other part of a policy
   compare=[ds,lazarus]              the same failures under other policies
@@ -91,6 +90,8 @@ examples
   moe-sim compare=[lazarus,ds,ds_ft] failures.kind=periodic failures.period_s=300 hours=0.5
   moe-sim model=gpt_350m_16e nodes=128 hardware.preset=h100 hardware.ranks_per_node=8 hours=720
   moe-sim recommend model=gpt_m nodes=16 failures.node_mtbf_hours=50 recipe=recipes/mine.yaml
+  moe-sim recipes=deepseek_v3_sim
+  moe-sim recommend recipes=deepseek_v3_sim mesh.search=true
 """
 
 
@@ -125,6 +126,7 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigurationError: an override that cannot be read, or a key or choice that there is not.
     """
+    _check_recipe(overrides)
     with composition_mistakes(overrides), initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
         try:
             composed = OmegaConf.to_container(
@@ -181,9 +183,21 @@ def _check_extent(config: Mapping[str, Any]) -> None:
         )
 
 
+def _check_recipe(overrides: Sequence[str]) -> None:
+    """Name the recipes that are for simulations where another one was chosen."""
+    folder = CONFIG_DIR / "recipes"
+    simulated = sorted(path.stem for path in folder.glob("*_sim.yaml"))
+    for override in overrides:
+        group, _, name = override.partition("=")
+        if group == "recipes" and name not in simulated and (folder / f"{name}.yaml").is_file():
+            raise ConfigurationError(
+                f"recipes={name} is for moe-train: use one of {', '.join(simulated)}, or give model, nodes and hardware"
+            )
+
+
 def _check_keys(overrides: Sequence[str]) -> None:
     """Name a key that there is not, the reason why most command lines cannot be composed."""
-    known = {*_dotted(OmegaConf.to_container(compose(CONFIG_NAME))), "model"}
+    known = {*_dotted(OmegaConf.to_container(compose(CONFIG_NAME))), "model", "recipes"}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
         if key not in known and not (override.input_line or "").startswith("+"):
@@ -197,90 +211,23 @@ def _dotted(node: Any, prefix: str = "") -> list[str]:
     return found
 
 
-# ---------------------------------------------------------------------- parts of a scenario
-
-
-def _workload(config: Mapping[str, Any]) -> Workload:
-    from moe_lightning.cli.capacity import check_model
-    from moe_lightning.models.gpt_config import GPTConfig
-    from moe_lightning.models.size import least_gpt_parameters
-    from moe_lightning.modules.router import RouterConfig
-
-    model = _arguments(config["model"], GPTConfig, "model")
-    if model["vocab_size"] == "auto":
-        model["vocab_size"] = _BYTES_VOCABULARY
-    if not isinstance(model["router"], Mapping):
-        raise ConfigurationError(
-            f"model.router={shown(model['router'])} must be a mapping: set model.router.NAME=value"
-        )
-    router = _arguments(model["router"], RouterConfig, "model.router")
-    if not fits(router.get("forced"), dict[str, Any] | None):
-        raise ConfigurationError(f"model.router.forced={shown(router['forced'])} must be null or a mapping")
-    model["router"] = build_config(RouterConfig, router | {"forced": None}, key="model.router")
-    described_model = build_config(GPTConfig, model, key="model")
-    sizes = {f"model.{key}": value for key, value in model.items() if type(value) is int}
-    check_model(sizes, least_gpt_parameters(described_model), _MOST_MODEL_BYTES)
-    return gpt_workload(described_model, rank_batch=config["rank_batch"], global_batch=config["global_batch"])
-
-
-def _arguments(node: Mapping[str, Any], kind: type, key: str) -> dict[str, Any]:
-    """Those of the one kind of object that the simulator knows here."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if node.get(TARGET, name) != name:
-        raise ConfigurationError(f"{key}.{TARGET}={shown(node[TARGET])} must be {name}: choose a model of text")
-    return {argument: value for argument, value in node.items() if argument != TARGET}
-
-
-def _hardware(config: Mapping[str, Any]) -> Hardware:
-    changes = {key: value for key, value in config["hardware"].items() if key != "preset"}
-    name = str(config["hardware"]["preset"])
-    if name.endswith(".json"):
-        given = {key: value for key, value in changes.items() if value is not None and key != "ranks_per_node"}
-        return build_config(
-            Hardware, vars(load_hardware(Path(name), changes["ranks_per_node"])) | given, key="hardware"
-        )
-    return preset(name, **changes)
-
-
-def _scenario(config: Mapping[str, Any], name: str) -> Scenario:
-    workload = _workload(config)
-    failures = build_config(Failures, config["failures"], key="failures")
-    routing = config["routing"]
-    duration_s = 3600.0 * config["hours"]
-    changes = {key: value for key, value in config["policy"].items() if key != "name"}
-    shared = {"slots": changes["slots"]}  # the memory of a rank is the same whatever the policy
-    return Scenario(
-        workload=workload,
-        hardware=_hardware(config),
-        policy=policy(name, **changes) if name == config["policy"]["name"] else policy(name, key="compare", **shared),
-        routing=make_routing(
-            routing["kind"],
-            num_experts=workload.num_experts,
-            num_layers=workload.num_layers,
-            exponent=routing["exponent"],
-            path=routing["path"],
-        ),
-        events=failures.events(config["nodes"], duration_s, config["seed"]),
-        num_nodes=config["nodes"],
-        duration_s=duration_s,
-    )
-
-
-# ---------------------------------------------------------------------- the two commands
-
-
 def _simulate(config: Mapping[str, Any]) -> int:
     for key in _OUTPUTS:
         if config[key]:
             _output(config, key)  # before anything is simulated
     names = [str(config["policy"]["name"]), *(str(name) for name in config["compare"] or [])]
-    reports = {name: simulate(_scenario(config, name)) for name in dict.fromkeys(names)}
-    first = reports[names[0]]
+    if config["mesh"]["search"]:
+        raise ConfigurationError("mesh.search=true is for moe-sim recommend: say that, or give the axes of the mesh")
+    scenarios = {name: scenario_of(config, name) for name in dict.fromkeys(names)}
+    reports = {name: simulate(scenario) for name, scenario in scenarios.items()}
+    first, mesh = reports[names[0]], mesh_report(scenarios[names[0]])
     print(f"{names[0]} on {config['nodes']} nodes for {config['hours']} h, {len(first.recoveries)} recoveries")
     print(first.table())
+    if mesh is not None:
+        print(mesh.table())
     if len(reports) > 1:
         print(comparison(reports))
-    _leave(config, reports)
+    _leave(config, reports, mesh)
     return 0
 
 
@@ -301,7 +248,7 @@ def comparison(reports: Mapping[str, Report]) -> str:
     return "\n".join(lines)
 
 
-def _leave(config: Mapping[str, Any], reports: Mapping[str, Report]) -> None:
+def _leave(config: Mapping[str, Any], reports: Mapping[str, Report], mesh: MeshReport | None) -> None:
     """The files that were asked for."""
     if config["picture"]:
         lines = {
@@ -321,6 +268,7 @@ def _leave(config: Mapping[str, Any], reports: Mapping[str, Report]) -> None:
                 writer.writerows([name, *asdict(span).values()] for span in report.spans)
     if config["report"]:
         everything = {name: asdict(report) for name, report in reports.items()}
+        everything |= {} if mesh is None else {"mesh": asdict(mesh)}
         _output(config, "report").write_text(json.dumps(everything, indent=1))
 
 
@@ -344,14 +292,18 @@ def _recommend(config: Mapping[str, Any]) -> int:
     if not target.parent.parent.is_dir():
         raise ConfigurationError(f"{target.parent.parent} is not a folder: create it, or write elsewhere")
     target.parent.mkdir(exist_ok=True)
-    scenario = _scenario(config, "ours")
+    scenario = scenario_of(config, "ours")
+    if config["mesh"]["search"]:
+        found = search_mesh(scenario, given(config, "mesh", "search"))
+        print(found.table())
+        scenario = replace(scenario, mesh=found.mesh)
     advice = recommend(
         scenario,
         Cluster(nodes=config["nodes"], simultaneous=config["failures"]["simultaneous"]),
-        fixed={key: value for key, value in config["policy"].items() if key != "name" and value is not None},
+        fixed=given(config, "policy", "name"),
     )
     print(advice.table())
-    target.write_text(recipe_text(advice, config, target))
+    target.write_text(recipe_text(advice, config, target, scenario.mesh))
     print(f"recipe       {target}")
     return 0
 

@@ -20,9 +20,9 @@ from moe_lightning.simulate.failures import NS, Event
 from moe_lightning.simulate.held_snapshots import inventories
 from moe_lightning.simulate.history import History
 from moe_lightning.simulate.report import closing_report
-from moe_lightning.simulate.scenario import Recovery, Report, Scenario
+from moe_lightning.simulate.scenario import Recovery, Report, Scenario, model_of
 from moe_lightning.simulate.state import SavedState
-from moe_lightning.simulate.step_model import StepCost, StepModel
+from moe_lightning.simulate.step_model import StepCost
 from moe_lightning.simulate.worlds import SimulatedWorld, Worlds
 
 _SOURCES = {"live": "live replicas", "memory": "protected memory", "storage": "storage"}
@@ -46,7 +46,7 @@ class _Run:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.policy, self.hardware, self.workload = scenario.policy, scenario.hardware, scenario.workload
-        self.model = StepModel(self.workload, self.hardware, self.policy, scenario.routing, scenario.num_nodes)
+        self.model = model_of(scenario)
         self.end_ns = round(scenario.duration_s * NS)
         self.now_ns = 0
         self.live: set[int] = set()
@@ -59,13 +59,13 @@ class _Run:
             self.workload,
             self.hardware,
             self.policy,
-            nodes * self.hardware.ranks_per_node,
+            self.model.ranks(nodes),
             step_s=self.first_cost.step_s,
             overlap_s=self.first_cost.overlap_s,
             faults_per_s=max(scenario.faults_per_s, 1 / scenario.duration_s),
         )
         planned_steps = max(1, round(scenario.duration_s / self.first_cost.step_s))
-        ranks = nodes * self.hardware.ranks_per_node
+        ranks = self.model.ranks(nodes)
         samples = self.workload.samples_per_step(ranks)
         self.saved = SavedState(
             self.workload,
@@ -120,7 +120,7 @@ class _Run:
         """Run whole steps up to what is due next, and a part of one up to the time given."""
         assert self.world is not None
         nodes, live = len(self.world.nodes), len(self.live)
-        samples = self.workload.samples_per_step(nodes * self.hardware.ranks_per_node)
+        samples = self.workload.samples_per_step(self.model.ranks(nodes))
         while self.now_ns < until_ns and self.now_ns >= self._ready_ns:
             left = min(self._due.values()) - self.accounts.step
             count = min(left, (until_ns - self.now_ns + self._progress_ns) // self._step_ns)
@@ -189,7 +189,7 @@ class _Run:
     def _save_cost(self) -> SaveCost:
         world = self.world or self._next
         assert world is not None
-        ranks = len(world.nodes) * self.hardware.ranks_per_node
+        ranks = self.model.ranks(len(world.nodes))
         return save_cost(self.workload, self.hardware, self.policy, ranks, self.saved.k_snapshot, self.saved.k_persist)
 
     def _save(self) -> None:
@@ -225,7 +225,7 @@ class _Run:
         assert self.world is not None
         steps = self.accounts.step - self._recorded_step
         if steps and self.saved.partial:
-            ranks = len(self.world.nodes) * self.hardware.ranks_per_node
+            ranks = self.model.ranks(len(self.world.nodes))
             routing = self.scenario.routing
             loads = routing.loads(routing.sample(self.accounts.step)).astype(np.float64)
             tokens = self.workload.samples_per_step(ranks) * self.workload.context_length * self.workload.top_k * steps

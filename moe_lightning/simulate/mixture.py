@@ -51,7 +51,7 @@ def mixture_of(scenario: Scenario, nodes: int) -> Mixture | None:
         by_speed = bool(changes.pop("by_speed", scenario.policy.by_speed))
         machine = replace(hardware, **changes)  # type: ignore[arg-type]
         policy = replace(scenario.policy, by_speed=by_speed)
-        model = StepModel(scenario.workload, machine, policy, scenario.routing, nodes)
+        model = StepModel(scenario.workload, machine, policy, scenario.routing, nodes, scenario.mesh)
         usable = model.usable_nodes(count)
         if not usable:
             return 0.0

@@ -92,9 +92,8 @@ def recommend(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any] | N
         if other_report.samples > (1 + _WORTH) * report.samples:
             policy, report = other, other_report
     experts = scenario.workload.num_experts
-    ranks = cluster.nodes * scenario.hardware.ranks_per_node
     undone: dict[str, Any] = {
-        "slots": max(1, -(-experts // ranks)),
+        "slots": max(1, -(-experts // _stage_ranks(scenario, cluster))),
         "min_replicas": 1 if policy.min_replicas > 1 else several,
         "k_snapshot": experts,
         "k_persist": experts,
@@ -121,7 +120,10 @@ def _candidate(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any], r
     assert policy.slots is not None
     ranks = cluster.nodes * scenario.hardware.ranks_per_node
     possible = affordable_replicas(
-        scenario.workload.num_experts, slots=ranks * policy.slots, num_nodes=cluster.nodes, min_replicas=replicas
+        scenario.workload.num_experts,
+        slots=_stage_ranks(scenario, cluster) * policy.slots,
+        num_nodes=max(1, cluster.nodes // scenario.mesh.pp),
+        min_replicas=replicas,
     )
     policy = replace(policy, min_replicas=possible)
     if "protection" not in fixed:
@@ -147,15 +149,20 @@ def _with(scenario: Scenario, policy: Policy, **changes: Any) -> Scenario:
     return replace(scenario, policy=replace(policy, **changes))
 
 
+def _stage_ranks(scenario: Scenario, cluster: Cluster) -> int:
+    """Ranks over which the experts of a layer lie."""
+    return cluster.nodes * scenario.hardware.ranks_per_node // scenario.mesh.pp
+
+
 def _slots(scenario: Scenario, cluster: Cluster) -> int:
     """The fewest slots whose step is within one percent of the best that memory allows."""
     hardware, experts = scenario.hardware, scenario.workload.num_experts
-    ranks = cluster.nodes * hardware.ranks_per_node
+    ranks = _stage_ranks(scenario, cluster)
     least = min(experts, -(-scenario.policy.min_replicas * experts // ranks))
     seconds: dict[int, float] = {}
     for slots in range(least, min(experts, least + _MORE_SLOTS) + 1):
         policy = replace(scenario.policy, slots=slots)
-        model = StepModel(scenario.workload, hardware, policy, scenario.routing, cluster.nodes)
+        model = StepModel(scenario.workload, hardware, policy, scenario.routing, cluster.nodes, scenario.mesh)
         if seconds and model.rank_memory_bytes() > _ROOM * hardware.memory_bytes:
             break
         seconds[slots] = model.cost(model.usable_nodes(cluster.nodes), 0, 0).step_s
@@ -167,7 +174,7 @@ def _checkpoints(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Po
     """K_snapshot, K_persist and the interval by MoC-System's adaptive configuration."""
     policy, work = scenario.policy, scenario.workload
     nodes = ranks // scenario.hardware.ranks_per_node
-    cost = StepModel(work, scenario.hardware, policy, scenario.routing, nodes).cost(nodes, 0, 0)
+    cost = StepModel(work, scenario.hardware, policy, scenario.routing, nodes, scenario.mesh).cost(nodes, 0, 0)
     costs = {k: save_cost(work, scenario.hardware, policy, ranks, k, k) for k in range(1, work.num_experts + 1)}
     found = adapt(
         snapshot_s=lambda k: costs[k].snapshot_s,

@@ -25,7 +25,7 @@ def closing_report(
 ) -> Report:
     """What a finished simulation found; the books are closed."""
     hardware = scenario.hardware
-    ranks = model.usable_nodes(scenario.num_nodes) * hardware.ranks_per_node
+    ranks = model.ranks(model.usable_nodes(scenario.num_nodes))
     save = save_cost(scenario.workload, hardware, scenario.policy, ranks, saved.k_snapshot, saved.k_persist)
     rank_bytes = model.rank_memory_bytes()
     host_bytes = _BUFFERS * save.snapshot_bytes * hardware.ranks_per_node

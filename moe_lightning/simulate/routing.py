@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -34,6 +34,11 @@ class RoutingScenario:
     @property
     def num_layers(self) -> int:
         return int(self.shares_SLE.shape[1])
+
+    def with_layers(self, least: int) -> RoutingScenario:
+        """The same with at least so many layers, each repeated where there are fewer."""
+        times = -(-least // self.num_layers)
+        return self if times == 1 else replace(self, shares_SLE=np.repeat(self.shares_SLE, times, axis=1))
 
     def sample(self, step: int) -> int:
         """The sample that holds at a step."""

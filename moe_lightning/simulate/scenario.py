@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import NS, Event, check_events
 from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.mesh import Mesh
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.routing import RoutingScenario
+from moe_lightning.simulate.step_model import StepModel
 from moe_lightning.simulate.workload import Workload
 
 
@@ -23,6 +25,7 @@ class Scenario:
         num_nodes: of the cluster when nothing has failed.
         duration_s: of the simulation.
         refresh_steps: how often the time of a step is computed anew while the routing drifts.
+        mesh: how the model lies over the ranks; the routing gets a layer for each stage at least.
 
     Raises:
         ConfigurationError: a duration that is not positive, or events that cannot happen.
@@ -36,12 +39,14 @@ class Scenario:
     num_nodes: int
     duration_s: float
     refresh_steps: int = 50
+    mesh: Mesh = field(default_factory=Mesh)
 
     def __post_init__(self) -> None:
         if not self.duration_s > 0:
             raise ConfigurationError(f"duration_s={self.duration_s} must be above 0")
         if self.refresh_steps < 1:
             raise ConfigurationError(f"refresh_steps={self.refresh_steps} must be at least 1")
+        object.__setattr__(self, "routing", self.routing.with_layers(self.mesh.pp))
         check_events(self.events)
         there = max((node for event in self.events for node in event.joined), default=-1) + 1
         if not there:
@@ -50,6 +55,12 @@ class Scenario:
     @property
     def faults_per_s(self) -> float:
         return sum(bool(event.failed) for event in self.events) / self.duration_s
+
+
+def model_of(scenario: Scenario) -> StepModel:
+    """What plans and times the steps of a scenario."""
+    parts = (scenario.workload, scenario.hardware, scenario.policy, scenario.routing)
+    return StepModel(*parts, scenario.num_nodes, scenario.mesh)
 
 
 @dataclass(frozen=True, kw_only=True)

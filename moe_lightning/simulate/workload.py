@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from moe_lightning.algorithms.checkpoint_size import TensorSpec
 from moe_lightning.errors import ConfigurationError
 
+_MAY_BE_NONE = {"dense_params", "dense_blocks", "embedding_params", "tied"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -26,6 +28,11 @@ class Workload:
             of the two.
         activation_bytes: of one number of an activation.
         state_bytes: of weight, fp32 copy and moments of one parameter, for memory and migration.
+        depth: transformer layers, dense ones included; None: num_layers.
+        dense_blocks: of them, those with a dense feed-forward part or shared experts.
+        num_heads, kv_heads: of attention; None: any number, and as many as num_heads.
+        embedding_params: of the token embedding, part of dense_params; the head has as many.
+        tied: whether the head is the embedding.
 
     Raises:
         ConfigurationError: a size below 1, or not exactly one kind of batch.
@@ -43,6 +50,12 @@ class Workload:
     global_batch: int | None = None
     activation_bytes: int = 2
     state_bytes: int = 14
+    depth: int | None = None
+    dense_blocks: int = 0
+    num_heads: int | None = None
+    kv_heads: int | None = None
+    embedding_params: int = 0
+    tied: bool = False
 
     def __post_init__(self) -> None:
         if (self.rank_batch is None) == (self.global_batch is None):
@@ -50,7 +63,7 @@ class Workload:
                 f"rank_batch={self.rank_batch} and global_batch={self.global_batch}: give exactly one of them"
             )
         for name, value in vars(self).items():
-            if value is not None and value < (0 if name == "dense_params" else 1):
+            if value is not None and value < (name not in _MAY_BE_NONE):
                 raise ConfigurationError(f"{name}={value} of the model or its batch must be at least 1")
         if self.top_k > self.num_experts:
             raise ConfigurationError(f"top_k={self.top_k} exceeds the {self.num_experts} experts: lower it")
@@ -58,6 +71,16 @@ class Workload:
     @property
     def parameters(self) -> int:
         return self.dense_params + self.num_layers * self.num_experts * self.expert_params
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer layers."""
+        return self.depth or self.num_layers
+
+    @property
+    def block_params(self) -> int:
+        """Dense parameters of the transformer layers: all but the embedding and the head."""
+        return self.dense_params - self.embedding_params * (1 if self.tied else 2)
 
     @property
     def expert_flops_per_row(self) -> float:
@@ -129,4 +152,10 @@ def gpt_workload(
         rank_batch=rank_batch,
         global_batch=global_batch,
         activation_bytes=activation_bytes,
+        depth=config.num_layers,
+        dense_blocks=config.num_layers - (0 if config.num_shared_experts else len(layers)),
+        num_heads=config.num_heads,
+        kv_heads=config.kv_heads,
+        embedding_params=embedding,
+        tied=config.tie_embeddings,
     )

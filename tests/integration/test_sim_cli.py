@@ -16,8 +16,10 @@ from moe_lightning.cli.instantiation import check_arguments
 from moe_lightning.cli.sim import main
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.mesh import Mesh
 from moe_lightning.simulate.policy import Policy
 
+UNTIED = ["model.tie_embeddings=false"]
 FAST = ["model=moe_gpt_s", "nodes=8", "hours=0.5", "failures.node_mtbf_hours=1"]
 
 
@@ -79,11 +81,39 @@ def test_moe_train_accepts_what_is_recommended(
     assert config["data"]["global_batch_size"] == (64 if extra else 32)
 
 
+def test_a_mesh_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert main([*FAST, *UNTIED, "mesh.pp=2", "mesh.dense=hsdp", f"report={path}"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert lines["mesh"] == "pp=2 dp=4 cp=1 tp=1 dense=hsdp, 8 micro-batches"
+    assert lines["bubbles"] == "11.1 % of a rank's passes"
+    assert json.loads(path.read_text())["mesh"]["mesh"]["pp"] == 2
+    assert main([*FAST, f"report={path}"]) == 0
+    assert "mesh" not in capsys.readouterr().out
+    assert set(json.loads(path.read_text())) == {"ours"}
+
+
+def test_a_mesh_is_recommended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipes" / "meshed.yaml"
+    given = ["mesh.search=true", "mesh.dense=hsdp", "mesh.recompute=false", f"recipe={path}"]
+    assert main(["recommend", *FAST, *given]) == 0
+    printed = capsys.readouterr().out
+    assert "meshes fit" in printed
+    assert "dense: hsdp" in path.read_text()
+    assert "# Simulated with pp=1 cp=" in path.read_text()
+
+
+def test_a_recipe_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes=deepseek_v3_sim", "nodes=32", "hours=0.5", "failures.kind=none"]) == 0
+    assert "mesh         pp=16 dp=16" in capsys.readouterr().out
+
+
 def test_configuration_shows_every_field() -> None:
     shown = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "simulate.yaml"))
     assert isinstance(shown, dict)
     for key, cls, name in (
         ("hardware", Hardware, "preset"),
+        ("mesh", Mesh, "search"),
         ("policy", Policy, "name"),
         ("failures", Failures, "kind"),
     ):
@@ -135,6 +165,20 @@ MISTAKES = [
     (["failures.node_mtbf_hours=1e-9"], "failures.node_mtbf_hours=1e-09 makes about 4e+09 failures, more than"),
     (["policy"], "'policy' cannot be read"),
     (["policy=ds"], "policy='ds' must be a mapping"),
+    (["mesh=auto"], "mesh='auto' must be a mapping"),
+    (["mesh.tp=0"], "mesh.tp=0 must be an integer of at least 1"),
+    (["mesh.dense=zero3"], "mesh.dense='zero3' must be 'ddp' or"),
+    (["mesh.chunks=2"], "mesh.chunks=2 interleaves the stages of a pipeline: use pp of 2 or more"),
+    (["mesh.shard_size=2"], "mesh.shard_size=2 is for dense=hsdp, not ddp: leave it out"),
+    (["mesh.tp=3"], "a mesh of pp=1, cp=1, tp=3 needs a multiple of 3 ranks, not 8"),
+    (["mesh.pp=2"], "mesh.pp=2 parts the head from the embedding that it is tied to: set model.tie_embeddings=false"),
+    (["mesh.pp=8", *UNTIED, "mesh.micro_batches=7"], "mesh.micro_batches=7 do not divide the 32 samples"),
+    (["mesh.tp=8", "hardware.speeds=[1.0,0.5]"], "are simulated on nodes of one speed: leave"),
+    (["mesh.search=true"], "mesh.search=true is for moe-sim recommend: say that, or give the axes"),
+    (["recommend", "mesh.search=true", "mesh.cp=3"], "no mesh divides the 8 ranks of nodes=8"),
+    (["recommend", "mesh.search=true", "hardware.memory_bytes=1e6"], "fits the 900 kB that a rank may plan with"),
+    (["recipes=quickstart"], "recipes=quickstart is for moe-train: use one of deepseek_v3_sim, or give"),
+    (["recipes=nothing"], "there is no recipe 'nothing'"),
 ]
 
 

@@ -24,6 +24,7 @@ WITHOUT_TRACES = (
     "moc-sizes",
     "moc-sharding",
     "moc-scaling",
+    "moc-tensor",
     "moc-plt",
     "reft-survival",
     "reft-measured",
@@ -46,6 +47,7 @@ NOT_REPRODUCED = {
     "AN below EN at K = 1, most",
     "a800: least GPUs that hide base-async",
     "a800: least GPUs that hide MoC",
+    "least GPUs that hide base-async with TP 4",
     "GPT-L step 200, 4 lost: states moved",
     "RB over FasterMoE's, largest",
 }

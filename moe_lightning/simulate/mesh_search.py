@@ -1,0 +1,197 @@
+"""Which mesh to choose for a model and a cluster: of those that fit a rank's memory the one with the shortest step,
+and where nodes fail the one of the best few that trains most.
+
+Every choice of axes, sharding, micro-batches, chunks and recomputation is judged; experts lie over all ranks of a
+stage. What two meshes have in common is computed once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.event_loop import simulate
+from moe_lightning.simulate.mesh import DENSE, Mesh
+from moe_lightning.simulate.mesh_memory import RankMemory
+from moe_lightning.simulate.scenario import Report, Scenario, format_bytes, model_of
+from moe_lightning.simulate.step_model import StepCost, StepModel
+
+ROOM = 0.9
+"""Share of a rank's memory that may be planned; the rest is for buffers, kernels and fragments."""
+
+_SHOWN = 6
+_CHUNKS = (1, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A mesh that fits.
+
+    Attributes:
+        mesh: with its micro-batches.
+        slots: experts of a layer on each rank.
+        step, memory: of its first world.
+        report: of a simulation with failures, where there are any.
+    """
+
+    mesh: Mesh
+    slots: int
+    step: StepCost
+    memory: RankMemory
+    report: Report | None = None
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Smaller is better: goodput, then the step, then what is simplest."""
+        mesh = self.mesh
+        simple = (mesh.unit, DENSE.index(mesh.dense), mesh.micro_batches or 1, mesh.chunks, mesh.recompute)
+        return (-self.report.goodput if self.report else 0.0, self.step.step_s, *simple)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAdvice:
+    """What a search found.
+
+    Attributes:
+        best: the best of those that fit, best first.
+        fitting, refused: how many fit a rank's memory, and why so many do not: by what takes most of it.
+        nearest: of those the mesh that needs least, and how much.
+        room: bytes that may be planned.
+    """
+
+    best: tuple[Candidate, ...]
+    fitting: int
+    refused: Mapping[str, int]
+    nearest: tuple[Mesh, float] | None
+    room: float
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.best[0].mesh
+
+    def table(self) -> str:
+        """A line for each of the best, and a sentence on the others."""
+        goodput = f"{'samples/s':>11}" if self.best[0].report else ""
+        head = f"{'pp':>4}{'cp':>4}{'tp':>4} {'dense':<6}{'micro':>6}{'chunks':>7}{'redo':>5}{'slots':>6}"
+        lines = [f"{head}{'step s':>9}{'bubble':>8}{'memory':>10}{goodput}"]
+        for found in self.best:
+            mesh, step = found.mesh, found.step
+            bubble = step.bubble_s / (step.passes_s + step.bubble_s)
+            line = (
+                f"{mesh.pp:>4}{mesh.cp:>4}{mesh.tp:>4} {mesh.dense:<6}{mesh.micro_batches or 1:>6}{mesh.chunks:>7}"
+                f"{'yes' if mesh.recompute else 'no':>5}{found.slots:>6}{step.step_s:>9.4g}{bubble:>8.1%}"
+                f"{format_bytes(found.memory.total):>10}"
+            )
+            lines.append(line + (f"{found.report.goodput:>11.4g}" if found.report else ""))
+        return "\n".join([*lines, self.sentence()])
+
+    def sentence(self) -> str:
+        """Why the others do not fit."""
+        others = sum(self.refused.values())
+        if self.nearest is None:
+            return f"all {self.fitting} meshes fit the {format_bytes(self.room)} that a rank may plan with"
+        mesh, nbytes = self.nearest
+        reasons = ", ".join(f"{count} for {what}" for what, count in self.refused.items())
+        return (
+            f"{self.fitting} meshes fit, {others} need more than the {format_bytes(self.room)} that a rank may plan "
+            f"with ({reasons} most of all); the nearest, {_named(mesh)}, needs {format_bytes(nbytes)}"
+        )
+
+
+def search_mesh(scenario: Scenario, fixed: Mapping[str, Any] | None = None) -> MeshAdvice:
+    """The best meshes for all nodes of a scenario; fields that are `fixed` stay.
+
+    Raises:
+        ConfigurationError: no mesh divides ranks and model, or none fits a rank's memory.
+    """
+    hardware = scenario.hardware
+    room, ranks = ROOM * hardware.memory_bytes, scenario.num_nodes * hardware.ranks_per_node
+    fitting: list[Candidate] = []
+    refused: list[tuple[float, str, Mesh]] = []
+    base: StepModel | None = None
+    why: ConfigurationError | None = None
+    for mesh in possible_meshes(scenario, ranks, fixed or {}):
+        try:
+            model = model_of(replace(scenario, mesh=mesh)) if base is None else base.beside(mesh)
+        except ConfigurationError as error:
+            why = why or error
+            continue
+        base = base or model
+        memory = model.memory()
+        if memory.total > room:
+            refused.append((memory.total, _largest(memory), mesh))
+            continue
+        step = model.cost(model.usable_nodes(scenario.num_nodes), 0, 0)
+        fitting.append(Candidate(mesh=mesh, slots=model.slots, step=step, memory=memory))
+    nearest = min(refused, key=lambda entry: entry[0], default=None)
+    if not fitting and nearest is not None:
+        raise ConfigurationError(
+            f"none of {len(refused)} meshes of nodes={scenario.num_nodes} fits the {format_bytes(room)} that a rank "
+            f"may plan with: the nearest, {_named(nearest[2])}, needs {format_bytes(nearest[0])}, most of it "
+            f"{nearest[1]}; add nodes, or lower policy.min_replicas or the batch"
+        )
+    if not fitting:
+        raise why or ConfigurationError(f"no mesh divides the {ranks} ranks of nodes={scenario.num_nodes}")
+    best = sorted(fitting, key=lambda found: found.rank)
+    shown = best[:_SHOWN]
+    if any(event.failed for event in scenario.events):
+        kinds = (next((found for found in best if found.mesh.dense == kind), None) for kind in DENSE)
+        shown += [found for found in kinds if found is not None and found not in shown]
+        shown = [replace(found, report=simulate(replace(scenario, mesh=found.mesh))) for found in shown]
+        shown = sorted(shown, key=lambda found: found.rank)[:_SHOWN]
+    return MeshAdvice(
+        best=tuple(shown),
+        fitting=len(fitting),
+        refused=dict(Counter(what for _, what, _ in refused).most_common()),
+        nearest=None if nearest is None else (nearest[2], nearest[0]),
+        room=room,
+    )
+
+
+def possible_meshes(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Iterator[Mesh]:
+    """Every mesh of so many ranks that could be tried; some of them heads, layers or experts may not allow."""
+    work = scenario.workload
+    heads = work.num_heads or ranks
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    for pp, cp, tp in product(sizes, sizes, sizes):
+        if ranks % (pp * cp * tp) or pp > work.num_blocks or heads % (cp * tp) or (pp > 1 and work.tied):
+            continue
+        samples = work.samples_per_step(ranks) * pp * cp * tp / ranks
+        for dense, chunks, recompute in product(DENSE, _CHUNKS if pp > 1 else (1,), (False, True)):
+            for micro in _micro_batches(samples, pp):
+                mesh = Mesh(
+                    pp=pp,
+                    cp=cp,
+                    tp=tp,
+                    dense=dense,
+                    shard_size=fixed.get("shard_size") if dense == "hsdp" else None,
+                    micro_batches=micro,
+                    chunks=chunks,
+                    recompute=recompute,
+                )
+                if all(getattr(mesh, name) == value for name, value in fixed.items()):
+                    yield mesh
+
+
+def _micro_batches(samples: float, pp: int) -> list[int]:
+    """Powers of two that divide the samples of a data slice, and as many as there are; uneven slices are for data
+    parallelism alone."""
+    if samples < 1 or samples % 1:
+        return [1] * (pp == 1 and samples >= 1)
+    whole = int(samples)
+    powers = [1 << power for power in range(whole.bit_length()) if whole % (1 << power) == 0]
+    return sorted({*powers, whole})
+
+
+def _largest(memory: RankMemory) -> str:
+    """What takes most of a rank's memory."""
+    parts = {"activations": memory.activations, "weights and moments": memory.state + memory.gradients}
+    return max(parts, key=lambda name: parts[name])
+
+
+def _named(mesh: Mesh) -> str:
+    return f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
