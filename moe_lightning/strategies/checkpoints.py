@@ -79,6 +79,16 @@ class Checkpoints:
         if "combined_loader" in loop:  # stock Lightning looks for the positions of loaders that have one there
             loop["combined_loader"] = states_of_stateful(loaders)
 
+    def may_change(self, file: object) -> bool:
+        """Whether a file of Lightning's own may be written or deleted: not while steps of a window are run again, whose
+        state is not whole; they were run before, and what was to be saved then was."""
+        replay = self._state.window_replay
+        if replay is not None:
+            rank_zero_warn(
+                f"{file} stays as it is: the state of step {replay.step} is whole from step {replay.last} on"
+            )
+        return replay is None
+
     def training_objects(self) -> dict[str, Any]:
         """What this rank adds to a directory checkpoint beside tensors; collective, as Lightning's own dump is."""
         trainer, rank = self._state.trainer, self._worlds.present.rank
@@ -146,6 +156,7 @@ class Checkpoints:
         if self._state.restored is not None:
             self._state.training_state().restore_optimizers(self._state.restored)
             _restore_random_state(self._state.restored, self._worlds.present)
+            self._state.begin_replay(self._state.restored)
             return
         states, number = checkpoint["optimizer_states"], len(self._state.optimizers)
         if len(states) != number:
