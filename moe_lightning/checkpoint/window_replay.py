@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.state.pieces import is_moment
@@ -23,6 +24,7 @@ class WindowReplay:
     Attributes:
         first, last: steps of the window; after the last one everything is whole.
         step: updates that the state contains.
+        reaches_all: experts may move meanwhile: wherever they are, what they lack can be read.
     """
 
     def __init__(self, source: CheckpointSource) -> None:
@@ -30,6 +32,7 @@ class WindowReplay:
         self._versions = source.expert_versions()
         self.first = self.step = source.first_step
         self.last = source.step
+        self.reaches_all = not isinstance(source, MemoryCheckpoint)
 
     @property
     def is_over(self) -> bool:

@@ -378,7 +378,7 @@ class ElasticWorlds:
             state.training_state().restore_model(saved)
             state.training_state().restore_optimizers(saved)
             state.restored = saved
-            state.begin_replay(saved)
+            state.go_on_from(saved)
         self._is_torn = False
 
     def _make_up(self) -> None:

@@ -26,6 +26,7 @@ from moe_lightning.strategies.dense_rows import DenseRows
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
 from moe_lightning.strategies.worlds import Worlds
 
@@ -140,12 +141,13 @@ class RankState:
             )
         require_updates_by_expert(self.optimizers, self.experts.stack_of)
 
-    def begin_replay(self, restored: CheckpointSource) -> None:
-        """The state is that of the first step of what was restored: the updates from there on complete it.
+    def go_on_from(self, restored: CheckpointSource) -> None:
+        """Everything was restored: so are this rank's random generators. The updates of a window complete its state.
 
         Raises:
             ConfigurationError: training ends before it is complete.
         """
+        restore_random_state(restored, self._worlds.present)
         self.window_replay, most = None, self.trainer.max_steps
         if restored.first_step == restored.step:
             restored.release()
