@@ -40,6 +40,7 @@ class SnapshotInventory:
         step: the step after which it was taken.
         world_size: writers that together make a whole version.
         experts: of the writer's snapshot.
+        first: the step from which a restore runs the steps up to `step` again; -1: it needs none of them.
         holder: the member of the sharding group that keeps this parity; -1 for the other kinds.
         members: writers of the sharding group of a parity, in its order.
     """
@@ -50,8 +51,14 @@ class SnapshotInventory:
     step: int
     world_size: int
     experts: tuple[HeldExpert, ...] = ()
+    first: int = -1
     holder: int = -1
     members: tuple[int, ...] = ()
+
+    @property
+    def resumes_at(self) -> int:
+        """The step that training goes on from after a restore."""
+        return self.step if self.first < 0 else self.first
 
     @property
     def place(self) -> tuple[SnapshotKind, int, int]:
@@ -71,11 +78,18 @@ class StorageInventory:
     Attributes:
         session, step: of its commit.
         versions: version of every expert, [L][E].
+        first: as of a snapshot.
     """
 
     session: str
     step: int
     versions: tuple[tuple[int, ...], ...]
+    first: int = -1
+
+    @property
+    def resumes_at(self) -> int:
+        """The step that training goes on from after a restore."""
+        return self.step if self.first < 0 else self.first
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -84,6 +84,8 @@ class RecoveryPlan:
             everybody restores `version`, dense state from snapshots or from the checkpoint; "nothing": there is no
             source, training starts anew.
         version: updates contained in the restored state; 0 where there is no source.
+        resumes_at: the step that training goes on from: `version`, unless that is the last step of a window that is run
+            again (`replay_window.py`).
         session: of the snapshots that are read; None where none is.
         apply_prepared: ranks that must apply the update that they have prepared, before anything else.
         live_ranks: ranks whose live state is then of `version`, at level "live"; the first of them is the source of
@@ -101,6 +103,7 @@ class RecoveryPlan:
 
     level: str
     version: int
+    resumes_at: int
     session: str | None
     apply_prepared: tuple[int, ...]
     live_ranks: tuple[int, ...]
@@ -115,7 +118,7 @@ class RecoveryPlan:
     @cached_property
     def stale(self) -> dict[Expert, int]:
         """(layer, expert) -> version of the experts that are older than the rest."""
-        return {(la, e): int(self.versions[la, e]) for la, e in np.argwhere(self.versions < self.version).tolist()}
+        return {(la, e): int(self.versions[la, e]) for la, e in np.argwhere(self.versions < self.resumes_at).tolist()}
 
     @property
     def from_storage(self) -> tuple[Expert, ...]:

@@ -4,6 +4,7 @@ After a fault the ranks of the new world exchange inventories, and every rank co
 *point* is a version at which the state of everything that is no expert ("dense", optimizer, random generators, ...)
 has a source: the live state of survivors, the snapshots of one session in memory, or the checkpoint on storage. At a
 point every expert is taken from its newest version that is not younger; one that is older than the point is *stale*.
+Where a point is the last step of a window (`replay_window.py`), one that is older than the window's first step is.
 
 The rule, with points ordered live > (session, step):
     whole   = the newest point without stale experts
@@ -93,6 +94,7 @@ class _Candidate:
 
     level: str
     key: tuple[str, int]
+    resumes_at: int
     session: str | None
     rests: Mapping[int, _Source]
     experts: Mapping[Expert, _Source]
@@ -103,7 +105,7 @@ class _Candidate:
 
     @property
     def num_stale(self) -> int:
-        return sum(source.version < self.version for source in self.experts.values())
+        return sum(source.version < self.resumes_at for source in self.experts.values())
 
 
 class _Search:
@@ -137,25 +139,28 @@ class _Search:
     def candidates(self) -> Iterator[_Candidate]:
         """Every point at which all units have a source, the newest first; none that is older than storage, where all
         have one."""
-        worlds = {(s.session, s.step): s.world_size for i in self._ranks for s in i.snapshots}
+        worlds = {(s.session, s.step): (s.world_size, s.resumes_at) for i in self._ranks for s in i.snapshots}
         newest_session = max((session for session, _ in worlds), default=None)
         if self._live:
             yield from self._live_point(newest_session, worlds)
         stored = (self._storage.session, self._storage.step) if self._storage is not None else None
-        for key, world_size in sorted(worlds.items(), reverse=True):
+        for key, (world_size, resumes_at) in sorted(worlds.items(), reverse=True):
             if stored is not None and key < stored:
                 break
             rests = self._rests(*key, world_size)
             if rests is not None:
-                yield from self._point("memory", *key, rests)
-        if stored is not None:
-            yield from self._point("storage", *stored, {})
+                yield from self._point("memory", key, resumes_at, rests)
+        if stored is not None and self._storage is not None:
+            yield from self._point("storage", stored, self._storage.resumes_at, {})
 
-    def _live_point(self, session: str | None, worlds: Mapping[tuple[str, int], int]) -> Iterator[_Candidate]:
+    def _live_point(
+        self, session: str | None, worlds: Mapping[tuple[str, int], tuple[int, int]]
+    ) -> Iterator[_Candidate]:
         rests: dict[int, _Source] | None = {}
         if any(rank < 0 for _, rank in self.shards()):
-            world_size = worlds.get((session or "", self._live_version))
-            rests = self._rests(session or "", self._live_version, world_size) if world_size else None
+            world_size, at = worlds.get((session or "", self._live_version), (0, -1))
+            is_there = at == self._live_version  # what is no expert is older in a window
+            rests = self._rests(session or "", self._live_version, world_size) if is_there else None
         if rests is None:
             return
         live = np.zeros(self._shape, dtype=np.bool_)
@@ -167,17 +172,19 @@ class _Search:
             alive: list[Expert] = [(layer, expert) for layer, expert in np.argwhere(live).tolist()]
             experts = dict.fromkeys(alive, source) | fallback
             key = (_LIVE_SESSION, self._live_version)
-            yield _Candidate(level="live", key=key, session=session, rests=rests, experts=experts)
+            yield _Candidate(level="live", key=key, resumes_at=key[1], session=session, rests=rests, experts=experts)
 
     @cached_property
     def _live_pairs(self) -> dict[int, IntArray]:
         """live rank -> int64 [pairs, 2], (layer, expert) of the experts that it holds."""
         return {r: np.array(self._ranks[r].experts, dtype=np.int64).reshape(-1, 2) for r in self._live}
 
-    def _point(self, level: str, session: str, step: int, rests: Mapping[int, _Source]) -> Iterator[_Candidate]:
-        experts = self._expert_sources(session, step, np.argwhere(np.ones(self._shape, dtype=np.bool_)))
+    def _point(
+        self, level: str, key: tuple[str, int], resumes_at: int, rests: Mapping[int, _Source]
+    ) -> Iterator[_Candidate]:
+        experts = self._expert_sources(*key, np.argwhere(np.ones(self._shape, dtype=np.bool_)))
         if experts is not None:
-            yield _Candidate(level=level, key=(session, step), session=session, rests=rests, experts=experts)
+            yield _Candidate(level=level, key=key, resumes_at=resumes_at, session=key[0], rests=rests, experts=experts)
 
     def shards(self) -> tuple[tuple[str, int], ...]:
         """(name, rank) of every dense parameter whose state only one rank keeps: who has it at the live version."""
@@ -299,6 +306,7 @@ class _Search:
         return RecoveryPlan(
             level=chosen.level,
             version=chosen.version,
+            resumes_at=chosen.resumes_at,
             session=chosen.session if reads else None,
             apply_prepared=self._apply if live else (),
             live_ranks=self._live if live else (),
@@ -316,6 +324,7 @@ class _Search:
         return RecoveryPlan(
             level="nothing",
             version=0,
+            resumes_at=0,
             session=None,
             apply_prepared=(),
             live_ranks=(),

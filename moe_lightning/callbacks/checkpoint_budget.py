@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 
 from moe_lightning.algorithms.ledger import worst_case_plt
 from moe_lightning.algorithms.placement import IntArray
@@ -19,11 +21,45 @@ from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.checkpoint.settings import CheckpointSettings
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+
+class TokenCounts:
+    """Assignments of each expert that the ledger has not recorded yet.
+
+    Attributes:
+        total: int64 [L, E]; None before the first.
+    """
+
+    def __init__(self, total: Tensor | None = None) -> None:
+        self.total = total
+
+    def add(self, module: nn.Module) -> None:
+        """Those of the last micro-batch."""
+        layers = moe_layers(module)
+        counts = [layer.statistics.computed_NE.sum(dim=0) for layer in layers if layer.statistics is not None]
+        if counts and len(counts) == len(layers):
+            stacked = torch.stack(counts)
+            self.total = stacked if self.total is None else self.total + stacked
+
+    def record(self, checkpoint_ledger: CheckpointLedger | None) -> None:
+        """Into the ledger, where there is one."""
+        if self.total is not None and checkpoint_ledger is not None:
+            checkpoint_ledger.ledger.record(self.total.cpu().numpy())
+            self.total = None
+
+
+def computed_in(strategy: ExpertParallelStrategy) -> torch.dtype | None:
+    """What experts compute in, where that is less than their weights; None: it is not."""
+    layers = strategy.experts.layers
+    is_less = bool(layers) and strategy.flight_dtype.itemsize < layers[0].experts.w_up.element_size()
+    return strategy.flight_dtype if is_less else None
 
 
 def count_losses(checkpoint_ledger: CheckpointLedger, restored: CheckpointSource) -> float:
     """Account for experts that came back older than the checkpoint; the PLT that this restore cost."""
-    lost = checkpoint_ledger.restore(restored.read_object("ledger"), restored.step, restored.expert_versions())
+    lost = checkpoint_ledger.restore(restored.read_object("ledger"), restored.first_step, restored.expert_versions())
     if lost.any():
         stale = int((lost > 0).sum())
         rank_zero_warn(
@@ -44,27 +80,30 @@ def count_stale(checkpoint_ledger: CheckpointLedger, versions: Mapping[tuple[int
 
 
 def new_ledger(
-    trainer: pl.Trainer, state: TrainingState, settings: CheckpointSettings, per_step: IntArray
+    trainer: pl.Trainer, state: TrainingState, settings: CheckpointSettings, counts: Tensor, steps: int
 ) -> CheckpointLedger:
-    """Of a run that begins, from the assignments of a step, int64 [L]."""
+    """Of a run that begins, from the assignments of its first steps, int64 [L, E]."""
+    per_step: IntArray = counts.sum(dim=1).cpu().numpy() // max(1, steps)
     planned = (per_step * planned_steps(trainer)).clip(min=1)
     return state.checkpoint_ledger(planned, scopes=parse_scopes(settings.scopes), order=settings.order)
 
 
-def choose_k(trainer: pl.Trainer, session: CheckpointSession, *, order: Order, interval: int, lost: float) -> None:
-    """Let DynamicK raise K for this interval, and after a restore that lost tokens.
+def choose_k(
+    trainer: pl.Trainer, session: CheckpointSession, settings: CheckpointSettings, *, interval: int, lost: float = 0.0
+) -> None:
+    """Let DynamicK raise K for this interval, and after a restore that lost tokens; where none are lost, leave it.
 
     Args:
         interval: steps between checkpoints.
         lost: PLT that faults have cost since K was chosen last.
     """
     dynamic = _dynamic_k(trainer)
-    if dynamic is None:
+    if dynamic is None or settings.lossless:
         return
     total_steps = planned_steps(trainer)
 
     def predicted_plt(k: int) -> float:
-        if order != "sequential":
+        if settings.order != "sequential":
             return 0.0  # there is no bound: `bound_cost` looks at every checkpoint
         copied = max(k, session.k_snapshot)
         return worst_case_plt(

@@ -251,7 +251,9 @@ class LoadBalancer(Callback):
 
     def _begin_step(self, strategy: ExpertParallelStrategy, planner: BalancePlanner) -> None:
         began = time.perf_counter()
-        placements = planner.rebalance()
+        replay = strategy.state.window_replay
+        may_move = replay is None or replay.reaches_all  # else experts would lack what brings their state back
+        placements = planner.rebalance() if may_move else None
         plan_s = time.perf_counter() - began
         if placements is not None:
             self._move(strategy, planner, placements)

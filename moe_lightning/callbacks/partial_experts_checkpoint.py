@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.algorithms.protection import ProtectionLayout
-from moe_lightning.callbacks.checkpoint_budget import bound_cost, choose_k, count_losses, count_stale, new_ledger
+from moe_lightning.callbacks import checkpoint_budget as budget
 from moe_lightning.callbacks.checkpoint_metrics import log_checkpoint
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
@@ -35,7 +33,6 @@ from moe_lightning.checkpoint.storages import absolute, shared_place
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery_report import RecoveryListener
 from moe_lightning.values import Coefficient, PositiveInt, Seconds, validated
@@ -54,7 +51,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         every_n_steps: optimizer steps between checkpoints; "auto" after the first one takes the interval that costs
             least (MoC 5.3), never shorter than writing takes.
         k_snapshot, k_persist, order, scopes, keep_last, verify_within, copies_on_storage, failures_per_hour,
-            fallback_dir, windows: see CheckpointSettings.
+            fallback_dir, windows, lossless: see CheckpointSettings. Of a lossless window the first step counts.
         save_on_train_end: save every expert when training ends, so that a resume loses nothing.
         timeout_s: longest wait for the last checkpoint to be written.
 
@@ -63,7 +60,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
     copied_idle_bytes, copied_compute_bytes, copied_communication_bytes.
 
     Raises:
-        ConfigurationError: a value outside its range, or a trainer without ExpertParallelStrategy.
+        ConfigurationError: a value outside its range, another strategy, or steps that lossless=True cannot run again.
     """
 
     def __init__(
@@ -81,6 +78,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         failures_per_hour: Coefficient = 0.0,
         fallback_dir: str | None = None,
         windows: Literal["any", "scheduled"] = "any",
+        lossless: bool = False,
         save_on_train_end: bool = True,
         timeout_s: Seconds = 600.0,
     ) -> None:
@@ -98,20 +96,18 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
             failures_per_hour=failures_per_hour,
             fallback_dir=fallback_dir,
             windows=windows,
+            lossless=lossless,
         )
-        self._every_n_steps = every_n_steps
-        self._save_on_train_end = save_on_train_end
-        self._timeout_s = timeout_s
+        self._every_n_steps, self._save_on_train_end, self._timeout_s = every_n_steps, save_on_train_end, timeout_s
         self.session: CheckpointSession | None = None
         self.checkpoint_ledger: CheckpointLedger | None = None
         self._strategy: ExpertParallelStrategy | None = None
         self._layout: Callable[[ExpertParallelStrategy], ProtectionLayout] | None = None
         self._received_ledger: dict[str, Any] | None = None
-        self._is_interrupted = self._is_saving = False
-        self._counts: Tensor | None = None
+        self._is_interrupted = self._is_saving = self._experts_moved = False
+        self._counts = budget.TokenCounts()
         self._lost_plt = 0.0  # by faults that the choice of K does not know yet
-        self._saved_at = -1
-        self._experts_moved = False
+        self._saved_at = -1  # the step of the last checkpoint, at which its window began
         self._world_number = 0  # of this start of a run in which worlds do not change, once it has one
         self._batch_began = self._step_ended = self._overlap_s = self._step_s = 0.0
 
@@ -155,6 +151,8 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         self._step_ended = time.perf_counter()
         assert isinstance(trainer.strategy, ExpertParallelStrategy)
         self._strategy = trainer.strategy
+        if self.settings.lossless:
+            self._strategy.state.require_replayable()
         if self._strategy.elastic is not None:  # a rank that joined for the end saves with those that were there
             self._is_interrupted = self.session is None
         if self not in trainer.strategy.worlds.listeners:
@@ -180,7 +178,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
             node=strategy.worlds.node,
             fallback=fallback_room(self.settings.fallback_dir, absolute(self._root)),
             report=rank_zero_warn,
-            enter=partial(self.enter_root, strategy),
+            enter=lambda: self.enter_root(strategy),
         )
 
     @override
@@ -190,9 +188,9 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
 
     @override
     def count_stale(self, versions: Mapping[tuple[int, int], int]) -> None:
-        self._record_counts()
+        self._counts.record(self.checkpoint_ledger)
         if self.checkpoint_ledger is not None:
-            self._lost_plt += count_stale(self.checkpoint_ledger, versions)
+            self._lost_plt += budget.count_stale(self.checkpoint_ledger, versions)
 
     @property
     def _run_name(self) -> str:
@@ -205,7 +203,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         self._is_interrupted = True
         elastic = self._strategy.elastic if self._strategy is not None else None
         if elastic is not None and elastic.has_rolled_back:
-            self.checkpoint_ledger, self._counts, self._lost_plt = None, None, 0.0
+            self.checkpoint_ledger, self._counts, self._lost_plt = None, budget.TokenCounts(), 0.0
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -214,12 +212,12 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         if not is_elastic or self._is_saving or self.checkpoint_ledger is None:
             return {}
         ledger = self.checkpoint_ledger.state_dict()
-        return {"checkpoint_ledger": ledger, "counts": self._counts, "lost_plt": self._lost_plt}
+        return {"checkpoint_ledger": ledger, "counts": self._counts.total, "lost_plt": self._lost_plt}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._received_ledger = state_dict.get("checkpoint_ledger")
-        self._counts, self._lost_plt = state_dict.get("counts"), state_dict.get("lost_plt", 0.0)
+        self._counts, self._lost_plt = budget.TokenCounts(state_dict.get("counts")), state_dict.get("lost_plt", 0.0)
 
     @property
     def plt(self) -> float:
@@ -250,36 +248,32 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._count(pl_module)
+        self._counts.add(pl_module)
         is_update = not seams.is_accumulating(trainer)
         if self._windows is not None:
             (self._windows.updated if is_update else self._windows.end_batch)()
-        if trainer.global_step == self._saved_at or not is_update:
+        if trainer.global_step == self._saved_at or not is_update or self._is_replaying:
             return
         now = time.perf_counter()
         self._step_s, self._step_ended = now - self._step_ended, now
         if self.session is not None:
             self.session.protect()
-        if self.session is None or trainer.global_step - self._saved_at >= self._interval():
+        if self.session is not None and self.session.in_window and not self._experts_moved:
+            self.session.save_more(trainer.global_step)
+            log_checkpoint(trainer, self.session, self.plt)
+        elif self.session is None or self.session.in_window or trainer.global_step - self._saved_at >= self._interval():
             self.save(trainer, pl_module)
+
+    @property
+    def _is_replaying(self) -> bool:
+        """Whether the state is not whole yet after a restore."""
+        return self._strategy is not None and self._strategy.state.window_replay is not None
 
     def _interval(self) -> int:
         if self._every_n_steps != "auto":
             return self._every_n_steps
         adapted = self.session.adapted if self.session is not None else None
         return adapted.interval_steps if adapted is not None else 1
-
-    def _count(self, module: pl.LightningModule) -> None:
-        layers = moe_layers(module)
-        counts = [layer.statistics.computed_NE.sum(dim=0) for layer in layers if layer.statistics is not None]
-        if counts and len(counts) == len(layers):
-            total = torch.stack(counts)
-            self._counts = total if self._counts is None else self._counts + total
-
-    def _record_counts(self) -> None:
-        if self._counts is not None and self.checkpoint_ledger is not None:
-            self.checkpoint_ledger.ledger.record(self._counts.cpu().numpy())
-            self._counts = None
 
     def save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, full: bool = False) -> None:
         """Begin a checkpoint now, between two steps; every rank must call it."""
@@ -290,11 +284,11 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
             self._reassign(strategy)
         if self.session is None:
             self._open(trainer, strategy)
+        self._counts.record(self.checkpoint_ledger)
+        self._adapt(trainer, strategy)
         assert self.session is not None
-        self._record_counts()
-        self._adapt(trainer)
         if self.checkpoint_ledger is not None:
-            bound_cost(trainer, self.session, self.checkpoint_ledger, order=self.settings.order)
+            budget.bound_cost(trainer, self.session, self.checkpoint_ledger, order=self.settings.order)
         self._is_interrupted = False
         self.session.save(trainer.global_step, self.checkpoint_ledger, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
@@ -303,6 +297,8 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
     def _reassign(self, strategy: ExpertParallelStrategy) -> None:
         """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""
         if self.session is not None:
+            if self.session.in_window:
+                self.session.give_window_up()
             owners = self.session.reassign(strategy.state.training_state())
             if owners is None:
                 self._close(wait=True)
@@ -322,9 +318,9 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         restored = strategy.state.restored if self.checkpoint_ledger is None and self._received_ledger is None else None
         if self.checkpoint_ledger is not None:
             self.checkpoint_ledger.reassign(state.owners())
-        elif state.num_experts and self._counts is not None:
-            per_step = self._counts.sum(dim=1).cpu().numpy() // max(1, trainer.global_step - max(0, self._saved_at))
-            self.checkpoint_ledger = new_ledger(trainer, state, self.settings, per_step)
+        elif state.num_experts and self._counts.total is not None:
+            steps = trainer.global_step - max(0, self._saved_at)
+            self.checkpoint_ledger = budget.new_ledger(trainer, state, self.settings, self._counts.total, steps)
             if self._received_ledger is not None:
                 self.checkpoint_ledger.load_state_dict(self._received_ledger)
         self._received_ledger = None
@@ -339,6 +335,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
             node_peers=strategy.worlds.mesh.node_peers,
             node=strategy.worlds.node,
             layout=self._layout(strategy) if self._layout is not None else None,
+            computed_in=budget.computed_in(strategy),
             experts_move=any(isinstance(c, LoadBalancer) for c in trainer.callbacks),  # type: ignore[attr-defined]
             world_number=strategy.worlds.number or self._world_number,
         )
@@ -346,39 +343,40 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
             self._world_number = self.session.world_number
         if self.checkpoint_ledger is not None:
             if restored is not None and restored.keys("ledger"):
-                self._lost_plt += count_losses(self.checkpoint_ledger, restored)
-            self._choose_k(trainer, self._lost_plt)
+                self._lost_plt += budget.count_losses(self.checkpoint_ledger, restored)
+            budget.choose_k(trainer, self.session, self.settings, interval=self._interval(), lost=self._lost_plt)
             self._lost_plt = 0.0
         strategy.checkpoints.release()
 
-    def _choose_k(self, trainer: pl.Trainer, lost: float) -> None:
-        assert self.session is not None
-        choose_k(trainer, self.session, order=self.settings.order, interval=self._interval(), lost=lost)
-
-    def _adapt(self, trainer: pl.Trainer) -> None:
+    def _adapt(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         session = self.session
         assert session is not None
-        wanted = self.settings.k_snapshot == "auto" or self._every_n_steps == "auto"
+        wanted = self.settings.adapts_k or self._every_n_steps == "auto"
         if not wanted or session.adapted is not None or self.checkpoint_ledger is None or not session.has_saved:
             return
         if session.adapt(overlap_s=self._overlap_s, step_s=self._step_s):
-            self._choose_k(trainer, 0.0)
+            budget.choose_k(trainer, session, self.settings, interval=self._interval())
             rank_zero_info(
                 f"checkpoints from now on: K_snapshot={session.k_snapshot}, K_persist={session.k_persist}, "
                 f"every {self._interval()} steps (copies hide under {1e3 * self._overlap_s:.0f} ms)"
             )
+            if self.settings.lossless:  # another session has room for windows of this length
+                self._every_n_steps = self._interval()
+                self.settings = replace(self.settings, k_snapshot=session.k_snapshot)
+                self._close(wait=False)
+                self._open(trainer, strategy)
 
     # ------------------------------------------------------------------ the end
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.session is None and not self._is_interrupted:
+        if (self.session is None and not self._is_interrupted) or self._is_replaying:
             return
         was_partial = self.session is None or self.session.was_partial
         if self._save_on_train_end and (trainer.global_step != self._saved_at or was_partial):
             if self.session is not None:
                 self.session.wait_before_update()
-                if trainer.global_step == self._saved_at:
+                if trainer.global_step in (self._saved_at, self.session.newest_step):
                     self._close(wait=False)  # a session saves a step once
             self.save(trainer, pl_module, full=True)
         self._close(wait=True)

@@ -10,6 +10,7 @@ import torch
 
 from moe_lightning.algorithms.ledger import Ledger, Source
 from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.replay_window import ReplayWindow, plan_window
 from moe_lightning.checkpoint.plan import CheckpointPlan, Order, PartialPolicy
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import NonNegativeInt, validated
@@ -82,6 +83,10 @@ class CheckpointLedger:
             owners=self._owners,
             full=full or k_persist >= experts,
         )
+
+    def window(self, first: int, k: int) -> ReplayWindow:
+        """A lossless window that begins after a step; the tokens since the snapshot before tell who is popular."""
+        return plan_window(first, self.ledger.unsaved(), k)
 
     def cost(self, plan: CheckpointPlan) -> float:
         """The PLT that a restore of the checkpoint of this plan, taken now, would cost."""

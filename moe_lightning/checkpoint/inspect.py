@@ -17,7 +17,7 @@ from moe_lightning.checkpoint.storage import Place, exists
 from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.checkpoint.store import RECORD, checkpoints, directories, has_manifest, run_record_problem
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.state.pieces import OBJECT
+from moe_lightning.state.pieces import OBJECT, is_moment, is_replayed
 
 __all__ = ["Summary", "Verdict", "export", "export_file", "prune", "resolve", "summarise", "verify_all"]
 
@@ -29,10 +29,12 @@ class Summary:
     """One checkpoint in numbers.
 
     Attributes:
+        first_step: the steps from there to `step` are run again after a restore; `step`: none are.
         payload_bytes: all state it holds.
         new_bytes: what it wrote itself; the rest is carried over.
         disk_bytes: its files, frames and metadata included, hard links counted in full.
-        scope_bytes: payload of the experts by kind of state, and of everything else under `dense` and `objects`.
+        scope_bytes: payload of the experts by kind of state, of frozen experts' weights under `replay`, and of
+            everything else under `dense` and `objects`.
         versions: int64 [L, E], version of every expert.
         plt: proportion of lost tokens as its ledger recorded it, None without a ledger.
     """
@@ -41,6 +43,7 @@ class Summary:
     run: str
     session: str
     step: int
+    first_step: int
     sequence: int
     world_size: int
     created_s: float
@@ -97,7 +100,8 @@ def summarise(checkpoint: Checkpoint) -> Summary:
     scopes: dict[str, int] = {}
     for piece in manifest.stored:
         parts = piece.key.split("/")
-        scope = parts[3] if parts[0] == "expert" else "objects" if piece.dtype == OBJECT else "dense"
+        rest = "objects" if piece.dtype == OBJECT else "replay" if is_replayed(piece.key) else "dense"
+        scope = parts[3] if parts[0] == "expert" else rest
         scopes[scope] = scopes.get(scope, 0) + piece.nbytes
     plt = manifest.extra.get("plt")
     return Summary(
@@ -105,6 +109,7 @@ def summarise(checkpoint: Checkpoint) -> Summary:
         run=manifest.run,
         session=manifest.session,
         step=manifest.step,
+        first_step=manifest.first_step,
         sequence=manifest.sequence,
         world_size=manifest.world_size,
         created_s=manifest.created_s,
@@ -160,7 +165,8 @@ def _verdict(path: Place) -> Verdict:
 def export(checkpoint: Checkpoint, target: Place, *, prefix: str = "") -> int:
     """Write the tensors whose keys begin with a prefix into one safetensors file; returns their bytes.
 
-    The checkpoint is verified first; objects are left out.
+    The checkpoint is verified first; objects are left out. Of a window whose steps are run again the model is written
+    as it was after the first of them, without optimizer states: nothing else is whole.
 
     Raises:
         ConfigurationError: the target exists, or no tensor has such a key.
@@ -168,12 +174,14 @@ def export(checkpoint: Checkpoint, target: Place, *, prefix: str = "") -> int:
     """
     _check_free(target)
     checkpoint.verify()
-    objects = {piece.key for piece in checkpoint.manifest.stored if piece.dtype == OBJECT}
-    keys = [key for key in checkpoint.keys(prefix) if key not in objects]
+    left_out = {piece.key for piece in checkpoint.manifest.stored if piece.dtype == OBJECT or is_replayed(piece.key)}
+    keys = [key for key in checkpoint.keys(prefix) if key not in left_out]
+    if checkpoint.first_step < checkpoint.step:
+        keys = [key for key in keys if not is_moment(key)]
     if not keys:
         raise ConfigurationError(f"no tensor of {checkpoint.path.name} has a key that begins with {prefix!r}")
-    tensors: dict[str, torch.Tensor] = {key: checkpoint.read(key) for key in keys}
-    return _write(tensors, target, {"step": str(checkpoint.manifest.step), "run": checkpoint.manifest.run})
+    tensors: dict[str, torch.Tensor] = {key: checkpoint.read_first(key) for key in keys}
+    return _write(tensors, target, {"step": str(checkpoint.first_step), "run": checkpoint.manifest.run})
 
 
 def export_file(path: Path, target: Place, *, prefix: str = "") -> int:

@@ -122,6 +122,11 @@ class Checkpoint(CheckpointSource):
         return self.manifest.step
 
     @property
+    @override
+    def first_step(self) -> int:
+        return self.manifest.first_step
+
+    @property
     def directories(self) -> list[Place]:
         """Its own, and those that its substitutes are read from."""
         return [self.path, *(self.path.parent / name for name in sorted({*filter(None, self.substitutes.values())}))]

@@ -18,15 +18,17 @@ from typing import Any, Self
 
 import xxhash
 
-from moe_lightning.checkpoint.schema import check_file, check_pieces, check_places, check_record, read_object
+from moe_lightning.checkpoint.schema import LARGEST, check_file, check_pieces, check_places, check_record, read_object
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import DTYPES, OBJECT, Piece, by_key, is_partial, parse_expert_key
+from moe_lightning.state.pieces import DTYPES, OBJECT, WEIGHTS, Piece, by_key, is_partial, parse_expert_key, replay_key
 
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
 PRUNED = "PRUNED.json"
 """What becomes of the manifest of a checkpoint that is being deleted."""
-_FORMAT = 1
+_FORMATS = 1, 2
+"""Of what holds a state, and of what holds a window whose steps are run again after a restore, which older versions of
+this project would take for a state."""
 _ENVELOPE = re.compile(rb'\{"format":(\d{1,9}),"xxh3":"([0-9a-f]{16})","body":')
 _SAFE_PATH = re.compile(r"(\.\./step-\d+(-[\w-]+)?/)?[\w.-]+")
 
@@ -65,8 +67,14 @@ class _Record:
     extra: dict[str, Any] = field(default_factory=dict)
     world: int = 0
 
+    @property
+    def first_step(self) -> int:
+        """The step after which the oldest of a window was taken (`replay_window.py`): a restore runs the steps from
+        there to `step` again. Of any other checkpoint `step`."""
+        return min(self.step, int(self.extra.get("replayed_from", self.step)))
+
     def dump(self) -> bytes:
-        return _seal(_jsonable(self))
+        return _seal(_jsonable(self), _FORMATS[self.first_step < self.step])
 
     @classmethod
     def parse(cls, data: bytes, origin: str) -> Self:
@@ -107,7 +115,7 @@ class Manifest(_Record):
     @property
     def new_bytes(self) -> int:
         """Payload that this checkpoint wrote itself."""
-        return sum(piece.nbytes for piece in self.stored if piece.version == self.step)
+        return sum(piece.nbytes for piece in self.stored if piece.version >= self.first_step)
 
 
 def check_coverage(
@@ -129,6 +137,7 @@ def check_coverage(
     for key, pieces in found.items():
         _check_blocks(key, pieces)
     _check_experts(found.keys(), extra or {})
+    _check_replay(found, extra or {})
 
 
 def _check_blocks(key: str, pieces: list[Piece]) -> None:
@@ -178,6 +187,16 @@ def _check_experts(keys: Iterable[str], extra: Mapping[str, Any]) -> None:
                 raise CheckpointError(f"expert {expert} of layer {layer} lacks {'/'.join(min(lacking))}")
 
 
+def _check_replay(found: Mapping[str, list[Piece]], extra: Mapping[str, Any]) -> None:
+    """The weights of every step of a window at which an expert is frozen."""
+    first = int(extra.get("replayed_from", LARGEST))
+    for key in filter(is_partial, found):
+        layer, expert, scope, name = parse_expert_key(key)
+        for step in range(first, found[key][0].version) if scope in WEIGHTS else ():
+            if replay_key(layer, expert, step, name) not in found:
+                raise CheckpointError(f"expert {expert} of layer {layer} lacks its weights of step {step} ({name})")
+
+
 def _jsonable(record: _Record) -> dict[str, Any]:
     values = dict(vars(record))
     values["files"] = {name: vars(entry) for name, entry in record.files.items()}
@@ -204,9 +223,9 @@ def _typed(values: dict[str, Any], record: type[_Record], origin: str) -> dict[s
     return {name: value for name, value in values.items() if name in known} | {"files": files, "stored": stored}
 
 
-def _seal(values: dict[str, Any]) -> bytes:
+def _seal(values: dict[str, Any], form: int) -> bytes:
     body = json.dumps(values, separators=(",", ":")).encode()
-    return b'{"format":%d,"xxh3":"%s","body":%s}\n' % (_FORMAT, xxhash.xxh3_64_hexdigest(body).encode(), body)
+    return b'{"format":%d,"xxh3":"%s","body":%s}\n' % (form, xxhash.xxh3_64_hexdigest(body).encode(), body)
 
 
 def _unseal(data: bytes, origin: str) -> dict[str, Any]:
@@ -214,9 +233,10 @@ def _unseal(data: bytes, origin: str) -> dict[str, Any]:
     envelope = _ENVELOPE.match(data)
     if envelope is None or not data.endswith(b"}\n"):
         raise CheckpointError(f"{origin} is damaged: it is no manifest")
-    if int(envelope[1]) != _FORMAT:
+    if int(envelope[1]) not in _FORMATS:
         raise CheckpointError(
-            f"{origin} has format {int(envelope[1])}, not {_FORMAT}: read it with the version that wrote it"
+            f"{origin} has format {int(envelope[1])}, not {_FORMATS[0]} or {_FORMATS[1]}: read it with the version "
+            "that wrote it"
         )
     body = data[envelope.end() : -2]
     if xxhash.xxh3_64_hexdigest(body).encode() != envelope[2]:

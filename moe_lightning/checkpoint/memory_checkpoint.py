@@ -14,7 +14,7 @@ from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.snapshot_index import digest_of
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import OBJECT, Piece, by_key, is_partial, parse_expert_key
+from moe_lightning.state.pieces import OBJECT, Piece, by_key, expert_of
 
 
 class MemoryCheckpoint(CheckpointSource):
@@ -26,6 +26,7 @@ class MemoryCheckpoint(CheckpointSource):
         step: updates contained in it.
         pieces: of all keys, with their bytes, uint8 [nbytes]; None where this rank did not ask for them.
         versions: int64 [L, E], the version of every expert.
+        first: the step that training goes on from; None: `step`.
         storage: the checkpoint that has what is not in memory.
         experts_on_storage: (layer, expert) pairs to be read from there.
         rest_on_storage: whether everything that is no expert is read from there, too.
@@ -37,12 +38,14 @@ class MemoryCheckpoint(CheckpointSource):
         pieces: Iterable[tuple[Piece, torch.Tensor | None]],
         *,
         versions: IntArray,
+        first: int | None = None,
         storage: Checkpoint | None = None,
         experts_on_storage: Iterable[tuple[int, int]] = (),
         rest_on_storage: bool = False,
     ) -> None:
         self.path = Path(f"the snapshot of step {step}")
         self._step, self._versions, self._storage = step, versions, storage
+        self._first = step if first is None else first
         listed = list(pieces)
         self._listed = by_key(piece for piece, _ in listed)
         # Objects are small and may be asked for later than tensors.
@@ -54,12 +57,17 @@ class MemoryCheckpoint(CheckpointSource):
     def step(self) -> int:
         return self._step
 
+    @property
+    @override
+    def first_step(self) -> int:
+        return self._first
+
     @override
     def expert_versions(self) -> IntArray:
         return self._versions.copy()
 
+    @override
     def release(self) -> None:
-        """Let go of all tensors; objects can still be read."""
         objects = {_name(p) for pieces in self._listed.values() for p in pieces if p.dtype == OBJECT}
         self._data = {name: data for name, data in self._data.items() if name in objects}
 
@@ -70,9 +78,8 @@ class MemoryCheckpoint(CheckpointSource):
         return {key: pieces for key, pieces in stored.items() if self._is_on_storage(key)} | self._listed
 
     def _is_on_storage(self, key: str) -> bool:
-        if not is_partial(key):
-            return self._rest_on_storage
-        return parse_expert_key(key)[:2] in self._experts_on_storage
+        expert = expert_of(key)
+        return self._rest_on_storage if expert is None else expert in self._experts_on_storage
 
     @override
     def _raw(self, piece: Piece) -> torch.Tensor:

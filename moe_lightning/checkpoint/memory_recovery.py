@@ -98,6 +98,7 @@ def fetch(
         plan.version,
         [*fetched, *elsewhere],
         versions=plan.versions,
+        first=plan.resumes_at,
         storage=storage,
         experts_on_storage=plan.from_storage,
         rest_on_storage=plan.level == "storage",

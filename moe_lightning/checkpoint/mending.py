@@ -4,7 +4,8 @@ Every piece has a checksum of its own, so damage to a file is found to the tenso
 the newest version, not younger than its own, that any kept checkpoint has undamaged: a second copy of the same version
 costs nothing, an older one the tokens in between (`CheckpointSource.expert_versions` tells, the ledger counts). Where
 none is left, the mean of the layer's other experts takes its place, and all tokens of the expert are lost. Everything
-else is new in each checkpoint: where it is damaged, the checkpoint before is looked at.
+else is new in each checkpoint: where it is damaged, the checkpoint before is looked at. So it is of windows whose steps
+are run again, because those promise that nothing is lost.
 
 Sources for falling back by expert: PEC 3.1 (experts tolerate older state); the papers know no damage on storage.
 """
@@ -73,7 +74,7 @@ def _mend(checkpoint: Checkpoint, paths: Sequence[Place]) -> tuple[Checkpoint, l
     """A checkpoint of which everything can be read, and what was wrong with it and what that costs."""
     damages = checkpoint.damages()
     for damage in damages:
-        if not all(is_partial(key) for key in damage.keys):
+        if not all(is_partial(key) for key in damage.keys) or (damage.keys and checkpoint.first_step < checkpoint.step):
             raise CheckpointError(damage.problem)
     lost = sorted({key for damage in damages for key in damage.keys})
     if not lost:

@@ -19,7 +19,7 @@ from moe_lightning.checkpoint.arena_location import ARENAS
 from moe_lightning.checkpoint.schema import is_whole
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import Piece, is_partial, parse_expert_key
+from moe_lightning.state.pieces import Piece, expert_of, is_partial
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def units_of(pieces: Iterable[Piece]) -> dict[tuple[int, int] | None, list[int]]
     """(layer, expert), or None for everything else -> the indices of its pieces."""
     units: dict[tuple[int, int] | None, list[int]] = defaultdict(list)
     for index, piece in enumerate(pieces):
-        units[parse_expert_key(piece.key)[:2] if is_partial(piece.key) else None].append(index)
+        units[expert_of(piece.key)].append(index)
     return dict(units)
 
 
@@ -91,13 +91,16 @@ def protected_tables(table: SnapshotIndex) -> list[SnapshotIndex]:
 def _inventory_of(table: SnapshotIndex, kind: SnapshotKind, **parity: Any) -> SnapshotInventory:
     experts = []
     for unit, indices in sorted((u, i) for u, i in units_of(table.placed).items() if u is not None):
-        versions = [table.placed[index].version for index in indices]
+        versions = [table.placed[index].version for index in indices if is_partial(table.placed[index].key)]
+        if not versions:
+            continue  # weights alone are nothing to restore from
         experts.append(HeldExpert(*unit, min(versions), max(versions)))
     return SnapshotInventory(
         kind=kind,
         writer=table.rank,
         session=table.session,
         step=table.step,
+        first=table.first_step,
         world_size=table.world_size,
         experts=tuple(experts),
         **parity,

@@ -15,7 +15,7 @@ from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.dcp_format import load_object
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, is_partial, parse_expert_key
+from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, is_partial, parse_expert_key, replay_key
 
 
 class CheckpointSource(ABC):
@@ -33,6 +33,27 @@ class CheckpointSource(ABC):
         """Updates contained in everything but stale experts."""
 
     @property
+    def first_step(self) -> int:
+        """The step after which what is no expert was taken: training goes on from there, and from `step` on its state
+        is whole (`replay_window.py`). Of all but windows `step`."""
+        return self.step
+
+    def key_at(self, key: str, step: int) -> str:
+        """Under which key an expert's weights of a step of the window lie, given that of its whole state."""
+        layer, expert, _, name = parse_expert_key(key)
+        frozen = replay_key(layer, expert, step, name)
+        return frozen if frozen in self._pieces else key
+
+    def read_first(self, key: str) -> torch.Tensor:
+        """A value of the model as it was after `first_step`, in its own dtype.
+
+        Raises:
+            CheckpointError: no such key, or it is an object.
+        """
+        key_then = self.key_at(key, self.first_step) if is_partial(key) else key
+        return self.read(key_then).to(DTYPES[self._tensor_pieces(key)[0].dtype])
+
+    @property
     @abstractmethod
     def _pieces(self) -> Mapping[str, Sequence[Piece]]:
         """The pieces of every key, by their offsets."""
@@ -40,6 +61,9 @@ class CheckpointSource(ABC):
     @abstractmethod
     def _raw(self, piece: Piece) -> torch.Tensor:
         """uint8 [nbytes]: the payload of a piece."""
+
+    def release(self) -> None:  # noqa: B027  # most hold none
+        """Let go of tensors in memory; objects can still be read."""
 
     def keys(self, prefix: str = "") -> list[str]:
         """All keys that begin with a prefix, sorted."""

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, is_partial, parse_expert_key
+from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, expert_of
 
 LARGEST = 2**63 - 1
 _END_OF_TIME_S = 253_402_300_799  # the last second of the year 9999
@@ -48,6 +48,7 @@ _RECORD: Mapping[str, Callable[[Any], bool]] = {
 _EXTRA: Mapping[str, Callable[[Any], bool]] = {
     "num_layers": lambda value: is_whole(value, 0, _MOST_EXPERTS),
     "num_experts": lambda value: is_whole(value, 0, _MOST_EXPERTS),
+    "replayed_from": is_whole,
     "plt": lambda value: value is None or (type(value) in (int, float) and abs(value) <= LARGEST),
 }
 
@@ -159,9 +160,9 @@ def _examined(piece: Piece) -> tuple[str | None, int, int]:
 def _examined_outline(key: str, dtype: str, block: Block, nbytes: int) -> tuple[str | None, int, int]:
     """What stays the same from one snapshot to the next, so that it is looked at once."""
     problem, layer, expert = _problem_of_sizes(dtype, block, nbytes), -1, -1
-    if problem is None and is_partial(key):
+    if problem is None:
         try:
-            layer, expert, _, _ = parse_expert_key(key)
+            layer, expert = expert_of(key) or (-1, -1)
         except (ConfigurationError, ValueError):
             problem = "is no expert's key"
     return problem, layer, expert

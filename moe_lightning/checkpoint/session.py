@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.algorithms.protection import ProtectionLayout
+from moe_lightning.algorithms.replay_window import ReplayWindow
 from moe_lightning.checkpoint.agent_control import AgentHandle, AgentStatus, read_status
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.arena_location import ARENAS, arena_directory, arena_path
@@ -31,6 +34,7 @@ from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import absolute, pause_s
 from moe_lightning.checkpoint.store import claim, run_of
 from moe_lightning.checkpoint.training_state import TrainingState
+from moe_lightning.checkpoint.window_pieces import file_group, most_frozen_pieces, window_pieces
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -55,6 +59,7 @@ class CheckpointSession:
         node_peers: the ranks of this rank's node, ascending; the first one keeps the agent.
         node: name of the node where several may share a machine; else empty.
         layout: who protects whose snapshots; None: nobody.
+        computed_in: what experts compute in, where that is less than their weights.
         experts_move: room for all experts that may ever be in this rank's slots; else for those that it writes now.
         world_number: of this world (`fence.py`), rank 0's counts; 0: the next one that the directory has not seen.
 
@@ -83,12 +88,14 @@ class CheckpointSession:
         node_peers: Sequence[int],
         node: str = "",
         layout: ProtectionLayout | None = None,
+        computed_in: torch.dtype | None = None,
         experts_move: bool = False,
         world_number: int = 0,
     ) -> None:
         self._state, self._world, self._root, self._settings = state, world, absolute(root), settings
-        experts = state.num_experts
+        experts, self._computed_in = state.num_experts, computed_in
         self.k_snapshot = min(settings.k_snapshot, experts) if isinstance(settings.k_snapshot, int) else experts
+        self._window: ReplayWindow | None = None
         self.k_persist = min(settings.k_persist or self.k_snapshot, self.k_snapshot)
         self.adapted: AdaptiveConfiguration | None = None
         self._pieces: Mapping[str, StatePiece] = state.written(self.k_persist)
@@ -96,6 +103,8 @@ class CheckpointSession:
         self._room = None if experts_move else state.load_of(self._writers)
         rows = state.all_rows() if experts_move else {}
         self._ever = {key: p for key, p in self._pieces.items() if not (rows and p.is_replaceable)} | rows
+        if settings.lossless and experts:
+            self._ever |= most_frozen_pieces(self._ever, experts, self.k_snapshot, computed_in)
         self.predicted_bytes = state.rank_bytes(self.k_persist)[world.rank]
         self._is_next_full, self.has_saved = True, False
         self.was_partial = False
@@ -192,24 +201,56 @@ class CheckpointSession:
         extra = {}
         if checkpoint_ledger is not None:
             whole = full or self._is_next_full
-            plan = checkpoint_ledger.plan(self.k_snapshot, self.k_persist, full=whole)
+            is_window = self._settings.lossless and not whole and self.k_snapshot < self.num_experts
+            self._window = checkpoint_ledger.window(step, self.k_snapshot) if is_window else None
+            plan = checkpoint_ledger.plan(self.k_snapshot, self.k_persist, full=whole or is_window)
             checkpoint_ledger.begin(step, plan)
             self.was_partial = self.k_persist < self.num_experts and not whole
-            fresh, persist, groups = (
-                plan.fresh(self._pieces),
-                plan.persisted(self._pieces),
-                plan.groups(self._pieces),
-            )
+            pieces = self._pieces
+            fresh, persist, groups = plan.fresh(pieces), plan.persisted(pieces), plan.groups(pieces)
             if self._world.rank == 0:
                 objects["ledger"] = checkpoint_ledger.dump()
             extra = {"plt": checkpoint_ledger.ledger.plt}
-        self._snapshotter.start(
-            step, self._pieces, fresh=fresh, persist=persist, objects=objects, groups=groups, extra=extra
-        )
+        if self._window is not None:
+            self._begin_window(self._window, objects, extra)
+        else:
+            self._snapshotter.start(
+                step, self._pieces, fresh=fresh, persist=persist, objects=objects, groups=groups, extra=extra
+            )
+            self._unprotected = step
         self._is_next_full, self.has_saved = False, True
-        self._unprotected = step
         if self._agent is not None:
             self._agent.ensure()
+
+    def _begin_window(self, window: ReplayWindow, objects: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        pieces = window_pieces(window, window.first, self._pieces, self._computed_in)
+        groups = {key: file_group(piece, window) for key, piece in pieces.items()}
+        extra = {**extra, "replayed_from": window.first}
+        self._snapshotter.start(window.first, pieces, objects=objects, groups=groups, extra=extra, until=window.last)
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the snapshot that was begun last is completed by `save_more`."""
+        return self._window is not None
+
+    @property
+    def newest_step(self) -> int | None:
+        """Of the last published snapshot; None before the first."""
+        return self._snapshotter.newest_step
+
+    def save_more(self, step: int) -> None:
+        """Copy what the window holds of the state after a step; tensors must stay as after `save`."""
+        window = self._window
+        assert window is not None
+        pieces = window_pieces(window, step, self._pieces, self._computed_in)
+        self._snapshotter.add(step, pieces, groups={key: file_group(piece, window) for key, piece in pieces.items()})
+        if step == window.last:
+            self._window, self._unprotected = None, step
+
+    def give_window_up(self) -> None:
+        """Its experts have other writers now: it stays incomplete, and the next checkpoint holds everything."""
+        self._snapshotter.give_up()
+        self._window, self._is_next_full = None, True
 
     def reassign(self, state: TrainingState) -> IntArray | None:
         """Experts have moved: others may write them from now on, in this session. Who writes an expert that it did not
@@ -292,17 +333,21 @@ class CheckpointSession:
         copy_s, persist_s, step_s = (max(entry[i] for entry in gathered) for i in (1, 2, 4))
         overlap_s = min(entry[3] for entry in gathered)
         experts = self._state.num_experts
-        bytes_at = {k: max(self._state.rank_bytes(k)) for k in range(1, experts + 1)}
+        copied: dict[int, float] = {k: max(self._state.rank_bytes(k)) for k in range(1, experts + 1)}
+        written, is_lossless = copied, self._settings.lossless
+        if is_lossless:
+            windows = {k: self._state.window_bytes(k, self._computed_in) for k in copied}
+            copied, written = ({k: of(sizes) for k, sizes in windows.items()} for of in (max, sum))
         self.adapted = adapt(
-            snapshot_s=lambda k: copy_s * bytes_at[k] / bytes_at[experts],
-            persist_s=lambda k: persist_s * bytes_at[k] / bytes_at[experts],
+            snapshot_s=lambda k: copy_s * copied[k] / copied[experts],
+            persist_s=lambda k: persist_s * written[k] / written[experts],
             step_s=step_s,
             overlap_s=overlap_s,
             num_layers=self._state.num_layers,
             num_experts=experts,
             ep_size=self._world.size if experts % self._world.size == 0 else 1,
             failure_rate_per_s=self._settings.failures_per_hour / 3600.0,
-            k_persist=self._settings.k_persist or 1,
+            k_persist=experts if is_lossless else self._settings.k_persist or 1,
         )
         self.k_snapshot = self.adapted.k_snapshot
         self.k_persist = min(self._settings.k_persist or self.adapted.k_persist, self.k_snapshot)
@@ -322,23 +367,24 @@ class CheckpointSession:
             CheckpointError: the agent could not write in time, or a newer world saves here; the last committed
                 checkpoint is as it was.
         """
-        report = self._snapshotter.finish()
+        self._snapshotter.give_up()
+        newest = self._snapshotter.newest_step
         if self._protector is not None:
             self._protector.close()
         self._snapshotter.close()
         if not wait:
             return self.status()
         deadline = time.monotonic() + timeout_s
-        while report is not None and not self._has_committed(report.step):
+        while newest is not None and not self._has_committed(newest):
             check_world(self._root, self.world_number)
             if is_broken():
-                raise ConnectionError(f"a rank was lost while the checkpoint of step {report.step} was written")
+                raise ConnectionError(f"a rank was lost while the checkpoint of step {newest} was written")
             status = self.status()
             gone = self._agent is not None and not self._agent.runs
             if time.monotonic() > deadline or gone:
                 reason = status.error or "it did not answer"
                 raise CheckpointError(
-                    f"the checkpoint of step {report.step} is not written after {timeout_s:.0f} s ({reason}): "
+                    f"the checkpoint of step {newest} is not written after {timeout_s:.0f} s ({reason}): "
                     f"the last whole one is step {status.committed_step}"
                 )
             time.sleep(pause_s(self._root))

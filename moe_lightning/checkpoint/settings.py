@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_lightning.algorithms.selection import parse_scopes
+from moe_lightning.algorithms.selection import SCOPES, parse_scopes
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import Coefficient, PositiveInt, validated
@@ -37,6 +37,8 @@ class CheckpointSettings:
         fallback_dir: room for snapshots where shared memory is missing or too small; None: the checkpoint directory.
         windows: when snapshots are copied: in "any" part of a step, as soon as possible, or "scheduled" by HAS (REFT
             4.1): while the device is idle, then during computation, then during exchanges, as far as each is needed.
+        lossless: take windows of sparse snapshots, from which nothing is lost (`algorithms/replay_window.py`):
+            `k_snapshot` experts of a layer are copied whole in each step, None or "auto": as many as hide under one.
 
     Raises:
         ConfigurationError: a value outside its range.
@@ -52,6 +54,12 @@ class CheckpointSettings:
     failures_per_hour: Coefficient = 0.0
     fallback_dir: str | None = None
     windows: Literal["any", "scheduled"] = "any"
+    lossless: bool = False
+
+    @property
+    def adapts_k(self) -> bool:
+        """Whether `k_snapshot` is chosen by measured times."""
+        return self.k_snapshot == "auto" or (self.lossless and self.k_snapshot is None)
 
     def __post_init__(self) -> None:
         if isinstance(self.k_snapshot, int) and self.k_persist is not None and self.k_persist > self.k_snapshot:
@@ -63,4 +71,10 @@ class CheckpointSettings:
             raise ConfigurationError(f"order={self.order!r} is not known: use one of {list(ORDERS)}")
         if self.windows not in WINDOWS:
             raise ConfigurationError(f"windows={self.windows!r} is not known: use one of {list(WINDOWS)}")
+        takes_all = self.k_persist is None and self.order == "sequential" and parse_scopes(self.scopes) == set(SCOPES)
+        if self.lossless and not takes_all:
+            raise ConfigurationError(
+                f"lossless=True saves all state of every expert, popular ones last: with k_persist={self.k_persist}, "
+                f"order={self.order!r} and scopes={self.scopes!r} some would be left out; leave them at their defaults"
+            )
         parse_scopes(self.scopes)

@@ -34,6 +34,11 @@ class SnapshotIndex:
     extra: dict[str, Any] = field(default_factory=dict)
     world: int = 0
 
+    @property
+    def first_step(self) -> int:
+        """The step after which the oldest of it was taken: the steps from there on are run again after a restore."""
+        return min(self.step, int(self.extra.get("replayed_from", self.step)))
+
     def dump(self) -> bytes:
         return json.dumps({**vars(self), "placed": [piece.to_json() for piece in self.placed]}).encode()
 

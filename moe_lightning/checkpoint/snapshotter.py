@@ -2,8 +2,8 @@
 
 After the optimizer step of iteration k, `start` hands the live tensors to a background thread; before the optimizer
 step of iteration k + 1, `wait_before_update` waits until the copy is complete and returns the seconds of that stall.
-The thread copies in chunks, so that `CopyWindows` can keep it out of windows in which bandwidth matters more. Nothing
-here communicates.
+The thread copies in chunks, so that `CopyWindows` can keep it out of windows in which bandwidth matters more. A
+snapshot may be taken over several steps (`start(until=...)`, then `add`). Nothing here communicates.
 Sources: PEC 3.2, MoC-System 5.2.
 """
 
@@ -24,9 +24,9 @@ from moe_lightning.checkpoint.arena import Arena, block_bytes, capacity_of
 from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
 from moe_lightning.checkpoint.dcp_format import dump_object
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex, digest_of
-from moe_lightning.checkpoint.staging import CHUNK_BYTES, Staging
+from moe_lightning.checkpoint.staging import CHUNK_BYTES, Staging, side_stream
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.pieces import OBJECT, Block, Location, Piece, StatePiece, describe
+from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Location, Piece, StatePiece, describe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,7 @@ class Snapshotter:
         self._failure: BaseException | None = None
         self._report: SnapshotReport | None = None
         self._newest: SnapshotIndex | None = None
+        self._begun: SnapshotIndex | None = None  # what is copied of a snapshot that takes several steps
         self.on_published: Callable[[SnapshotIndex], None] | None = None
 
     def start(
@@ -123,6 +124,7 @@ class Snapshotter:
         objects: Mapping[str, object] | None = None,
         groups: Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
+        until: int | None = None,
     ) -> None:
         """Begin copying the state after `step`; the tensors must stay untouched until `wait_before_update` returns.
 
@@ -135,11 +137,13 @@ class Snapshotter:
             objects: small picklable values under their keys, readable again with `weights_only=True`.
             groups: key -> file group, so that experts that are saved together share a file.
             extra: JSON for the manifest (ledger, plan).
+            until: the step at which an `add` completes this snapshot, which is then called that step's; None: nothing
+                is added. One that is not completed yet is given up.
 
         Raises:
             ConfigurationError: the state does not fit the arena it was sized for.
         """
-        self.finish()
+        self.give_up()
         began = time.perf_counter()
         groups = groups or {}
         older = {} if self._newest is None else {piece.key: piece for piece in self._newest.placed}
@@ -161,20 +165,51 @@ class Snapshotter:
         table = SnapshotIndex(
             run=self._run,
             session=self._session,
-            step=step,
+            step=step if until is None else until,
             rank=self._rank,
             world=self._world,
             world_size=self._world_size,
             placed=(*placed, *carried),
             extra=dict(extra or {}),
         )
+        self._begin_copy(table, placed, [tensor for *_, tensor in copies], began, is_last=until in (None, step))
+
+    def add(self, step: int, state: Mapping[str, StatePiece], *, groups: Mapping[str, str]) -> None:
+        """Copy what a snapshot that was begun holds of the state after a later step.
+
+        Args:
+            state: what to copy.
+            groups: as in `start`.
+
+        Raises:
+            ConfigurationError: the state does not fit the arena it was sized for.
+        """
+        self.finish()
+        began, begun = time.perf_counter(), self._begun
+        assert begun is not None, "start was told of the last step"
+        pieces = [replace(describe(live, version=step, group=groups[live.key]), due=step) for live in state.values()]
+        placed = self._allocate(pieces, list(begun.placed))
+        table = replace(begun, placed=(*begun.placed, *placed))
+        sources = [live.tensor for live in state.values()]
+        self._begin_copy(table, placed, sources, began, is_last=step == begun.step)
+
+    def _begin_copy(
+        self, table: SnapshotIndex, placed: list[Piece], sources: list[torch.Tensor], began: float, *, is_last: bool
+    ) -> None:
         self._copied.clear()
         if self._windows is not None:
             self._windows.copy_begins(sum(piece.nbytes for piece in placed))
-        stream = _side_stream() if self._staging is not None else None
-        arguments = (table, placed, [tensor for *_, tensor in copies], stream, began)
+        stream = side_stream() if self._staging is not None else None
+        arguments = (table, placed, sources, stream, began, is_last)
         self._thread = threading.Thread(target=self._copy, args=arguments, name="snapshot", daemon=True)
         self._thread.start()
+
+    def give_up(self) -> None:
+        """Wait for what is being copied, and drop a snapshot that lacks later steps."""
+        self.finish()
+        if self._begun is not None:
+            self._begun = None
+            self.arena.transition(lambda s: s.abort_snapshot())
 
     def wait_before_update(self) -> float:
         """Wait until the live tensors may change; returns the seconds waited (the stall of this step).
@@ -192,7 +227,8 @@ class Snapshotter:
         return stall_s
 
     def finish(self) -> SnapshotReport | None:
-        """Wait until the snapshot is published and return its report (None: there was none)."""
+        """Wait until what is being copied is published, or copied where more is added to it; the report of the last
+        copy (None: there was none)."""
         if self._thread is not None:
             self._hurry()
             self._thread.join()
@@ -202,13 +238,18 @@ class Snapshotter:
 
     @property
     def report(self) -> SnapshotReport | None:
-        """Times of the last published snapshot; None before the first."""
+        """Times of the last copy; None before the first."""
         return self._report
+
+    @property
+    def newest_step(self) -> int | None:
+        """Of the last published snapshot; None before the first."""
+        return None if self._newest is None else self._newest.step
 
     def close(self) -> None:
         """Publish what is being copied and release the arena; its file stays for the agent."""
         try:
-            self.finish()
+            self.give_up()
         finally:
             self.arena.close()
 
@@ -235,10 +276,11 @@ class Snapshotter:
         return piece, data
 
     def _allocate(self, copies: list[Piece], carried: list[Piece]) -> list[Piece]:
-        """Open a buffer and give every piece a block that no other live snapshot uses."""
-        state = self.arena.transition(lambda s: s.begin_snapshot())
+        """Open a buffer, or go on with the open one, and give every piece a block that no other live snapshot uses."""
+        state = self.arena.state if self._begun else self.arena.transition(lambda s: s.begin_snapshot())
         assert state.writing is not None
-        self.arena.begin_table(state.writing)
+        if self._begun is None:
+            self.arena.begin_table(state.writing)
         live = [self.arena.table(i) for i, b in enumerate(state.buffers) if i != state.writing and b.step >= 0]
         used = [piece for table in live if table is not None for piece in table.placed]
         free = self.arena.free_blocks([*used, *carried])
@@ -246,6 +288,7 @@ class Snapshotter:
         for piece in copies:
             size = block_bytes(self._object_bytes if piece.dtype == OBJECT else piece.nbytes)
             if not free.get(size):
+                self._begun = None
                 self.arena.transition(lambda s: s.abort_snapshot())
                 raise ConfigurationError(
                     f"{piece.key} ({piece.nbytes} bytes) has no room in the arena, which was sized for "
@@ -255,40 +298,47 @@ class Snapshotter:
         return placed
 
     def _copy(
-        self, table: SnapshotIndex, placed: list[Piece], sources: list[torch.Tensor], stream: Any, began: float
+        self,
+        table: SnapshotIndex,
+        placed: list[Piece],
+        sources: list[torch.Tensor],
+        stream: Any,
+        began: float,
+        is_last: bool,
     ) -> None:
         """The background thread: copy, let training go on, checksum, publish."""
         try:
             for piece, source in zip(placed, sources, strict=True):
-                self._copy_one(self.arena.payload(piece), source, stream)
+                stored_as = torch.uint8 if piece.dtype == OBJECT else DTYPES[piece.dtype]
+                self._copy_one(self.arena.payload(piece), source, stored_as, stream)
             if self._staging is not None:
                 self._staging.finish()
             copied = time.perf_counter()
             self._copied.set()
-            self._publish(table, placed)
+            self._seal(table, placed, is_last=is_last)
             copied_bytes = sum(piece.nbytes for piece in placed)
             if self._windows is not None:
                 self._windows.copy_ended(copied_bytes, copied - began)
             self._report = SnapshotReport(
-                step=table.step,
+                step=max(piece.version for piece in placed) if placed else table.step,
                 copied_bytes=copied_bytes,
                 copy_s=copied - began,
                 publish_s=time.perf_counter() - copied,
                 copied_by_window=dict(self._windows.copied_bytes) if self._windows is not None else {},
             )
         except BaseException as error:  # handed to the training thread, which raises it
-            self._failure = error
+            self._failure, self._begun = error, None
             if self._staging is not None:
                 self._staging.forget()
             self.arena.transition(lambda s: s.abort_snapshot())
         finally:
             self._copied.set()
 
-    def _copy_one(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def _copy_one(self, target: torch.Tensor, source: torch.Tensor, stored_as: torch.dtype, stream: Any) -> None:
         if source.numel() == 0:
             return
         with torch.cuda.stream(stream):  # no effect where the stream is None
-            flat = source.detach().contiguous().view(-1).view(torch.uint8)
+            flat = source.detach().to(stored_as).contiguous().view(-1).view(torch.uint8)
         if self._staging is not None:
             self._staging.copy(target.data_ptr(), flat, stream, self._admit)
             return
@@ -302,9 +352,13 @@ class Snapshotter:
         if self._windows is not None:
             self._windows.admit(num_bytes)
 
-    def _publish(self, table: SnapshotIndex, placed: list[Piece]) -> None:
+    def _seal(self, table: SnapshotIndex, placed: list[Piece], *, is_last: bool) -> None:
+        """Checksums of what was copied; the whole is published with the last of it."""
         hashed = {piece.key: replace(piece, xxh3=digest_of(self.arena.payload(piece))) for piece in placed}
         table = replace(table, placed=tuple(hashed.get(piece.key, piece) for piece in table.placed))
+        self._begun = None if is_last else table
+        if not is_last:
+            return
         index = self.arena.state.writing
         assert index is not None
         self.arena.finish_table(index, table)
@@ -330,10 +384,3 @@ def _table_estimate(pieces: list[Piece], objects: int) -> int:
     widest = [replace(p, version=10**12, group="x" * 32, xxh3="f" * 16, location=at, due=10**12) for p in pieces]
     table = SnapshotIndex(run="", session="", step=0, rank=0, world_size=0, placed=tuple(widest))
     return -(-(len(table.dump()) + 512 * objects + (256 << 10)) // 4096) * 4096
-
-
-def _side_stream() -> Any:
-    """A CUDA stream that starts after the work queued so far (the optimizer step whose result is copied)."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    return stream

@@ -69,6 +69,13 @@ class Staging:
         self._arriving = None
 
 
+def side_stream() -> Any:
+    """A CUDA stream that starts after the work queued so far (the optimizer step whose result is copied)."""
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
 def _page_locked(num_bytes: int) -> Tensor:
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.replay_window import window_bytes
 from moe_lightning.algorithms.selection import full_selection
 from moe_lightning.algorithms.sharding import Module, ShardPlan, balanced_expert_writers, shard_checkpoint
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
@@ -88,6 +89,20 @@ class TrainingState(State):
             elif piece.is_moment:
                 load[piece.holders[0]] += piece.tensor.nbytes
         return tuple(load)
+
+    def window_bytes(self, k: int, computed_in: torch.dtype | None) -> tuple[float, ...]:
+        """Bytes of each snapshot of a lossless window of k experts a turn, of all ranks together.
+
+        Args:
+            computed_in: what experts compute in, where that is less than their weights.
+        """
+        layers, experts = range(self.num_layers), self.num_layers * self.num_experts
+        whole = sum(sum(self._expert_sizes(layer)) for layer in layers) / len(layers)
+        weights = [p for stack in self.stacks for p in stack.parameters.values()]
+        weight = sum(p.shape[1:].numel() * (computed_in or p.dtype).itemsize for p in weights) / len(layers)
+        dense = sum(self.rank_bytes(self.num_experts)) - experts * whole
+        shape = {"num_layers": self.num_layers, "num_experts": self.num_experts, "k": k}
+        return window_bytes(**shape, dense_bytes=dense, expert_bytes=whole, weight_bytes=weight)
 
     def _dense_pieces(self) -> tuple[list[StatePiece], dict[str, list[StatePiece]]]:
         """Pieces that not every rank has, and buffers; and those of each parameter that every rank has, which are cut
@@ -167,7 +182,8 @@ class TrainingState(State):
             scope = "master" if checkpoint.keys(f"expert/{layer}/0/master/") else "weight"  # as it was written
             for name, parameter in stack.parameters.items():
                 for slot, expert in stack.held():
-                    checkpoint.read_into(f"expert/{layer}/{expert}/{scope}/{name}", parameter.data[slot])
+                    key = checkpoint.key_at(f"expert/{layer}/{expert}/{scope}/{name}", checkpoint.first_step)
+                    checkpoint.read_into(key, parameter.data[slot])
         for piece in self.pieces():
             if not piece.is_replaceable and not piece.is_moment:
                 checkpoint.read_into(piece.key, piece.tensor, first_row=piece.first_row)

@@ -103,7 +103,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     for name, text in (
         ("checkpoint", summary.name),
         ("run", f"{summary.run}, session {summary.session}, commit {summary.sequence}"),
-        ("taken after step", str(summary.step)),
+        ("taken after step", _taken(summary)),
         (
             "committed",
             f"{datetime.fromtimestamp(summary.created_s, UTC):%Y-%m-%d %H:%M:%S} UTC by {summary.world_size} ranks",
@@ -120,6 +120,15 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     if summary.versions.size:
         console.print(_versions(summary))
     return 0
+
+
+def _taken(summary: inspect.Summary) -> str:
+    if summary.first_step == summary.step:
+        return str(summary.step)
+    return (
+        f"{summary.step}, lossless: a restore goes back to step {summary.first_step} and runs "
+        f"{summary.step - summary.first_step} steps again, then nothing is lost"
+    )
 
 
 def _facts() -> Table:
@@ -165,7 +174,9 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
         return 0
     checkpoint = inspect.resolve(arguments.path)
     written = inspect.export(checkpoint, arguments.target, prefix=arguments.prefix)
-    console.print(f"{arguments.target}: {_size(written)} of {checkpoint.path.name}", soft_wrap=True)
+    is_window = checkpoint.first_step < checkpoint.step
+    what = f", the model after step {checkpoint.first_step}" if is_window else ""
+    console.print(f"{arguments.target}: {_size(written)} of {checkpoint.path.name}{what}", soft_wrap=True)
     return 0
 
 

@@ -115,4 +115,4 @@ class _Directory:
     def experts(self, layer: int, block: str, name: str, num_experts: int) -> Tensor:
         scope = "master" if self._checkpoint.keys(f"expert/{layer}/0/master/") else "weight"
         keys = (f"expert/{layer}/{expert}/{scope}/{name}" for expert in range(num_experts))
-        return torch.stack([self._checkpoint.read(key) for key in keys])
+        return torch.stack([self._checkpoint.read_first(key) for key in keys])

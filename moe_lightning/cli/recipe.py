@@ -56,6 +56,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mes
                 "every_n_steps": policy.interval_steps,
                 "k_snapshot": policy.k_snapshot,
                 "k_persist": policy.k_persist,
+                "lossless": policy.lossless,
             },
             "dynamic_k": {"threshold": policy.plt_threshold},
             "load_balancer": balancer,

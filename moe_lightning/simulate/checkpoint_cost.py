@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, inf
 
@@ -12,6 +12,7 @@ from moe_lightning.algorithms.protection import protection_cost
 from moe_lightning.algorithms.selection import full_selection, parse_scopes, sequential_selection
 from moe_lightning.algorithms.sharding import Module, baseline_rank_bytes, equal_expert_writers, shard_checkpoint
 from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.lossless import window_shares
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.workload import Workload
 
@@ -21,11 +22,12 @@ class SaveCost:
     """Of one checkpoint.
 
     Attributes:
-        snapshot_bytes: that the busiest rank copies.
+        snapshot_bytes: that the busiest rank copies, in all steps of a window.
         persist_bytes: that all ranks write.
-        snapshot_s, persist_s: on the slowest rank and node.
+        snapshot_s, persist_s: on the slowest rank and node; of a window's snapshots the longest.
         protect_s: sending snapshots, or their parity, to other nodes.
         load_s: reading everything back and sharing it out.
+        copies_s: copying in each step of a window; of any other checkpoint in its one step.
     """
 
     snapshot_bytes: float
@@ -34,6 +36,7 @@ class SaveCost:
     persist_s: float
     protect_s: float
     load_s: float
+    copies_s: tuple[float, ...]
 
 
 def accounting(policy: Policy) -> Accounting:
@@ -46,6 +49,10 @@ def save_cost(
     workload: Workload, hardware: Hardware, policy: Policy, num_ranks: int, k_snapshot: int, k_persist: int
 ) -> SaveCost:
     """Seconds and bytes of a checkpoint with K experts of each layer (K = E: all)."""
+    if policy.lossless:
+        plain = replace(policy, lossless=False)
+        whole = save_cost(workload, hardware, plain, num_ranks, workload.num_experts, workload.num_experts)
+        return _window_cost(whole, window_shares(workload, policy.k_snapshot or workload.num_experts))
     books = accounting(policy)
     tensors = workload.tensors()
     written = checkpoint_size(tensors, accounting=books, k=k_persist).total_bytes
@@ -68,6 +75,21 @@ def save_cost(
         load_s=max(everything / nodes / hardware.storage_bytes_per_s, everything / shared)
         + everything / num_ranks / hardware.host_copy_bytes_per_s
         + workload.dense_params * workload.state_bytes / hardware.link_bytes_per_s,
+        copies_s=(busiest_snapshot / hardware.host_copy_bytes_per_s,),
+    )
+
+
+def _window_cost(whole: SaveCost, shares: tuple[float, ...]) -> SaveCost:
+    """Of a window whose snapshots have these shares of a full one; what is copied in one step is what hides or not."""
+    total = sum(shares)
+    return SaveCost(
+        snapshot_bytes=total * whole.snapshot_bytes,
+        persist_bytes=total * whole.persist_bytes,
+        snapshot_s=max(shares) * whole.snapshot_s,
+        persist_s=total * whole.persist_s,
+        protect_s=total * whole.protect_s,
+        load_s=total * whole.load_s,
+        copies_s=tuple(share * whole.snapshot_s for share in shares),
     )
 
 

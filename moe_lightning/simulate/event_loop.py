@@ -14,11 +14,12 @@ from math import ceil
 import numpy as np
 
 from moe_lightning.algorithms.recovery_planner import plan_recovery
-from moe_lightning.simulate.accounts import Accounts
+from moe_lightning.simulate.accounts import Accounts, Mark
 from moe_lightning.simulate.checkpoint_cost import SaveCost, cheapest_interval, save_cost
 from moe_lightning.simulate.failures import NS, Event
 from moe_lightning.simulate.held_snapshots import inventories
 from moe_lightning.simulate.history import History
+from moe_lightning.simulate.lossless import stall_of
 from moe_lightning.simulate.report import closing_report
 from moe_lightning.simulate.scenario import Recovery, Report, Scenario, model_of
 from moe_lightning.simulate.state import SavedState
@@ -82,6 +83,7 @@ class _Run:
         self._step_ns = 0
         self._recorded_step = 0
         self._due: dict[str, int] = {}
+        self._opened: Mark | None = None  # where a window began that is not complete yet
         self._changes_ns = [round(min(at, 1e9) * NS) for at in self.hardware.changes_s]
         self.worlds = Worlds(scenario, self.model)
 
@@ -196,24 +198,28 @@ class _Run:
         """A checkpoint of the state after this step."""
         assert self.world is not None
         save, step = self._save_cost(), self.accounts.step
+        mark, self._opened = self._opened or self.accounts.mark(), None
+        if step < mark.step + len(save.copies_s) - 1:  # a window begins, and counts with its last snapshot
+            self._opened, self._due["save"] = mark, mark.step + len(save.copies_s) - 1
+            return
         self.saved.settle(self.now_ns)
         self._record()
         if self.policy.saving == "blocking":
             stall_s = written_s = save.snapshot_s + save.persist_s
         else:
-            stall_s = max(0.0, save.snapshot_s - self._cost.overlap_s)
+            stall_s = stall_of(save.copies_s, self._cost.overlap_s)
             written_s = save.snapshot_s + save.persist_s
         stall_ns = round(stall_s * NS)
-        self._begin_save(save, written_s)
-        self._due["save"] = step + self._effective_interval(written_s)
+        self._begin_save(save, written_s, mark)
+        self._due["save"] = max(step + 1, mark.step + self._effective_interval(written_s))
         self._ready_ns = self.now_ns + stall_ns
         self.history.stall_ns += stall_ns
 
-    def _begin_save(self, save: SaveCost, written_s: float) -> None:
+    def _begin_save(self, save: SaveCost, written_s: float, mark: Mark) -> None:
         assert self.world is not None
         done_ns = self.now_ns + round(written_s * NS)
         writers = self.world.writers_LE
-        self.saved.begin(self.accounts.mark(), self.world.nodes, writers, done_ns=done_ns, nbytes=save.persist_bytes)
+        self.saved.begin(mark, self.world.nodes, writers, done_ns=done_ns, nbytes=save.persist_bytes)
 
     def _effective_interval(self, written_s: float) -> int:
         """Storage must have finished one checkpoint before the next begins (MoC 5.3)."""
@@ -311,7 +317,7 @@ class _Run:
         if not self.policy.live_recovery and self.policy.saving != "none":  # saved on purpose before the restart
             save = self._save_cost()
             self._record()
-            self._begin_save(save, save.snapshot_s + save.persist_s)
+            self._begin_save(save, save.snapshot_s + save.persist_s, self.accounts.mark())
         self._form(sorted(self.live), "join", 0)
 
     def _form(self, available: Sequence[int], source: str, lost_steps: int) -> None:
@@ -353,7 +359,7 @@ class _Run:
         self._join_due_ns = None
 
     def _install(self, world: SimulatedWorld) -> None:
-        self.world, self._next = world, None
+        self.world, self._next, self._opened = world, None, None
         self.worlds.hold(world)
         step = self.accounts.step
         self._due = {"refresh": step}

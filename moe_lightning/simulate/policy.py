@@ -42,6 +42,8 @@ class Policy:
         interval_steps: between checkpoints, never shorter than writing one takes; None: the interval that costs least.
         k_snapshot, k_persist: experts of a layer copied and written; None: all.
         scopes: state of experts to which K applies.
+        lossless: windows of sparse snapshots of k_snapshot experts each, whose steps a restore runs again: no token is
+            lost, and all that is copied is written.
         plt_threshold: Dynamic-K keeps the proportion of lost tokens under it; None: K stays.
         plt_lookahead: whether K also rises when one more fault could exceed the threshold (ours), or only after a fault
             has exceeded its part of it (MoC-System).
@@ -74,6 +76,7 @@ class Policy:
     k_snapshot: PositiveInt | None = None
     k_persist: PositiveInt | None = None
     scopes: str = "full"
+    lossless: bool = False
     plt_threshold: Annotated[float, Range(above=0, below=1)] | None = None
     plt_lookahead: bool = True
     sharding: Sharding = "full"
@@ -105,6 +108,11 @@ class Policy:
             raise ConfigurationError(
                 f"policy.k_persist={self.k_persist} exceeds k_snapshot={self.k_snapshot}: lower it, as only copies "
                 "are written"
+            )
+        if self.lossless and (self.k_persist is not None or self.scopes != "full" or self.saving != "async"):
+            raise ConfigurationError(
+                f"policy.lossless=true writes all state of every expert behind training, which it cannot with "
+                f"k_persist={self.k_persist}, scopes={self.scopes}, saving={self.saving}: use null, full and async"
             )
         if self.saving == "none" and self.protection != "none":
             raise ConfigurationError(

@@ -2,7 +2,8 @@
 
 slots: the fewest whose step is within one percent of the best, as far as memory goes. min_replicas: one more than the
 nodes that fail at once (Lazarus 4.1), or one where that trains more. protection: none where replicas survive such a
-failure, else parity or copies (REFT 4). K_snapshot, K_persist and the shortest interval: MoC-System 5.3. Interval and
+failure, else parity or copies (REFT 4). K_snapshot, K_persist and the shortest interval: MoC-System 5.3, for partial
+checkpoints and for lossless windows; of both what trains more, tokens that are lost not counted. Interval and
 rebalance_every: the best of a few by simulation. What a choice buys is the goodput and PLT of the same run with that
 choice undone.
 """
@@ -95,6 +96,7 @@ def recommend(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any] | N
     undone: dict[str, Any] = {
         "slots": max(1, -(-experts // _stage_ranks(scenario, cluster))),
         "min_replicas": 1 if policy.min_replicas > 1 else several,
+        "lossless": False,
         "k_snapshot": experts,
         "k_persist": experts,
         "interval_steps": 10 * (policy.interval_steps or 1),
@@ -103,9 +105,9 @@ def recommend(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any] | N
     }
     choices = []
     for name, instead in undone.items():
-        if getattr(policy, name) == instead or name in fixed:
+        if getattr(policy, name) in (instead, None) or name in fixed:
             continue
-        changes = {name: instead} | ({"k_snapshot": experts} if name == "k_persist" else {})
+        changes = {name: instead} | ({"k_snapshot": experts} if name in ("k_persist", "lossless") else {})
         worse = simulate(_with(scenario, policy, **changes))
         choices.append(Choice(name=name, value=getattr(policy, name), instead=instead, report=worse))
     mixture = mixture_of(_with(scenario, policy), cluster.nodes)
@@ -130,12 +132,17 @@ def _candidate(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any], r
         replicated = possible > cluster.simultaneous
         layout = choose_protection(range(cluster.nodes), replicated=replicated, failures=cluster.simultaneous)
         policy = build_config(Policy, vars(policy) | {"protection": layout.method})
-    policy = _checkpoints(replace(scenario, policy=policy), ranks, fixed)
-    interval = policy.interval_steps or 1
-    periods = [policy.rebalance_every] if "rebalance_every" in fixed else _REBALANCE_PERIODS
-    policy, _ = _best(scenario, policy, "rebalance_every", periods)
-    intervals = [interval] if "interval_steps" in fixed else [factor * interval for factor in _INTERVAL_FACTORS]
-    return _best(scenario, policy, "interval_steps", intervals)
+    kinds = [policy.lossless] if fixed.keys() & {"lossless", "k_persist", "scopes", "saving"} else [False, True]
+    ways: list[tuple[Policy, Report]] = []
+    for lossless in kinds:
+        way = _checkpoints(replace(scenario, policy=replace(policy, lossless=lossless)), ranks, fixed)
+        interval = way.interval_steps or 1
+        periods = [way.rebalance_every] if "rebalance_every" in fixed or ways else _REBALANCE_PERIODS
+        way, _ = _best(scenario, way, "rebalance_every", periods)
+        policy = replace(policy, rebalance_every=way.rebalance_every)
+        intervals = [interval] if "interval_steps" in fixed else [factor * interval for factor in _INTERVAL_FACTORS]
+        ways.append(_best(scenario, way, "interval_steps", intervals))
+    return max(ways, key=lambda way: way[1].samples * (1 - way[1].plt))
 
 
 def _best(scenario: Scenario, policy: Policy, name: str, values: Sequence[int]) -> tuple[Policy, Report]:
@@ -175,7 +182,8 @@ def _checkpoints(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Po
     policy, work = scenario.policy, scenario.workload
     nodes = ranks // scenario.hardware.ranks_per_node
     cost = StepModel(work, scenario.hardware, policy, scenario.routing, nodes, scenario.mesh).cost(nodes, 0, 0)
-    costs = {k: save_cost(work, scenario.hardware, policy, ranks, k, k) for k in range(1, work.num_experts + 1)}
+    plans = {k: replace(policy, k_snapshot=k) if policy.lossless else policy for k in range(1, work.num_experts + 1)}
+    costs = {k: save_cost(work, scenario.hardware, plan, ranks, k, k) for k, plan in plans.items()}
     found = adapt(
         snapshot_s=lambda k: costs[k].snapshot_s,
         persist_s=lambda k: costs[k].persist_s,
@@ -189,7 +197,7 @@ def _checkpoints(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Po
     )
     values: dict[str, Any] = {
         "k_snapshot": found.k_snapshot,
-        "k_persist": found.k_persist,
+        "k_persist": None if policy.lossless else found.k_persist,
         "interval_steps": found.interval_steps,
     }
     return replace(policy, **{name: value for name, value in values.items() if name not in fixed})

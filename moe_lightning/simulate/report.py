@@ -6,6 +6,7 @@ from moe_lightning.simulate.accounts import Accounts
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.failures import NS
 from moe_lightning.simulate.history import History
+from moe_lightning.simulate.lossless import WindowCost, stall_of
 from moe_lightning.simulate.scenario import Report, Scenario, format_bytes
 from moe_lightning.simulate.state import SavedState
 from moe_lightning.simulate.step_model import StepCost, StepModel
@@ -29,6 +30,14 @@ def closing_report(
     save = save_cost(scenario.workload, hardware, scenario.policy, ranks, saved.k_snapshot, saved.k_persist)
     rank_bytes = model.rank_memory_bytes()
     host_bytes = _BUFFERS * save.snapshot_bytes * hardware.ranks_per_node
+    window = None
+    if len(save.copies_s) > 1:
+        window = WindowCost(
+            steps=len(save.copies_s),
+            copied_bytes=tuple(copy_s * hardware.host_copy_bytes_per_s for copy_s in save.copies_s),
+            stall_s=stall_of(save.copies_s, first_cost.overlap_s),
+            replay_s=(len(save.copies_s) - 1) * first_cost.step_s,
+        )
     limits = (
         ("weights and optimizer state of a rank", rank_bytes, hardware.memory_bytes),
         ("snapshots of a node", host_bytes, hardware.host_memory_bytes),
@@ -59,6 +68,7 @@ def closing_report(
             for what, size, room in limits
             if size > room
         ),
+        window=window,
         recoveries=tuple(history.recoveries),
         spans=history.spans(),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import NS, Event, check_events
 from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.lossless import WindowCost
 from moe_lightning.simulate.mesh import Mesh
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.routing import RoutingScenario
@@ -102,6 +103,7 @@ class Report:
         checkpoints, written_bytes: committed.
         rank_bytes: state of one rank; host_bytes: snapshots of one node.
         warnings: what the cluster could not hold.
+        window: of lossless snapshots; None where they are not.
         recoveries, spans: over time.
     """
 
@@ -126,6 +128,7 @@ class Report:
     rank_bytes: float
     host_bytes: float
     warnings: tuple[str, ...] = ()
+    window: WindowCost | None = None
     recoveries: tuple[Recovery, ...] = ()
     spans: tuple[Span, ...] = field(default=(), repr=False)
 
@@ -163,6 +166,13 @@ class Report:
                 f"{format_bytes(self.rank_bytes)} of state a rank, {format_bytes(self.host_bytes)} of snapshots a node",
             ),
         ]
+        if self.window is not None:
+            steps, sizes = self.window.steps, self.window.copied_bytes
+            text = (
+                f"{steps} steps, {format_bytes(sum(sizes))} of the busiest rank, {format_bytes(max(sizes))} in one step"
+            )
+            text += f"; {self.window.stall_s:.3g} s of stall, {self.window.replay_s:.3g} s of replay"
+            rows.append(("windows", text))
         rows += [("warning", text) for text in self.warnings]
         return "\n".join(f"{name:<12} {text}" for name, text in rows)
 

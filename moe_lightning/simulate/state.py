@@ -57,7 +57,8 @@ class SavedState:
     ) -> None:
         experts = workload.num_experts
         self.shape = (num_layers, experts)
-        self.k_snapshot = min(experts, policy.k_snapshot or experts)
+        some = None if policy.lossless else policy.k_snapshot  # a window is one checkpoint of everything
+        self.k_snapshot = min(experts, some or experts)
         self.k_persist = min(self.k_snapshot, policy.k_persist or experts)
         self.partial = self.k_persist < experts
         self.written_bytes = 0.0

@@ -2,7 +2,8 @@
 
 Keys (see the design of the checkpoint): `expert/{layer}/{expert}/{weight|master|exp_avg|exp_avg_sq}/{name}` for
 experts, which partial checkpoints may carry over from an older version, and any other key (`dense/...`, `trainer`,
-`rng/{rank}`, ...) for state that every checkpoint holds anew.
+`rng/{rank}`, ...) for state that every checkpoint holds anew; `replay/{layer}/{expert}/{step}/{name}` for the weights
+that an expert computes with after a step of a window (`algorithms/replay_window.py`).
 """
 
 from __future__ import annotations
@@ -104,12 +105,14 @@ class StatePiece:
         tensor: a view of the live values.
         block: what of the whole tensor it is.
         holders: the ranks that have the same values.
+        stored_as: what it is stored in; None: as it is.
     """
 
     key: str
     tensor: torch.Tensor
     block: Block
     holders: tuple[int, ...] = ()
+    stored_as: torch.dtype | None = None
 
     @classmethod
     def of(cls, key: str, tensor: torch.Tensor, holders: tuple[int, ...] = ()) -> Self:
@@ -124,8 +127,7 @@ class StatePiece:
     @property
     def is_moment(self) -> bool:
         """Whether it is a state of an optimizer, not a value of the module."""
-        scope = self.key.split("/", 4)[3] if is_partial(self.key) else self.key.rpartition("/")[2]
-        return scope not in WEIGHTS
+        return is_moment(self.key)
 
     @property
     def first_row(self) -> int:
@@ -246,12 +248,13 @@ def describe(live: StatePiece, *, version: int, group: str) -> Piece:
     Raises:
         ConfigurationError: a dtype that cannot be stored.
     """
-    dtype = dtype_name(live.tensor)
+    stored_as = live.stored_as or live.tensor.dtype
+    dtype, nbytes = str(stored_as).removeprefix("torch."), live.tensor.numel() * stored_as.itemsize
     if dtype not in DTYPES:
         raise ConfigurationError(
             f"{live.key} has dtype {dtype}, which checkpoints cannot hold: use one of {sorted(DTYPES)}"
         )
-    return Piece(key=live.key, dtype=dtype, block=live.block, version=version, group=group, nbytes=live.tensor.nbytes)
+    return Piece(key=live.key, dtype=dtype, block=live.block, version=version, group=group, nbytes=nbytes)
 
 
 def by_key(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
@@ -267,13 +270,35 @@ def is_partial(key: str) -> bool:
     return key.startswith("expert/")
 
 
+def replay_key(layer: int, expert: int, step: int, name: str) -> str:
+    """Of the weights that an expert computes with after a step."""
+    return f"replay/{layer}/{expert}/{step}/{name}"
+
+
+def is_replayed(key: str) -> bool:
+    """Whether it is the weights of a step that a restore runs again."""
+    return key.startswith("replay/")
+
+
+def expert_of(key: str) -> tuple[int, int] | None:
+    """(layer, expert) of what comes and goes with an expert; None of everything else."""
+    return parse_expert_key(key)[:2] if is_partial(key) or is_replayed(key) else None
+
+
+def is_moment(key: str) -> bool:
+    """Whether a tensor's key is that of a state of an optimizer, not of a value of the module."""
+    scope = key.split("/", 4)[3] if is_partial(key) else key.rpartition("/")[2]
+    return scope not in WEIGHTS
+
+
 def parse_expert_key(key: str) -> tuple[int, int, str, str]:
-    """(layer, expert, scope, name) of an expert's key.
+    """(layer, expert, scope, name) of an expert's key; the scope of replayed weights is the step.
 
     Raises:
         ConfigurationError: the key is not of the form expert/{layer}/{expert}/{scope}/{name}.
     """
     parts = key.split("/", 4)
-    if len(parts) != 5 or parts[0] != "expert" or not (parts[1].isdecimal() and parts[2].isdecimal()):
+    is_expert = len(parts) == 5 and parts[0] in ("expert", "replay") and parts[1].isdecimal() and parts[2].isdecimal()
+    if not is_expert or (parts[0] == "replay" and not parts[3].isdecimal()):
         raise ConfigurationError(f"{key!r} is no expert's key: use expert/LAYER/EXPERT/SCOPE/NAME")
     return int(parts[1]), int(parts[2]), parts[3], parts[4]

@@ -4,15 +4,12 @@ directories.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -26,7 +23,6 @@ from moe_lightning.checkpoint.full_state import (
 )
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.mending import find_usable, mended
-from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.sealing import check_file
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import place_of, storage_of
@@ -34,6 +30,7 @@ from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.strategies.random_state import random_state
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states, states_of_stateful
 from moe_lightning.strategies.worlds import Worlds
@@ -79,12 +76,22 @@ class Checkpoints:
         if "combined_loader" in loop:  # stock Lightning looks for the positions of loaders that have one there
             loop["combined_loader"] = states_of_stateful(loaders)
 
+    def may_change(self, file: object) -> bool:
+        """Whether a file of Lightning's own may be written or deleted: not while steps of a window are run again, whose
+        state is not whole; they were run before, and what was to be saved then was."""
+        replay = self._state.window_replay
+        if replay is not None:
+            rank_zero_warn(
+                f"{file} stays as it is: the state of step {replay.step} is whole from step {replay.last} on"
+            )
+        return replay is None
+
     def training_objects(self) -> dict[str, Any]:
         """What this rank adds to a directory checkpoint beside tensors; collective, as Lightning's own dump is."""
         trainer, rank = self._state.trainer, self._worlds.present.rank
         with self._leave_state_out():
             dump = seams.dump_trainer(trainer)
-        objects: dict[str, Any] = {f"rng/{rank}": _random_state()}
+        objects: dict[str, Any] = {f"rng/{rank}": random_state()}
         if rank == 0:
             kept = {key: value for key, value in dump.items() if key not in ("state_dict", "optimizer_states")}
             # Lightning looks for both keys before it asks the strategy, which reads them from the directory.
@@ -145,7 +152,7 @@ class Checkpoints:
         """Give the optimizers their states, and from a directory the random generators theirs."""
         if self._state.restored is not None:
             self._state.training_state().restore_optimizers(self._state.restored)
-            _restore_random_state(self._state.restored, self._worlds.present)
+            self._state.go_on_from(self._state.restored)
             return
         states, number = checkpoint["optimizer_states"], len(self._state.optimizers)
         if len(states) != number:
@@ -296,31 +303,3 @@ def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
             f"{path} holds no whole checkpoint: name a .ckpt file or a directory of step-... directories, or start anew"
         )
     return found.checkpoint
-
-
-def _random_state() -> dict[str, Any]:
-    """The global random generators of this process as tensors and plain values."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_random_state(checkpoint: CheckpointSource, world: World) -> None:
-    """Continue this rank's generators; a rank that the checkpoint does not know keeps its own."""
-    key = f"rng/{world.rank}"
-    if key not in checkpoint.keys("rng/"):
-        return
-    state = checkpoint.read_object(key)
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.algorithms.recovery_planner import RecoveryPlan, without_snapshots
 from moe_lightning.algorithms.repair import Repair
-from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
@@ -161,7 +160,8 @@ class ElasticWorlds:
         asked = [self.engine.newcomers(), (self.engine.notice or self.parting) is not None]
         wishes = torch.tensor(asked, dtype=torch.int32, device=self._device)
         all_reduce_(wishes, self._worlds.mesh.whole)
-        self.change_is_due = bool(self._worlds.mesh.whole.read(wishes).any())
+        is_wished = self._worlds.mesh.whole.read(wishes).any()
+        self.change_is_due = bool(is_wished) and self._state.window_replay is None  # state that crosses is whole
 
     def begin_update(self) -> None:
         """Values change from here on."""
@@ -312,7 +312,7 @@ class ElasticWorlds:
             rank=world.rank,
             node=self._require_members().nodes[world.rank],
             version=self.version,
-            counts=not (self.is_newcomer or self._is_torn),
+            counts=not (self.is_newcomer or self._is_torn or self._state.window_replay),
             is_prepared=self._pending is not None,
         )
         inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
@@ -335,7 +335,7 @@ class ElasticWorlds:
             except DamagedSnapshots as damage:
                 inventories = without_snapshots(inventories, damage.damaged)
         with watch.phase("settling"):
-            self.version, self.has_rolled_back = plan.version, plan.level != "live"
+            self.version, self.has_rolled_back = plan.resumes_at, plan.level != "live"
             if plan.level == "live" and plan.stale:
                 for listener in self.listeners:
                     listener.count_stale(plan.stale)
@@ -353,6 +353,7 @@ class ElasticWorlds:
     def _move(self, plan: RecoveryPlan, repair: Repair, world: World) -> None:
         """Bring the state of the plan's version to where the placements want it."""
         state = self._state
+        state.window_replay = None
         if world.rank in plan.apply_prepared:
             self._make_up()
         saved = fetch_missing(self.planner, plan, repair, world)
@@ -377,6 +378,7 @@ class ElasticWorlds:
             state.training_state().restore_model(saved)
             state.training_state().restore_optimizers(saved)
             state.restored = saved
+            state.go_on_from(saved)
         agree(world)
         self._is_torn = False
 
@@ -392,9 +394,8 @@ class ElasticWorlds:
         trainer = self._state.trainer
         if plan.level != "live":
             saved = self._state.restored
-            assert isinstance(saved, MemoryCheckpoint)
+            assert saved is not None
             self._progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
-            saved.release()
             return
         is_live = world.rank not in newcomers_of(plan, world)
         self._progress = shared_progress(self._progress, trainer, plan.version, world, is_live=is_live)

@@ -73,7 +73,7 @@ class ExpertParallelStrategy(SavingStrategy):
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
-        worlds, elastic, collectives_timeout: see WorldDDPStrategy.
+        worlds, elastic, collectives_timeout, may_change: see WorldDDPStrategy.
         state, steps: what this rank holds of the run; batches, losses and gradients.
         weigh, scale_sum: see `moe_lightning.modules.losses.global_mean` and `global_sum`.
         checkpoints, placing: saves and restores; where experts are put first.
@@ -114,6 +114,7 @@ class ExpertParallelStrategy(SavingStrategy):
         self.steps = Steps(self.worlds, self.state, check_replicas_every=check_replicas_every)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
+        self.may_change = self.checkpoints.may_change
         self._kept: KeptExperts | None = None
         self._data: StepData | None = None
 

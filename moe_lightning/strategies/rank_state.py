@@ -17,12 +17,15 @@ from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replay
 from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
+from moe_lightning.checkpoint.window_replay import WindowReplay
 from moe_lightning.comm.world import World, agree
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.row_blocks import local, swap_parameters, updating_blocks
 from moe_lightning.strategies.dense_rows import DenseRows
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
+from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
 from moe_lightning.strategies.worlds import Worlds
 
@@ -42,6 +45,7 @@ class RankState:
         optimizers: of the running fit.
         replay: of another rank's optimizer shard; None where none is kept.
         restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
+        window_replay: the steps that are run again until all of it is whole; None where it is.
     """
 
     def __init__(self, worlds: Worlds, *, dense: str, shard_size: int | None = None, max_slots: int | None) -> None:
@@ -57,6 +61,7 @@ class RankState:
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
+        self.window_replay: WindowReplay | None = None
 
     @property
     def module(self) -> pl.LightningModule:
@@ -124,6 +129,36 @@ class RankState:
         """What an optimizer updates on some rank, in an order that all ranks share."""
         return [parameter for group in self._groups[self.number_of(optimizer)] for parameter in group]
 
+    def require_replayable(self) -> None:
+        """
+        Raises:
+            ConfigurationError: steps that cannot be run again with some experts frozen, to the bit.
+        """
+        if not self.module.automatic_optimization:
+            raise ConfigurationError(
+                "lossless=True runs steps again, whose bounds manual optimization does not state: use automatic "
+                "optimization, or lossless=False"
+            )
+        require_updates_by_expert(self.optimizers, self.experts.stack_of)
+
+    def go_on_from(self, restored: CheckpointSource) -> None:
+        """Everything was restored: so are this rank's random generators. The updates of a window complete its state.
+
+        Raises:
+            ConfigurationError: training ends before it is complete.
+        """
+        restore_random_state(restored, self._worlds.present)
+        self.window_replay, most = None, self.trainer.max_steps
+        if restored.first_step == restored.step:
+            restored.release()
+            return
+        if 0 <= most < restored.step:
+            raise ConfigurationError(
+                f"max_steps={most} ends within the steps {restored.first_step + 1} to {restored.step} of "
+                f"{restored.path.name}, whose state is whole after all of them: raise max_steps to {restored.step}"
+            )
+        self.window_replay = WindowReplay(restored)
+
     # ------------------------------------------------------------------ a step
 
     def spread_update(self, optimizer: Optimizer) -> None:
@@ -143,6 +178,12 @@ class RankState:
         """What follows every update of the parameters, on each rank by itself."""
         for layer in self.experts.layers:
             layer.router.update_bias()
+        if self.window_replay is not None:
+            self.window_replay.advance(self.training_state())
+            if self.window_replay.is_over:
+                self.window_replay = None
+                assert self.restored is not None
+                self.restored.release()
 
     def remember_forward(self) -> None:
         """Note the module's own attribute `forward`, where it has another one than its class: Lightning leaves its own

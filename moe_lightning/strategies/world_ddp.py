@@ -54,6 +54,7 @@ class WorldDDPStrategy(DDPStrategy):
         worlds: the present ranks.
         elastic: changes of the world in a run that outlives its ranks; None where no elastic launcher started it.
         collectives_timeout: longest wait for a peer in any collective.
+        may_change: whether a file of Lightning's own may be written or deleted now.
 
     Raises:
         ConfigurationError: processes that are forked or spawned, or, when it is set up, a communication hook.
@@ -72,6 +73,7 @@ class WorldDDPStrategy(DDPStrategy):
         self._options = {name: value for name, value in kwargs.items() if name not in stock}
         self.worlds = Worlds()
         self.elastic: ElasticWorlds | None = None
+        self.may_change: Callable[[object], bool] = lambda file: True
         self._own_launcher: PrivateLauncher | None = None
         self._has_met = False
 
@@ -100,6 +102,16 @@ class WorldDDPStrategy(DDPStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         self._devices = devices
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.may_change(filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.may_change(filepath):
+            super().remove_checkpoint(filepath)
 
     @property
     @override

@@ -53,12 +53,14 @@ class Kill:
         step: optimizer steps done before.
         place: one of PLACES.
         signal: what it gets.
+        visit: which time the process comes there.
     """
 
     worker: int
     step: int
     place: str
     signal: int = signal.SIGKILL
+    visit: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +107,14 @@ class Killer(pl.Callback):
         assert all(kill.place in PLACES for kill in kills)
         self._folder = folder
         self._step = -1
+        self._visits: collections.Counter[tuple[str, int]] = collections.Counter()
 
     def at(self, place: str, step: int) -> None:
+        self._visits[place, step] += 1
         for index, kill in enumerate(self._kills):
             mark = self._folder / f"kill-{kill.worker}-{kill.step}-{kill.place}-{index}"
-            if (kill.place, kill.step) == (place, step) and not mark.exists():
+            is_due = (kill.place, kill.step, kill.visit) == (place, step, self._visits[place, step])
+            if is_due and not mark.exists():
                 mark.write_text(str(time.time()))
                 os.kill(os.getpid(), kill.signal)
 

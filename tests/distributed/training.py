@@ -135,6 +135,7 @@ def train(
     ckpt_path: str | None = None,
     save_to: str | None = None,
     validate: bool = False,
+    optimizer: dict[str, Any] | None = None,
     callbacks: Sequence[pl.Callback] = (),
 ) -> dict[str, Any]:
     """Train a tiny model and return losses, replica checks and the full state (rank 0)."""
@@ -146,7 +147,10 @@ def train(
     module: pl.LightningModule = (
         own_module()
         if own_module
-        else GPTModule(TINY | (model or {}), OptimizerConfig(lr=3e-3, warmup_steps=2, decay="constant"))
+        else GPTModule(
+            TINY | (model or {}),
+            OptimizerConfig(**{"lr": 3e-3, "warmup_steps": 2, "decay": "constant"} | (optimizer or {})),
+        )
     )
     loader = DataLoader(RandomTokens(dataset_size), batch_size=batch_size, shuffle=True)
     held_out = DataLoader(RandomTokens(30), batch_size=10) if validate else None

@@ -1,0 +1,40 @@
+"""The global random generators of a rank, in checkpoints."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_lightning.checkpoint.reader import CheckpointSource
+from moe_lightning.comm.world import World
+
+
+def random_state() -> dict[str, Any]:
+    """The global random generators of this process as tensors and plain values."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(checkpoint: CheckpointSource, world: World) -> None:
+    """Continue this rank's generators; a rank that the checkpoint does not know keeps its own."""
+    key = f"rng/{world.rank}"
+    if key not in checkpoint.keys("rng/"):
+        return
+    state = checkpoint.read_object(key)
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
