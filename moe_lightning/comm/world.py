@@ -76,9 +76,9 @@ class World:
         return cls(rank=0, size=1, device=torch.device(device))
 
     @classmethod
-    def offline(cls, rank: int, size: int, device: torch.device) -> World:
+    def offline(cls, rank: int, size: int, device: torch.device, shape: MeshShape | None = None) -> World:
         """The place that a process expects in a world that it has not joined yet: no groups, so no communication."""
-        return cls(rank=rank, size=size, device=device)
+        return cls(rank=rank, size=size, device=device, shape=shape)
 
     @property
     def is_connected(self) -> bool:

@@ -147,7 +147,8 @@ class ExpertParallelStrategy(SavingStrategy):
         self.state.begin_world()
         trainer = self.state.trainer
         loaders, mesh = (trainer.train_dataloader, trainer.val_dataloaders), self.worlds.mesh
-        self.step_data.enter_world(rank=mesh.data_rank, world_size=mesh.data_size, loaders=loaders)
+        if not self.worlds.spares:
+            self.step_data.enter_world(rank=mesh.data_rank, world_size=mesh.data_size, loaders=loaders)
         self.configure_ddp()
         self.worlds.enter()
 
