@@ -9,9 +9,13 @@ Shapes: B sequences, H heads, L positions of this rank, C head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from moe_lightning.comm.sequence_exchange import Sharers
 from moe_lightning.errors import ConfigurationError
@@ -27,6 +31,7 @@ class ContextParallel:
     def __init__(self) -> None:
         self._sharers: Sharers | None = None
         self._length: int | None = None
+        self.is_attending = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> ContextParallel:
         """A copy of a module has its sequences among the same ranks."""
@@ -110,11 +115,42 @@ class ContextParallel:
         if documents_BL is not None or window is not None or (is_causal and q_BHLC.shape[2] != length):
             queries = slice(first, first + q_BHLC.shape[2])
             mask = _visible(queries, length, is_causal, documents_BL, window, q_BHLC.device)
+        self.is_attending = True
         mixed = F.scaled_dot_product_attention(
             q_BHLC, k_BGLC, v_BGLC, attn_mask=mask, is_causal=is_causal and mask is None, scale=scale,
             enable_gqa=q_BHLC.shape[1] != k_BGLC.shape[1],
         )  # fmt: skip
+        self.is_attending = False
         return sharers.swap([mixed], 2, 1)[0] if sharers is not None and swaps else mixed
+
+
+class OtherAttention(TorchFunctionMode):
+    """Finds attention that does not ask the context, and so would see the positions of a part only: torch's own
+    function, or a softmax over positions for each position.
+
+    Raises:
+        ConfigurationError: there is some.
+    """
+
+    def __init__(self, context: ContextParallel, length: int) -> None:
+        super().__init__()
+        self._context, self._length = context, length
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_softmax = getattr(func, "__name__", "") == "softmax" and args and isinstance(args[0], Tensor)
+        is_attention = func is F.scaled_dot_product_attention or (is_softmax and self._is_square(args[0]))
+        if is_attention and not self._context.is_attending:
+            raise ConfigurationError(
+                f"{getattr(func, '__name__', func)} mixes the {self._length} positions of a part only, where mesh.cp "
+                "has cut sequences: call the attention of a moe_lightning.ContextParallel, which the module keeps as "
+                "`context`, or set mesh.cp=1"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _is_square(self, scores: Tensor) -> bool:
+        return scores.ndim > 2 and tuple(scores.shape[-2:]) == (self._length, self._length)
 
 
 def _visible(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from moe_lightning import seams
 from moe_lightning.comm.sequence_exchange import Sharers
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.context import ContextParallel, attach_context
+from moe_lightning.modules.context import ContextParallel, OtherAttention, attach_context
 from moe_lightning.modules.stream import SampleStream
 from moe_lightning.strategies.worlds import Worlds
 
@@ -57,11 +59,26 @@ class SequenceParts:
         self._stream.part, self._stream.parts = mesh.shape.index(mesh.whole.rank, "cp"), mesh.shape.cp
         self._sharers = Sharers.of(self._worlds.present)
         self._batches, self._length = 0, None
+        self._watched: set[bool] = set()
         self.leave()
 
     def enter(self) -> None:
         """A step begins: its sequences are parts."""
         self._context.enter(self._sharers, self._length)
+
+    @contextmanager
+    def watched(self, *, training: bool) -> Generator[None, None, None]:
+        """Around a module's step: its first one in a world shall have no attention that knows nothing of parts.
+
+        Raises:
+            ConfigurationError: it has.
+        """
+        if self._sharers is None or self._length is None or training in self._watched:
+            yield
+            return
+        with OtherAttention(self._context, self._length):
+            yield
+        self._watched.add(training)
 
     def leave_world(self) -> None:
         """Let go of its groups."""

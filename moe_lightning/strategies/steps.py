@@ -71,7 +71,8 @@ class Steps:
         self._enter(training_slice(trainer.train_dataloader))
         seams.forget_restart(trainer)
         self._weights.begin(self.batch)
-        with without_traces(module) if self.stream.is_stand_in else nullcontext():
+        traces = without_traces(module) if self.stream.is_stand_in else nullcontext()
+        with traces, self.sequences.watched(training=True):
             yield
         if self._worlds.present.size > 1:
             self._weights.warn_of_ignored_targets(arguments, parts=self.sequences.parts)
@@ -89,7 +90,8 @@ class Steps:
         self._enter(running_slice(loaders, index))
         try:
             if not self.stream.is_stand_in:
-                return self.sequences.whole(step(*args, **kwargs))
+                with self.sequences.watched(training=False):
+                    return self.sequences.whole(step(*args, **kwargs))
             with without_traces(self._state.module):
                 return nothing_of(self.sequences.whole(step(*args, **kwargs)))
         finally:

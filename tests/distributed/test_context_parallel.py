@@ -213,6 +213,23 @@ class Eager(OwnModel):
         self.second = nn.MultiheadAttention(32, 2)
 
 
+class Hidden(OwnModel):
+    """Attention that nothing but its computation tells."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        scores = (h @ h.transpose(1, 2)).softmax(-1) if self.training else h
+        return super().forward(ids) + self.out(scores @ h)
+
+
+class Fused(OwnModel):
+    """The same, by torch's function."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        return super().forward(ids) + self.out(nn.functional.scaled_dot_product_attention(h, h, h))
+
+
 class Shifting(OwnModel):
     """Makes targets in its step, of a batch with something else beside."""
 
@@ -254,6 +271,8 @@ def refusal(rank: int, world_size: int, kind: Callable[[], pl.LightningModule], 
     [
         (OwnModule, RandomTokens(), "no part of OwnModule knows of it"),
         (Eager, RandomTokens(), "second (MultiheadAttention) of Eager would mix"),
+        (Hidden, RandomTokens(), "softmax mixes the 8 positions of a part only"),
+        (Fused, RandomTokens(), "scaled_dot_product_attention mixes the 8 positions of a part only"),
         (Shifting, RandomTokens(), "attention got 7 positions, but mesh.cp=2 has cut the batch into parts of 8"),
         (OwnModel, Alone(), "let the dataset give (inputs, targets)"),
         (OwnModel, RandomTokens(length=15), "sequences of 15 positions cannot be cut into mesh.cp=2 equal parts"),
