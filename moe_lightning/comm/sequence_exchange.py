@@ -35,7 +35,6 @@ class Sharers:
         group = world.axis_groups.get("cp")
         return None if group is None else cls(rank=group.rank(), size=group.size(), world=world, group=group)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def swap(self, tensors: Sequence[Tensor], give: int, take: int) -> list[Tensor]:
         """Cut dimension `give` of every tensor over the N ranks and join their pieces along dimension `take`, in one
         exchange; the gradient travels back the same way.
@@ -53,7 +52,6 @@ class Sharers:
             torch.cat(part.view(piece.shape).unbind(), dim=take) for part, piece in zip(received, pieces, strict=True)
         ]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(self, tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
         """Every tensor with the pieces of all ranks along one dimension; gradients are summed in the order of ranks."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])

@@ -10,6 +10,7 @@ Shapes: B sequences, H heads, L positions of this rank, C head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,27 +102,64 @@ class ContextParallel:
         Raises:
             ConfigurationError: see `whole`.
         """
-        length, first = self.whole(q_BHLC.shape[2]), self.first(q_BHLC.shape[2])
-        sharers, swaps = self._sharers, k_BGLC.shape[1] % self._parts == 0
-        if sharers is not None:
-            if swaps:
-                q_BHLC, k_BGLC, v_BGLC = sharers.swap([q_BHLC, k_BGLC, v_BGLC], 1, 2)
-                first = 0
-            else:
-                k_BGLC, v_BGLC = sharers.gather([k_BGLC, v_BGLC], 2)
-            if documents_BL is not None:
-                (documents_BL,) = sharers.gather([documents_BL], 1)
-        mask = None
-        if documents_BL is not None or window is not None or (is_causal and q_BHLC.shape[2] != length):
-            queries = slice(first, first + q_BHLC.shape[2])
-            mask = _visible(queries, length, is_causal, documents_BL, window, q_BHLC.device)
+        sight = _Sight(is_causal=is_causal, documents_BK=documents_BL, window=window)
+        if self._sharers is None:
+            return _attend(q_BHLC, k_BGLC, v_BGLC, sight, scale)
+        self.whole(q_BHLC.shape[2])
+        mixed: Tensor = self._attend_to_parts(self._sharers, q_BHLC, k_BGLC, v_BGLC, sight, scale)
+        return mixed
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attend_to_parts(
+        self, sharers: Sharers, q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float | None
+    ) -> Tensor:
+        swaps = k.shape[1] % sharers.size == 0
+        if sight.documents_BK is not None:
+            (documents_BK,) = sharers.gather([sight.documents_BK], 1)
+            sight = replace(sight, documents_BK=documents_BK)
+        if swaps:
+            q, k, v = sharers.swap([q, k, v], 1, 2)
+        else:
+            sight = replace(sight, first=self.first(q.shape[2]))
+            k, v = sharers.gather([k, v], 2)
         self.is_attending = True
-        mixed = F.scaled_dot_product_attention(
-            q_BHLC, k_BGLC, v_BGLC, attn_mask=mask, is_causal=is_causal and mask is None, scale=scale,
-            enable_gqa=q_BHLC.shape[1] != k_BGLC.shape[1],
-        )  # fmt: skip
+        mixed = _attend(q, k, v, sight, scale)
         self.is_attending = False
-        return sharers.swap([mixed], 2, 1)[0] if sharers is not None and swaps else mixed
+        return sharers.swap([mixed], 2, 1)[0] if swaps else mixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sight:
+    """Which of K keys the queries see, which begin at position `first`; see `ContextParallel.attention`."""
+
+    is_causal: bool
+    documents_BK: Tensor | None
+    window: int | None
+    first: int = 0
+
+    def mask(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+        """bool [1 or B, 1, queries, keys]; None where plain causal attention, or all of it, is meant."""
+        is_plain = self.documents_BK is None and self.window is None
+        if is_plain and (num_queries == num_keys or not self.is_causal):
+            return None
+        queries = slice(self.first, self.first + num_queries)
+        at = torch.arange(num_keys, device=device)
+        behind = at[queries, None] - at
+        seen = behind >= 0 if self.is_causal else torch.ones_like(behind, dtype=torch.bool)
+        if self.window is not None:
+            seen = seen & (behind < self.window)
+        seen = seen[None, None]
+        if self.documents_BK is not None:
+            seen = seen & (self.documents_BK[:, None, queries, None] == self.documents_BK[:, None, None, :])
+        return seen
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float | None) -> Tensor:
+    mask = sight.mask(q.shape[2], k.shape[2], q.device)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=sight.is_causal and mask is None, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
 
 
 class OtherAttention(TorchFunctionMode):
@@ -151,23 +189,6 @@ class OtherAttention(TorchFunctionMode):
 
     def _is_square(self, scores: Tensor) -> bool:
         return scores.ndim > 2 and tuple(scores.shape[-2:]) == (self._length, self._length)
-
-
-def _visible(
-    queries: slice, length: int, is_causal: bool, documents_BL: Tensor | None, window: int | None, device: torch.device
-) -> Tensor:
-    """bool [1 or B, 1, queries, length]: what each query sees."""
-    at = torch.arange(length, device=device)
-    behind = at[queries, None] - at
-    seen = torch.ones_like(behind, dtype=torch.bool)
-    if is_causal:
-        seen = behind >= 0
-    if window is not None:
-        seen = seen & (behind < window)
-    seen = seen[None, None]
-    if documents_BL is not None:
-        seen = seen & (documents_BL[:, None, queries, None] == documents_BL[:, None, None, :])
-    return seen
 
 
 def attach_context(model: nn.Module, context: ContextParallel) -> None:

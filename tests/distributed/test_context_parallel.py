@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "llama": {"model": {**LLAMA, **NOISY}, **VALIDATED},
     "llama uneven": {"model": LLAMA, "batch_size": 13},
+    "bf16": {"model": LLAMA, "trainer": {"precision": "bf16-mixed"}},
     "llama accumulated": {
         "model": {**LLAMA, **NOISY}, "batch_size": 7, "trainer": {"accumulate_grad_batches": 3},
     },
