@@ -27,6 +27,9 @@ class ContextParallel:
 
     A module that mixes positions keeps one as its attribute `context`; the strategy puts its own there. Without a
     strategy, with `mesh.cp=1`, and outside of the strategy's steps, sequences are whole.
+
+    Attributes:
+        is_attending: attention over parts is being computed.
     """
 
     def __init__(self) -> None:

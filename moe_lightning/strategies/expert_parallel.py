@@ -262,7 +262,7 @@ class ExpertParallelStrategy(SavingStrategy):
         return self.step_data.cut(dataloader, self.lightning_module.trainer)
 
     def share_samples(self, speeds: IntArray | None, most: int | None = None) -> None:
-        """Cut training batches by the speeds of the ranks from the next one on, see `StepData.share_by`."""
+        """Cut training batches by the speeds of their slices from the next one on, see `StepData.share_by`."""
         self.step_data.share_by(speeds, most, self.state.trainer.train_dataloader)
 
     @property

@@ -82,7 +82,7 @@ class StepData:
         every rank. Loaders of unlike batches stay cut evenly, since no weight of a rank would fit them all.
 
         Args:
-            speeds: int64 [ranks]; None: evenly.
+            speeds: int64 [slices of the batch]; None: evenly.
             most: samples of a rank in a micro-batch; None: twice an even share.
             loaders: for training.
         """

@@ -86,3 +86,12 @@ def test_nothing_is_left_of_former_worlds(tmp_path: Path) -> None:
             assert len(full) == 3
             grown = {kind: count for kind, count in full[-1].items() if count > full[0].get(kind, 0)}
             assert not grown, grown
+
+
+def test_three_of_four_wait_where_all_share_a_sequence(tmp_path: Path) -> None:
+    kills, options = [Kill(worker=2, step=4, place="backward")], {**IN_PARTS, "strategy": {"mesh": {"cp": 4}}}
+    options["saving"] = {"every_n_steps": 1}
+    with elastic_run(tmp_path, workers=4, steps=6, kills=kills, **options) as run:
+        run.supervise(restart=[2])
+        assert_same_losses(run, reference(6, validate=True))
+        assert set(run.world_sizes().values()) == {4}

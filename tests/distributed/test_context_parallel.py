@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from moe_lightning import ContextParallel, MoELayer, auxiliary_loss
+from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.stream import StreamDropout
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_cut_parameters import load, save, tensors
+from tests.distributed.test_uneven_ranks import Slices
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
 
 STEPS = 20
@@ -71,6 +73,24 @@ def reference(key: str) -> dict[str, Any]:
 )
 def test_the_loss_is_that_of_one_rank(key: str, ranks: int, cp: int, strategy: dict[str, Any]) -> None:
     assert_same_training(reference(key), run(ranks, cp=cp, strategy=strategy, **CASES[key]))
+
+
+def test_bf16_stays_close() -> None:
+    for result in run(4, cp=2, **CASES["bf16"]):
+        assert result["losses"] == pytest.approx(reference("bf16")["losses"], abs=0.02)
+
+
+def uneven(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
+    """A training whose second rank is slow, and the samples of each step."""
+    slices = Slices()
+    balancer = LoadBalancer(speeds=[3.0, 1.0, 3.0, 3.0], calibrate=False, flops_per_s=1e9, bytes_per_s=1e9)
+    return train(rank, world_size, callbacks=[balancer, slices], **options) | {"samples": slices.samples}
+
+
+def test_a_slice_is_as_fast_as_the_slowest_of_its_ranks() -> None:
+    results = run_ranks(4, partial(uneven, strategy={"mesh": {"cp": 2}, "slots": 3}, steps=STEPS, **CASES["llama"]))
+    assert_same_training(reference("llama"), results)
+    assert [set(result["samples"]) for result in results] == [{3}, {3}, {9}, {9}]
 
 
 # ---------------------------------------------------------------------- users' modules
