@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from moe_lightning.models.huggingface.module import HuggingFaceConfig, HuggingFaceModule
     from moe_lightning.models.swin import SwinConfig, SwinModule
     from moe_lightning.models.upcycling import UpcyclingConfig
+    from moe_lightning.modules.context import ContextParallel
     from moe_lightning.modules.forced_routing import ForcedRouting
     from moe_lightning.modules.losses import auxiliary_loss, global_mean, global_sum
     from moe_lightning.modules.moe_layer import MoELayer
@@ -43,6 +44,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "CompileDense": "callbacks.compile_dense",
     "ConfigurationError": "errors",
+    "ContextParallel": "modules.context",
     "DynamicK": "callbacks.dynamic_k",
     "ExpertModelSummary": "callbacks.model_summary",
     "ExpertParallelStrategy": "strategies.expert_parallel",
@@ -78,6 +80,7 @@ __all__ = [
     "CheckpointError",
     "CompileDense",
     "ConfigurationError",
+    "ContextParallel",
     "DynamicK",
     "ExpertModelSummary",
     "ExpertParallelStrategy",

@@ -99,7 +99,7 @@ class SpeedFollower:
             self._share_samples()
 
     def _check(self) -> None:
-        policy, size, elastic = self._policy, self._strategy.world.size, self._strategy.elastic
+        policy, size, elastic = self._policy, self._strategy.worlds.mesh.data_size, self._strategy.elastic
         if policy.stragglers == "expel" and elastic is None:
             raise ConfigurationError(
                 "stragglers=expel lets slow ranks leave, which only elastic runs can go on from: set elastic.enabled="
@@ -168,7 +168,8 @@ class SpeedFollower:
 
     def _share_samples(self) -> None:
         """Cut batches by the agreed speeds, where that pays."""
-        speeds, most = self.samples.speeds, self._policy.max_samples_per_rank
+        most = self._policy.max_samples_per_rank
+        speeds = self._strategy.worlds.mesh.speeds_of_slices(self.samples.speeds)
         total = self._micro_total
         before = shares(total, np.full(len(speeds), ONE_SPEED) if self._cut is None else self._cut, most)
         after = shares(total, speeds, most)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_lightning.algorithms.mesh_shape import AXES, STAGE, MeshShape
+from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.comm.world import World
 
@@ -64,6 +65,13 @@ class Mesh:
     def data_size(self) -> int:
         """Slices of the global batch."""
         return self.shape.dp
+
+    def speeds_of_slices(self, speeds: IntArray) -> IntArray:
+        """Of each slice of the global batch, int64 [data_size], from those of the ranks of a stage: it is as fast as
+        the slowest that computes it.
+        """
+        slowest: IntArray = speeds.reshape(self.data_size, -1).min(axis=1)
+        return slowest
 
     @property
     def node_peers(self) -> tuple[int, ...]:

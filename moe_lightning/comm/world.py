@@ -12,7 +12,7 @@ import atexit
 import itertools
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -84,9 +84,9 @@ class World:
         return cls(rank=0, size=1, device=torch.device(device))
 
     @classmethod
-    def offline(cls, rank: int, size: int, device: torch.device) -> World:
+    def offline(cls, rank: int, size: int, device: torch.device, shape: MeshShape | None = None) -> World:
         """The place that a process expects in a world that it has not joined yet: no groups, so no communication."""
-        return cls(rank=rank, size=size, device=device)
+        return cls(rank=rank, size=size, device=device, shape=shape)
 
     @property
     def is_connected(self) -> bool:
@@ -244,6 +244,13 @@ def agree(world: World) -> None:
     word = torch.zeros(1, device=world.device)
     all_reduce_(word, world)
     world.read(word)
+
+
+def any_says(words: Sequence[bool], world: World) -> list[bool]:
+    """Whether any rank says so, word by word; collective, raises as `World.read`."""
+    said = torch.tensor(words, dtype=torch.int32, device=world.device)
+    all_reduce_(said, world)
+    return [bool(count) for count in world.read(said)]
 
 
 def broadcast_(tensor: torch.Tensor, source: int, world: World) -> None:

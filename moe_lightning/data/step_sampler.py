@@ -45,6 +45,17 @@ class StepSlice:
     count: int  # samples of this rank; 0: what it holds is a stand-in
     micro_total: int  # samples of the micro-batch over all ranks
     step_total: int  # samples of the step over all ranks
+    parts: int = 1  # equal parts of each sample, of which this rank computes one
+
+    @property
+    def micro_share(self) -> float:
+        """Of the micro-batch."""
+        return self.count / (self.micro_total * self.parts)
+
+    @property
+    def step_share(self) -> float:
+        """Of the step."""
+        return self.count / (self.step_total * self.parts)
 
 
 class StandIn(list[int]):

@@ -79,7 +79,16 @@ class ElasticEngine:
         assert self._store is not None, "join first"
         return self._store
 
-    def join(self, *, is_ready: bool = False) -> Members:
+    @property
+    def multiple(self) -> int:
+        """Worlds of this run train in multiples of so many members; set it before the first `join`."""
+        return self._monitor.multiple
+
+    @multiple.setter
+    def multiple(self, multiple: int) -> None:
+        self._monitor.multiple = multiple
+
+    def join(self, *, is_ready: bool = False, is_spare: bool = False) -> Members:
         """Leave the former world, announce an arrival, and wait for the next world, which may be smaller than
         `min_ranks`: its members then hold the state and wait.
 
@@ -88,13 +97,15 @@ class ElasticEngine:
 
         Args:
             is_ready: this process has set up, and goes on with training at once.
+            is_spare: the others of its world go on without it; it waits until there are enough for a multiple.
 
         Raises:
+            RunFinished: the others finished while this process was spare.
             WorldTooSmall: no members came together within `join_timeout_s`.
             ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or no member can be
                 reached.
         """
-        members = self._monitor.join(is_ready=is_ready)
+        members = self._monitor.join(is_ready=is_ready, is_spare=is_spare)
         self._store = ControlStore(self._monitor.requests, members.number)
         return members
 

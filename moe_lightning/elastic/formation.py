@@ -45,6 +45,8 @@ class Member:
         has_set_up: it has been in a world, or goes on with training in the next one at once.
         progress: the last count of its steps that it has told.
         kept_out_of: number of the world that it was told not to reach all members of.
+        multiple: the worlds of its run train in multiples of so many members.
+        is_spare: it was told that it waits until there are enough for a multiple.
     """
 
     id: str
@@ -59,6 +61,8 @@ class Member:
     has_set_up: bool = False
     progress: int = 0
     kept_out_of: int = 0
+    multiple: int = 1
+    is_spare: bool = False
 
     @property
     def node(self) -> str:
@@ -111,7 +115,9 @@ def next_world(
     """The ids of the world that can form now, oldest first; empty where somebody is waited for or nobody waits.
 
     A world forms when everybody has come who is alive and was in the last one; the first of a run when all that are
-    expected have come, or the first has waited for `start_s`.
+    expected have come, or the first has waited for `start_s`. Those of the last world are all in it, since each may
+    hold what no other does; of the others as many as make it a multiple. Where there are fewer than one multiple, all
+    are: they hold the state until others come.
     """
     joining = [member for member in members if member.joining_since is not None]
     if not joining or any(member.lost_at is not None for member in joining):
@@ -124,20 +130,36 @@ def next_world(
         waited = now - (first.joining_since or 0.0)
         if len(chosen) < max(m.expected for m in chosen) and waited < first.patience.start_s:
             return ()
-    return tuple(sorted(member.id for member in chosen))
+    known = [member for member in chosen if world is not None and world.holds(member.id)]
+    others = sorted((member for member in chosen if member not in known), key=lambda member: member.id)
+    whole = _whole(chosen, len(chosen))
+    if whole:
+        others = others[: max(0, whole - len(known))]
+    return tuple(sorted(member.id for member in (*known, *others)))
+
+
+def _whole(members: Collection[Member], count: int) -> int:
+    """How many of `count` train, where these members say of what they train in multiples."""
+    multiple = max(member.multiple for member in members)
+    return count // multiple * multiple
 
 
 def waiting_newcomers(members: Iterable[Member], world: StandingWorld, dead: Collection[Link]) -> list[str]:
-    """Who waits to be let into a standing world and reaches all its members."""
-    inside = {node_of(member_id) for member_id in world.ids if world.holds(member_id)}
-    return [
-        member.id
+    """Who waits to be let into a standing world and reaches all its members, as far as they make it a multiple."""
+    ids = [member_id for member_id in world.ids if world.holds(member_id)]
+    inside = {node_of(member_id) for member_id in ids}
+    waiting = [
+        member
         for member in members
         if member.joining_since is not None
         and member.lost_at is None
         and member.id not in world.ids
         and not links_between(member.node, inside, dead)
     ]
+    if not waiting:
+        return []
+    room = _whole(waiting, len(ids) + len(waiting)) - len(ids)
+    return sorted(member.id for member in waiting)[: max(0, room)]
 
 
 def links_between(node: str, others: Iterable[str], dead: Collection[Link]) -> list[str]:

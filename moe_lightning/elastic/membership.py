@@ -80,9 +80,11 @@ class Membership(Protocol):
         store: for building groups, under the prefix `members.name`; no wait on it may outlive the world.
         reason: why the last guarded world broke, as one sentence; None while it holds.
         notice: that this process will be taken away, as a sentence; None as long as there is none.
+        multiple: worlds train in multiples of so many members.
     """
 
     task: ElasticTask
+    multiple: int
 
     @property
     def settings(self) -> ElasticSettings: ...
@@ -102,8 +104,9 @@ class Membership(Protocol):
     def world_exists(self) -> bool:
         """Whether this run has a world already."""
 
-    def join(self, *, is_ready: bool = False) -> Members:
-        """Leave the former world and wait for the next one; every process of it is told the same members."""
+    def join(self, *, is_ready: bool = False, is_spare: bool = False) -> Members:
+        """Leave the former world and wait for the next one; every process of it is told the same members. A spare
+        process waits until there are enough for a multiple."""
 
     def comes_too_early(self, members: Members) -> bool:
         """Whether others go on with training in this first world of a process that has not set up."""

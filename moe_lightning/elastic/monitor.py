@@ -18,6 +18,7 @@ from typing import Any
 from moe_lightning.elastic.address import Address
 from moe_lightning.elastic.clock import OwnClock
 from moe_lightning.elastic.control_store import StoreRequests
+from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.elastic.lifeline import end_hanging_process
 from moe_lightning.elastic.link import ControlLink
 from moe_lightning.elastic.links import LinkWatch
@@ -48,6 +49,7 @@ class Monitor:
 
     Attributes:
         member_id: this process's name; another one after the others went on without it.
+        multiple: worlds of this run train in multiples of so many members.
         requests: of the store that groups are built on.
     """
 
@@ -61,8 +63,8 @@ class Monitor:
         self._clock = OwnClock()
         self._watch: Watch | None = None  # the newest world
         self._guarded: Watch | None = None
-        self._main_is_here = True
-        self._is_joining = self._is_ready = False
+        self._main_is_here, self.multiple = True, 1
+        self._is_joining = self._is_ready = self._is_spare = False
         self._expelled: str | None = None
         self._kept_out: str | None = None
         self._kept_out_at = 0.0
@@ -104,7 +106,7 @@ class Monitor:
                 self._check_host(started)
                 self._changed.wait(_LOOK_S)
 
-    def join(self, *, is_ready: bool) -> Members:
+    def join(self, *, is_ready: bool, is_spare: bool) -> Members:
         """Wait for the next world; see `ElasticEngine.join`."""
         with self._changed:
             former, started = self._watch, self._clock.now
@@ -112,8 +114,11 @@ class Monitor:
             self._is_ready |= is_ready
             self._kept_out = None
             if self._expelled is None:
-                self._link.send({"t": "join", "ready": self._is_ready})
+                ready, multiple = self._is_ready, self.multiple
+                self._link.send({"t": "join", "ready": ready, "multiple": multiple, "spare": is_spare})
             while self._watch is former:
+                if self._is_spare and self.is_finished():
+                    raise RunFinished("the others finished the run before they needed this process again")
                 if self._expelled is not None:
                     self._rename()
                 self._check_host(started)
@@ -242,7 +247,7 @@ class Monitor:
         now, limit = self._clock.now, self._settings.join_timeout_s
         if self._kept_out is not None and now - self._kept_out_at > self._settings.rendezvous_timeout_s:
             raise ConfigurationError(f"{self._kept_out}: repair it, then give the same command again, which resumes")
-        if now - started > limit:
+        if now - started > limit and not self._is_spare:
             raise WorldTooSmall(f"no world within {limit:g} s: look at the other workers")
 
     def _rename(self) -> None:
@@ -307,6 +312,7 @@ class Monitor:
                 "t": "member", "id": self.member_id, "expected": self._task.expected, "patience": patience,
                 "probe": list(self._prober.endpoint) if self._prober is not None else None,
                 "joining": self._is_joining, "ready": self._is_ready, "number": self._number, "world": world,
+                "multiple": self.multiple,
             })  # fmt: skip
             self._changed.notify_all()
 
@@ -351,6 +357,8 @@ class Monitor:
             case {"t": "waiting", "count": int(count)}:
                 if count == 0 or self._waiting_since is None:
                     self._waiting_since = self._clock.now if count else None
+            case {"t": "spare"}:
+                self._is_spare = True
             case {"t": "kept out", "reason": str(reason), "probes": dict(probes)}:
                 self._kept_out, self._kept_out_at = reason, self._clock.now
                 self._tried = _endpoints(probes)
@@ -362,7 +370,7 @@ class Monitor:
         self._watch = Watch(
             members=members, has_settled=message.get("settled") is True, probes=_endpoints(message.get("probes", {}))
         )
-        self._is_joining, self._waiting_since, self._kept_out = False, None, None
+        self._is_joining, self._is_spare, self._waiting_since, self._kept_out = False, False, None, None
 
     def _note_break(self, watch: Watch, reason: str, *, rating: int) -> None:
         """A world broke, or there is a better reason why."""

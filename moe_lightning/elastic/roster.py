@@ -24,7 +24,14 @@ from moe_lightning.elastic.formation import (
     waiting_newcomers,
 )
 from moe_lightning.elastic.membership import node_of, token_of
-from moe_lightning.elastic.said import LONGEST_WORD, is_member_id, is_text, parse_endpoint, parse_patience
+from moe_lightning.elastic.said import (
+    LONGEST_WORD,
+    is_member_id,
+    is_text,
+    parse_endpoint,
+    parse_multiple,
+    parse_patience,
+)
 from moe_lightning.elastic.settings import BEAT_S
 from moe_lightning.elastic.wire import Message, WireError
 
@@ -105,6 +112,9 @@ class Roster:
             case {"t": "join", "ready": bool(is_ready)}:
                 member.joining_since = now if member.joining_since is None else member.joining_since
                 member.has_set_up |= is_ready
+                member.multiple = parse_multiple(message.get("multiple", 1))
+                if message.get("spare") is True and self.world is not None and member.id in self.world.ids:
+                    self.world.gone.add(member.id)
             case {"t": "leave"}:
                 self._forget(member)
             case {"t": "withdraw", "reason": str(reason)}:
@@ -189,6 +199,7 @@ class Roster:
         if member is None:
             member = self._members[member_id] = Member(id=member_id, patience=parse_patience(patience))
         member.patience, member.expected = parse_patience(patience), expected
+        member.multiple = parse_multiple(message.get("multiple", 1))
         member.probe, member.is_local, member.heard_at, member.lost_at = parse_endpoint(probe), is_local, now, None
         member.grace_s = 0.0
         if joins:
@@ -295,7 +306,7 @@ class Roster:
         self._waiting = 0
         for member_id in ids:
             member = self._members[member_id]
-            member.joining_since, member.has_set_up = None, True
+            member.joining_since, member.has_set_up, member.is_spare = None, True, False
         self._send_to(ids, self._formed(self.world))
         self._tell_launchers(t="formed", tokens=[token_of(member_id) for member_id in ids])
 
@@ -347,7 +358,7 @@ class Roster:
             self._send_to([member.id], {"t": "kept out", "reason": words_for(member.node, others), "probes": probes})
 
     def _tell_of_newcomers(self) -> None:
-        """Let a standing world know who waits, and those that it cannot let in why."""
+        """Let a standing world know who waits, and those that it does not let in why."""
         world = self.world
         if world is None or world.broken_at is not None:
             return
@@ -355,6 +366,10 @@ class Roster:
         for member in self._members.values() if self._links.known else ():
             if member.joining_since is not None and member.id not in world.ids:
                 self._tell_kept_out(member, world)
+        for member in self._members.values():
+            if member.joining_since is not None and member.id not in (*world.ids, *waiting) and not member.is_spare:
+                member.is_spare = True
+                self._send_to([member.id], {"t": "spare"})
         if len(waiting) != self._waiting:
             self._waiting = len(waiting)
             self._send_to(world.ids, {"t": "waiting", "count": len(waiting)})

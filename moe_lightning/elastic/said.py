@@ -32,6 +32,17 @@ def parse_patience(values: list[Any]) -> Patience:
     return Patience(**dict(zip(("heartbeat_s", "silence_s", "hang_s", "start_s"), map(float, values), strict=True)))
 
 
+def parse_multiple(said: object) -> int:
+    """Of how many members worlds are multiples, as a member tells.
+
+    Raises:
+        WireError: it is no such number.
+    """
+    if type(said) is not int or not 0 < said < 2**20:
+        raise WireError("a malformed multiple")
+    return said
+
+
 def parse_endpoint(said: Any) -> tuple[str, int] | None:
     """Where a member can be probed; None where it cannot.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.modules.context import ContextParallel
 from moe_lightning.modules.feed_forward import FeedForward
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.stream import SampleStream, StreamDropout, attach_stream
@@ -28,6 +29,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.context = ContextParallel()
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         nn.init.normal_(self.token_embedding.weight, std=config.init_std)
         self.position_embedding = None
@@ -46,7 +48,7 @@ class GPT(nn.Module):
 
     def forward(self, ids_BL: Tensor, is_token_BL: Tensor | None = None) -> Tensor:
         """Logits; is_token_BL, bool, is False where a sequence is padded at its end: no expert gets that."""
-        length = ids_BL.shape[1]
+        length = self.context.whole(ids_BL.shape[1])
         if length > self.config.context_length:
             raise ConfigurationError(
                 f"a sequence of {length} tokens exceeds context_length={self.config.context_length}: "
@@ -54,7 +56,8 @@ class GPT(nn.Module):
             )
         x_BLD = self.token_embedding(ids_BL)
         if self.position_embedding is not None:
-            x_BLD = x_BLD + self.position_embedding.weight[:length]
+            first = self.context.first(ids_BL.shape[1])
+            x_BLD = x_BLD + self.position_embedding.weight[first : first + ids_BL.shape[1]]
         x_BLD = self.dropout(x_BLD)
         for block in self.blocks:
             x_BLD = block(x_BLD, is_token_BL)
@@ -117,6 +120,7 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(self.head_size) if config.qk_norm else nn.Identity()
         self.key_norm = RMSNorm(self.head_size) if config.qk_norm else nn.Identity()
         self.rotary = Rotary(config) if config.position == "rope" else None
+        self.context = ContextParallel()
         self.dropout = StreamDropout(config.dropout)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
@@ -124,8 +128,9 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in heads_BLHC.split([self.num_heads, self.kv_heads, self.kv_heads], dim=2))
         q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
-            q, k = self.rotary(q), self.rotary(k)
-        mixed_BHLC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.num_heads)
+            first = self.context.first(q.shape[2])
+            q, k = self.rotary(q, first), self.rotary(k, first)
+        mixed_BHLC = self.context.attention(q, k, v)
         return self.dropout(self.out(mixed_BHLC.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
@@ -143,11 +148,11 @@ class Rotary(nn.Module):
         self.register_buffer("cos_LC", angles_LC.cos().float(), persistent=False)
         self.register_buffer("sin_LC", angles_LC.sin().float(), persistent=False)
 
-    def forward(self, x_BHLC: Tensor) -> Tensor:
-        length = x_BHLC.shape[-2]
+    def forward(self, x_BHLC: Tensor, first_position: int = 0) -> Tensor:
+        at = slice(first_position, first_position + x_BHLC.shape[-2])
         first, second = x_BHLC.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
-        return (x_BHLC * self.cos_LC[:length] + turned * self.sin_LC[:length]).to(x_BHLC.dtype)
+        return (x_BHLC * self.cos_LC[at] + turned * self.sin_LC[at]).to(x_BHLC.dtype)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -129,7 +129,8 @@ class SupervisedModule(pl.LightningModule):
 
     def _logged_loss(self, batch: Batch, name: str) -> Tensor:
         self._num_tokens = batch[2].sum() if len(batch) > 2 else batch[0].numel()
-        self._length = batch[0].shape[-1]
+        context = getattr(self.model, "context", None)
+        self._length = batch[0].shape[-1] if context is None else context.whole(batch[0].shape[-1])
         loss, count = self.loss(batch), num_targets(batch[1])
         if self.training:
             shared = global_mean(self, loss, count)

@@ -13,6 +13,7 @@ from moe_lightning.checkpoint.live_state import broadcast_dense, share_optimizer
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import fetch
 from moe_lightning.comm.world import World
+from moe_lightning.strategies.fit_progress import FitProgress, shared_progress
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 
@@ -95,3 +96,18 @@ def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
 def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
     """Ranks whose own state does not count."""
     return tuple(rank for rank in range(world.size) if rank not in plan.live_ranks)
+
+
+def brought_progress(kept: FitProgress | None, state: RankState, plan: RecoveryPlan, world: World) -> FitProgress:
+    """The fit loop's progress at the plan's version, from whoever has it; collective.
+
+    Args:
+        kept: what this rank could take its fit loop back to.
+    """
+    trainer = state.trainer
+    if plan.level == "live":
+        is_live = world.rank not in newcomers_of(plan, world)
+        return shared_progress(kept, trainer, plan.version, world, is_live=is_live)
+    saved = state.restored
+    assert saved is not None
+    return FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)

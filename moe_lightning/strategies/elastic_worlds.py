@@ -28,13 +28,20 @@ from moe_lightning.algorithms.repair import Repair
 from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
-from moe_lightning.comm.world import World, agree, all_reduce_
+from moe_lightning.comm.world import World, agree, any_says
 from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.brought_state import fetch_missing, inventory_of, newcomers_of, repaired, share_state
-from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_up_data, shared_progress
+from moe_lightning.strategies.brought_state import (
+    brought_progress,
+    fetch_missing,
+    inventory_of,
+    newcomers_of,
+    repaired,
+    share_state,
+)
+from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_up_data
 from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_over, wait_for_ranks
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
@@ -82,7 +89,8 @@ class ElasticWorlds:
     ) -> None:
         self._worlds, self._state, self._wrapped, self._take_place = worlds, state, wrapped, take_place
         self._device, self._backend, self._timeout = device, backend, timeout
-        self.engine, worlds.node = engine, engine.node
+        self.engine, worlds.node, worlds.is_elastic = engine, engine.node, True
+        engine.multiple = worlds.axes.num_ranks
         self.members: Members | None = None
         self.min_replicas, self.max_recoveries = 1, 1000
         self.version = 0
@@ -95,7 +103,7 @@ class ElasticWorlds:
         self._pending: Optimizer | None = None
         self._progress: FitProgress | None = None
         self._recoveries = 0
-        self._is_torn = False
+        self._is_torn = self._is_spare = False
         self._cause: str | None = None
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
@@ -113,11 +121,12 @@ class ElasticWorlds:
                 return world
         self.is_newcomer = True
         task = self.engine.task
-        return World.offline(min(task.slot, task.expected - 1), task.expected, self._device)
+        place = min(task.slot, task.expected - 1), task.expected
+        return World.offline(*place, self._device, self._worlds.shape_of(task.expected))
 
     def _join(self, watch: Stopwatch) -> World:
         with watch.phase("rendezvous"):
-            members = self.engine.join(is_ready=True)
+            members = self.engine.join(is_ready=True, is_spare=self._is_spare)
         if self.is_newcomer and self.engine.is_finished():
             raise RunFinished("the others finished the run before this process joined it")
         self._cause = self.engine.reason or self._cause  # by now a launcher may have said how a rank ended
@@ -157,11 +166,9 @@ class ElasticWorlds:
         """Every collective of the step is done: wait until all say so, and agree whether the world changes now."""
         self._pending = optimizer
         self.engine.made_progress()
-        asked = [self.engine.newcomers(), (self.engine.notice or self.parting) is not None]
-        wishes = torch.tensor(asked, dtype=torch.int32, device=self._device)
-        all_reduce_(wishes, self._worlds.mesh.whole)
-        is_wished = self._worlds.mesh.whole.read(wishes).any()
-        self.change_is_due = bool(is_wished) and self._state.window_replay is None  # state that crosses is whole
+        is_asked = self.engine.newcomers() or (self.engine.notice or self.parting) is not None
+        (is_wished,) = any_says([is_asked], self._worlds.mesh.whole)
+        self.change_is_due = is_wished and self._state.window_replay is None  # state that crosses is whole
 
     def begin_update(self) -> None:
         """Values change from here on."""
@@ -213,6 +220,8 @@ class ElasticWorlds:
             if must_recover:
                 self._recover(fault)
             try:
+                if self._worlds.spares:
+                    raise WorldChanged(f"ranks wait until they are a multiple of {self._worlds.axes.num_ranks}")
                 if must_recover:
                     finish_step(trainer, self._progress, with_newcomers=self._has_newcomers)
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
@@ -234,10 +243,11 @@ class ElasticWorlds:
                     is_first, self.is_newcomer = False, self.version == 0
 
     def _wait_for_ranks(self) -> None:
-        """Nobody trains below `min_ranks`: wait for others, and end with a checkpoint where none come."""
-        if self._worlds.present.size >= self.engine.settings.min_ranks:
+        """Nobody trains with too few ranks: wait for others, and end with a checkpoint where none come."""
+        least = max(self.engine.settings.min_ranks, self._worlds.axes.num_ranks)
+        if self._worlds.present.size >= least:
             return
-        too_small, loop = wait_for_ranks(self._worlds.present, self.engine), self._state.trainer.fit_loop
+        too_small, loop = wait_for_ranks(self._worlds.present, self.engine, least), self._state.trainer.fit_loop
         if self.version > 0:
             loop.on_run_start()
             loop.on_run_end()
@@ -264,9 +274,11 @@ class ElasticWorlds:
             watch = Stopwatch()
             try:
                 if isinstance(fault, WorldChanged):
-                    nodes = self._require_members().nodes
-                    notice, promise = self.engine.notice or self.parting, (self.min_replicas, self._timeout)
-                    hand_over(self._state, self._worlds.present, self.engine, notice, nodes, *promise)
+                    nodes, promise = self._require_members().nodes, (self.min_replicas, self._timeout)
+                    who = self.engine, self.engine.notice or self.parting, nodes
+                    self._is_spare = hand_over(self._state, self._worlds.present, *who, *promise, self._worlds.spares)
+                    if self._is_spare:  # what it holds others hold, too
+                        self.is_newcomer, before = True, 0
                 with watch.phase("leaving"):
                     self._leave(reason)
                 plan, repair = self._settle_in(watch)
@@ -340,13 +352,12 @@ class ElasticWorlds:
                 for listener in self.listeners:
                     listener.count_stale(plan.stale)
             self._has_newcomers = bool(newcomers_of(plan, world))
-            self._share_progress(plan, world)
+            self._progress = brought_progress(self._progress, self._state, plan, world)
             self._wrapped.enter(world)
-            assert self._progress is not None
             self._progress.restore(self._state.trainer)
             if self.has_rolled_back:
                 self._progress = self._progress.with_dues(self._state.trainer)
-        self.is_newcomer = self.change_is_due = self._is_torn = False
+        self.is_newcomer = self.change_is_due = self._is_torn = self._is_spare = False
         self._pending = None
         return plan, repair
 
@@ -388,14 +399,3 @@ class ElasticWorlds:
         self._state.apply_update(self._pending)
         self._pending = None
         self.version += 1
-
-    def _share_progress(self, plan: RecoveryPlan, world: World) -> None:
-        """The fit loop's progress at the version, from whoever has it."""
-        trainer = self._state.trainer
-        if plan.level != "live":
-            saved = self._state.restored
-            assert saved is not None
-            self._progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
-            return
-        is_live = world.rank not in newcomers_of(plan, world)
-        self._progress = shared_progress(self._progress, trainer, plan.version, world, is_live=is_live)

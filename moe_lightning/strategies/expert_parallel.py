@@ -64,8 +64,8 @@ class ExpertParallelStrategy(SavingStrategy):
             of `strategies.dense_shardings.DENSE_SHARDINGS`.
         shard_size: under hsdp, at least so many ranks share a copy. None: those of a node, or half of all.
         zero1: short for dense="zero1".
-        mesh: ranks along the axes beside data parallelism: pp (pipeline stages), cp (parts of sequences), tp (parts of
-            layers). None: one each; data parallelism takes what they leave.
+        mesh: ranks along the axes beside data parallelism: pp (pipeline stages), cp (parts of sequences, see
+            `modules.context`), tp (parts of layers). None: one each; data parallelism takes what they leave.
         seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything,
             else 0.
         timeout_s: longest wait for a peer in any collective.
@@ -148,7 +148,9 @@ class ExpertParallelStrategy(SavingStrategy):
         self.state.begin_world()
         trainer = self.state.trainer
         loaders, mesh = (trainer.train_dataloader, trainer.val_dataloaders), self.worlds.mesh
-        self.step_data.enter_world(rank=mesh.data_rank, world_size=mesh.data_size, loaders=loaders)
+        if not self.worlds.spares:
+            self.step_data.enter_world(rank=mesh.data_rank, world_size=mesh.data_size, loaders=loaders)
+        self.steps.sequences.enter_world()
         self.configure_ddp()
         self.worlds.enter()
 
@@ -160,6 +162,7 @@ class ExpertParallelStrategy(SavingStrategy):
         self.build_groups()
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
+        self.steps.sequences.attach(module)
         if not self.state.is_of(module):
             self.state.take(module, self.placing.place(module, self.world))
             self._kept = KeptExperts(self.experts)
@@ -260,7 +263,7 @@ class ExpertParallelStrategy(SavingStrategy):
         return self.step_data.cut(dataloader, self.lightning_module.trainer)
 
     def share_samples(self, speeds: IntArray | None, most: int | None = None) -> None:
-        """Cut training batches by the speeds of the ranks from the next one on, see `StepData.share_by`."""
+        """Cut training batches by the speeds of their slices from the next one on, see `StepData.share_by`."""
         self.step_data.share_by(speeds, most, self.state.trainer.train_dataloader)
 
     @property
@@ -268,13 +271,19 @@ class ExpertParallelStrategy(SavingStrategy):
     def step_data(self) -> StepData:
         if self._data is None:
             place = {"rank": self.worlds.mesh.data_rank, "world_size": self.worlds.mesh.data_size}
-            self._data = StepData(**place, seed=self._run_seed(), is_elastic=self.elastic is not None)
+            shares = self.worlds.axes.num_ranks > 1 or self.elastic is not None
+            self._data = StepData(**place, seed=self._run_seed(), must_cut=shares)
         return self._data
 
     def _run_seed(self) -> int:
         return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
     # ------------------------------------------------------------------ a step
+
+    @override
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Callbacks and steps see this rank's part of each sequence."""
+        return self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +300,7 @@ class ExpertParallelStrategy(SavingStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.steps.evaluate(super().predict_step, self.state.trainer.predict_dataloaders, *args, **kwargs)
+        return self.steps.predict(super().predict_step, self.state.trainer.predict_dataloaders, *args, **kwargs)
 
     @property
     def is_stand_in(self) -> bool:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from moe_lightning.algorithms.repair import repair_placements
 from moe_lightning.comm.building import meet
 from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World, all_reduce_
+from moe_lightning.comm.world import World, any_says
 from moe_lightning.elastic.failure import Preempted
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.elastic.monitor import WorldTooSmall
@@ -37,21 +37,26 @@ def hand_over(
     nodes: Sequence[str],
     min_replicas: int,
     timeout: timedelta,
-) -> None:
-    """Before ranks leave on notice, the others take over what only those hold. Nobody returns, and so breaks the world
-    up, while another rank still needs it to hand over.
+    spares: int,
+) -> bool:
+    """Before ranks leave, on notice or because the mesh has no place for them, the others take over what only those
+    hold. Nobody returns, and so breaks the world up, while another rank still needs it to hand over.
 
     Args:
         notice: why this rank leaves, as a sentence; None: it stays.
         nodes: of all ranks.
         min_replicas: nodes that shall hold each expert.
         timeout: longest wait for a peer.
+        spares: ranks, the last ones, that leave until there are enough for a multiple.
+
+    Returns:
+        Whether this rank is spare.
 
     Raises:
-        Preempted: on the ranks that leave.
+        Preempted: on the ranks that leave on notice.
     """
     notices = all_gather_json(notice, world)
-    staying = [rank for rank, notice in enumerate(notices) if notice is None]
+    staying = [rank for rank, notice in enumerate(notices[: world.size - spares]) if notice is None]
     if 0 < len(staying) < world.size and world.is_connected:
         held = np.stack([p.replicas > 0 for p in state.experts.placements])
         repair = repair_placements(
@@ -63,13 +68,14 @@ def hand_over(
         state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
         state.hand_over(staying, world)
     meet(engine.store, "hand over", world.size, timeout.total_seconds())
-    left = [f"left/{rank}" for rank in range(world.size) if rank not in staying]
+    left = [f"left/{rank}" for rank, notice in enumerate(notices) if notice is not None]
     if notice is not None:
         with suppress(dist.DistError):  # the world breaks now for another reason, and this rank is done
             engine.store.set(f"left/{world.rank}", "")
         raise Preempted(notice)
     if left:
         engine.store.wait(left, timeout)
+    return world.rank >= world.size - spares
 
 
 def drop_groups() -> None:
@@ -82,8 +88,11 @@ def drop_groups() -> None:
     gc.collect()  # graphs of the failed step, their threads and connections
 
 
-def wait_for_ranks(world: World, engine: Membership) -> WorldTooSmall:
-    """In a world below `min_ranks`, which holds the state but does not train, wait until others come.
+def wait_for_ranks(world: World, engine: Membership, limit: int) -> WorldTooSmall:
+    """In a world that holds the state but is too small to train, wait until others come.
+
+    Args:
+        limit: ranks that train: `min_ranks`, or those that the mesh needs.
 
     Returns:
         After `join_timeout_s` without others, on all ranks: what to raise when the state is saved.
@@ -91,20 +100,18 @@ def wait_for_ranks(world: World, engine: Membership) -> WorldTooSmall:
     Raises:
         WorldChanged: somebody came, or shall leave.
     """
-    size, limit, timeout_s = world.size, engine.settings.min_ranks, engine.settings.join_timeout_s
-    rank_zero_warn(f"only {size} of at least {limit} ranks (min_ranks) are here: waiting up to {timeout_s:g} s")
+    size, timeout_s = world.size, engine.settings.join_timeout_s
+    name = "min_ranks" if limit == engine.settings.min_ranks else "strategy.mesh"
+    rank_zero_warn(f"only {size} of at least {limit} ranks ({name}) are here: waiting up to {timeout_s:g} s")
     deadline = time.monotonic() + timeout_s
     while True:
         is_over = time.monotonic() > deadline
-        wishes = torch.tensor([engine.newcomers() or engine.notice is not None, is_over], dtype=torch.int32)
-        wishes = wishes.to(world.device)
-        all_reduce_(wishes, world)
-        changes, ends = world.read(wishes).tolist()
+        changes, ends = any_says([engine.newcomers() or engine.notice is not None, is_over], world)
         if changes:
-            raise WorldChanged("ranks come or leave while there are fewer than min_ranks")
+            raise WorldChanged(f"ranks come or leave while there are fewer than {limit}")
         if ends:
             return WorldTooSmall(
-                f"only {size} of at least {limit} ranks (min_ranks) came together within {timeout_s:g} s: the run ends "
-                "here; start it again with more workers, or lower min_ranks"
+                f"only {size} of at least {limit} ranks ({name}) came together within {timeout_s:g} s: the run ends "
+                f"here; start it again with more workers, or lower {name}"
             )
         time.sleep(_LOOK_S)

@@ -5,6 +5,7 @@ others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -241,7 +242,9 @@ class RankState:
     def _dense_sharding(self) -> DenseSharding:
         """Of the dense parameters, among the ranks of the present world."""
         dense = [p for p in self.module.parameters() if p.requires_grad and p not in self.experts.stack_of]
-        sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, self._worlds.present)
+        world = self._worlds.present  # those that will leave it keep nothing for others
+        staying = replace(world, size=world.size - self._worlds.spares)
+        sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, staying)
         return sharding
 
     def _shard(self, sharding: DenseSharding) -> None:

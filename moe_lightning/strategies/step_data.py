@@ -25,12 +25,12 @@ class StepData:
     Args:
         rank, world_size: whose slices.
         seed: of the order of stock loaders.
-        is_elastic: other ranks may join.
+        must_cut: other ranks may join, or share this rank's samples.
     """
 
-    def __init__(self, *, rank: int, world_size: int, seed: int, is_elastic: bool) -> None:
+    def __init__(self, *, rank: int, world_size: int, seed: int, must_cut: bool) -> None:
         self._world = {"rank": rank, "world_size": world_size}
-        self._is_elastic = is_elastic
+        self._must_cut = must_cut
         self._seed = seed
         self._restored: list[dict[str, Any]] = []
         self._speeds: IntArray | None = None
@@ -55,7 +55,7 @@ class StepData:
         if isinstance(loader, StepLoader):
             loader.bind(**self._world)
             return loader
-        is_alone = self._world["world_size"] == 1 and not self._is_elastic
+        is_alone = self._world["world_size"] == 1 and not self._must_cut
         if isinstance(loader, DataLoader):
             if is_alone and reason_not_to_cut(loader) is not None:
                 return loader
@@ -82,7 +82,7 @@ class StepData:
         every rank. Loaders of unlike batches stay cut evenly, since no weight of a rank would fit them all.
 
         Args:
-            speeds: int64 [ranks]; None: evenly.
+            speeds: int64 [slices of the batch]; None: evenly.
             most: samples of a rank in a micro-batch; None: twice an even share.
             loaders: for training.
         """

@@ -59,7 +59,7 @@ class StepWeights:
         all_reduce_(totals, world)
         self._of_batch = totals[1]
         share = own / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
-        part = counted * (share * (here.micro_total / max(1, here.count))).to(loss.dtype)
+        part = counted * (share * _all_shares(here)).to(loss.dtype)
         mean = totals[0] / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
         return part + (mean.to(loss.dtype) - part).detach()
 
@@ -68,7 +68,7 @@ class StepWeights:
         self._is_told = True
         if here is None or world.size == 1:
             return loss
-        return loss * (here.micro_total / max(1, here.count))
+        return loss * _all_shares(here)
 
     def share(self, here: StepSlice) -> float | Tensor:
         """What this rank's loss of the running micro-batch counts for in the step, up to the factor of `finish`.
@@ -82,11 +82,11 @@ class StepWeights:
                 "weight: call it in each, with weight=0 where nothing is to be learned"
             )
         if self._of_batch is None or here.num_micros == 1:
-            return here.count / here.step_total
+            return here.step_share
         self._of_step.append(self._of_batch)
         first = self._of_step[0]
         scale = torch.where(first > 0, self._of_batch / first, self._of_batch) / here.num_micros
-        return scale * (here.count / here.micro_total)
+        return scale * here.micro_share
 
     @torch.no_grad()
     def finish(self, module: nn.Module) -> None:
@@ -101,14 +101,17 @@ class StepWeights:
             gradient.mul_(factor.to(gradient.dtype))
         self._of_step = []
 
-    def warn_of_ignored_targets(self, arguments: Any) -> None:
-        """Say once where samples differ in the number of their ignored targets, and the module did not say what its
-        loss is a mean over.
+    def warn_of_ignored_targets(self, arguments: Any, *, parts: int = 1) -> None:
+        """Say once where samples, or parts of them, may differ in the number of their ignored targets, and the module
+        did not say what its loss is a mean over.
+
+        Args:
+            parts: of each sample, of which this rank sees one.
         """
         if self._is_told or self._watched >= _WATCHED_STEPS:
             return
         self._watched += 1
-        if any(_ignores_unevenly(leaf) for leaf in seams.tree_leaves(arguments)):
+        if any(_ignores_unevenly(leaf, parts) for leaf in seams.tree_leaves(arguments)):
             self._is_told = True
             rank_zero_warn(
                 f"the samples of a batch hold unlike numbers of targets {IGNORED_TARGET}, but the loss of a rank "
@@ -117,8 +120,13 @@ class StepWeights:
             )
 
 
-def _ignores_unevenly(leaf: object) -> bool:
+def _all_shares(here: StepSlice) -> float:
+    """What undoes the share of a rank that has a sample."""
+    return here.micro_total * here.parts / max(1, here.count)
+
+
+def _ignores_unevenly(leaf: object, parts: int) -> bool:
     if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.ndim < 1 or leaf.dtype is torch.bool:
         return False
     ignored = torch.eq(leaf, IGNORED_TARGET).reshape(len(leaf), -1).sum(dim=1)
-    return bool((ignored != ignored[:1]).any())
+    return bool((ignored != (ignored[:1] if parts == 1 else 0)).any())

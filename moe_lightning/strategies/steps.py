@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from moe_lightning.modules.stream import SampleStream
 from moe_lightning.state.row_blocks import local
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
 from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.sequence_parts import SequenceParts
 from moe_lightning.strategies.stand_ins import nothing_of, without_traces
 from moe_lightning.strategies.step_data import running_slice, training_slice
 from moe_lightning.strategies.step_weights import StepWeights
@@ -35,6 +37,7 @@ class Steps:
 
     Attributes:
         stream: what keyed randomness follows.
+        sequences: which part of each sample's positions is this rank's.
         batch: which samples the running batch holds; None where the loader does not know, and between batches.
         is_stand_in: the batch that runs, or ran last, is no sample of this rank.
         last_gradient_norm: of the last clipped step, over the whole model.
@@ -46,6 +49,7 @@ class Steps:
         self._weights = StepWeights()
         self._is_blocked = False
         self.stream = SampleStream()
+        self.sequences = SequenceParts(worlds, self.stream)
         self.batch: StepSlice | None = None
         self.is_stand_in = False
         self.last_gradient_norm: Tensor | None = None
@@ -53,6 +57,7 @@ class Steps:
     def leave_world(self) -> None:
         """The step that runs will not end. Newcomers have not compared replicas yet, and all do it together."""
         self._is_blocked, self.batch, self._compared_step = False, None, -1
+        self.sequences.leave_world()
 
     # ------------------------------------------------------------------ batches
 
@@ -62,33 +67,42 @@ class Steps:
         trainer, module = self._state.trainer, self._state.module
         self._compare_replicas(trainer.global_step)
         self._state.rows.take_buffers(self._worlds.present)
+        self.sequences.require_targets(arguments)
         self._enter(training_slice(trainer.train_dataloader))
         seams.forget_restart(trainer)
         self._weights.begin(self.batch)
-        with without_traces(module) if self.stream.is_stand_in else nullcontext():
+        traces = without_traces(module) if self.stream.is_stand_in else nullcontext()
+        with traces, self.sequences.watched(training=True):
             yield
         if self._worlds.present.size > 1:
-            self._weights.warn_of_ignored_targets(arguments)
+            self._weights.warn_of_ignored_targets(arguments, parts=self.sequences.parts)
         if not module.automatic_optimization:
             self._leave()
 
     def evaluate(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
-        """A batch of validation, test or prediction; the prediction of a stand-in has no rows."""
+        """A batch of validation or test."""
+        self.sequences.require_targets(args)
+        return self.predict(step, loaders, *args, **kwargs)
+
+    def predict(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
+        """A batch outside of training; the prediction of a stand-in has no rows."""
         index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
         self._enter(running_slice(loaders, index))
         try:
             if not self.stream.is_stand_in:
-                return step(*args, **kwargs)
+                with self.sequences.watched(training=False):
+                    return self.sequences.whole(step(*args, **kwargs))
             with without_traces(self._state.module):
-                return nothing_of(step(*args, **kwargs))
+                return nothing_of(self.sequences.whole(step(*args, **kwargs)))
         finally:
             self._leave()
             self._state.rows.rest()
 
     def _enter(self, batch: StepSlice | None) -> None:
         """Learn which samples the running batch holds, and let keyed randomness follow them."""
-        self.batch = batch
+        self.batch = batch = batch and replace(batch, parts=self.sequences.parts)
         self.is_stand_in = batch is not None and batch.count == 0
+        self.sequences.enter()
         if batch is not None:
             self.stream.advance(
                 step=self._state.trainer.global_step,
@@ -100,6 +114,7 @@ class Steps:
     def _leave(self) -> None:
         self.batch = None
         self.stream.is_stand_in = False
+        self.sequences.leave()
 
     def require_stated_end(self, what: str) -> None:
         """
@@ -142,13 +157,13 @@ class Steps:
             value = value.double()  # DDP would cut the fraction, and with it Lightning's counts of samples
         if not is_of_all or self.batch is None or self._worlds.present.size == 1:
             return value, "mean"
-        return value * (self.batch.count / self.batch.micro_total), "sum"
+        return value * self.batch.micro_share, "sum"
 
     def weighted(self, loss: Tensor) -> Tensor:
         """The loss times this rank's share of the step, undoing Lightning's division by the number of micro-batches."""
         share: float | Tensor = 1.0 / self._worlds.present.size
         if self.batch is not None and not self._state.module.automatic_optimization:
-            share = self.batch.count / self.batch.step_total
+            share = self.batch.step_share
         elif self.batch is not None:
             share = self._weights.share(self.batch) * self._state.trainer.accumulate_grad_batches
         return loss * torch.as_tensor(share, dtype=loss.dtype, device=loss.device)

@@ -34,6 +34,7 @@ class Worlds:
         ranks_per_node: where worlds do not change.
         shards_of: from the node of each rank of a world to the groups that share one copy of the dense parameters.
         axes: ranks along the axes beside dp, in every world.
+        is_elastic: worlds may be of any size.
         node: name of this rank's failure domain in an elastic run, where several may share a machine; else empty.
     """
 
@@ -45,6 +46,7 @@ class Worlds:
         self.ranks_per_node = 1
         self.shards_of: Callable[[Sequence[object]], Groups] = lambda nodes: ()
         self.axes = MeshShape()
+        self.is_elastic = False
         self.node = ""
 
     @property
@@ -87,9 +89,29 @@ class Worlds:
         Raises:
             ConfigurationError: the axes do not divide the ranks, or a user's `shard_size` does not fit them.
         """
-        axes = self.axes
-        shape = MeshShape.over(len(nodes), pp=axes.pp, cp=axes.cp, tp=axes.tp)
-        return Layout(shape=shape, shards=self.shards_of(nodes))
+        shape = self.shape_of(len(nodes))
+        return Layout(shape=shape, shards=() if self.is_passing(len(nodes)) else self.shards_of(nodes))
+
+    def shape_of(self, num_ranks: int) -> MeshShape:
+        """Of a world.
+
+        Raises:
+            ConfigurationError: the axes do not divide the ranks of a run that has no other worlds.
+        """
+        if self.is_passing(num_ranks):
+            return MeshShape(dp=num_ranks)
+        return MeshShape.over(num_ranks, pp=self.axes.pp, cp=self.axes.cp, tp=self.axes.tp)
+
+    def is_passing(self, num_ranks: int) -> bool:
+        """Whether an elastic world of so many ranks does not train: the axes do not divide them. Each rank has all
+        dense parameters there, so that it may be left by some, or wait for others."""
+        return self.is_elastic and num_ranks % self.axes.num_ranks != 0
+
+    @property
+    def spares(self) -> int:
+        """Ranks of the present world, its last ones, that leave it so that the axes divide the others."""
+        size, multiple = self.present.size, self.axes.num_ranks
+        return size % multiple if self.is_elastic and size > multiple else 0
 
     @property
     def number(self) -> int:

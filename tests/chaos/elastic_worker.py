@@ -27,7 +27,7 @@ from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.store import checkpoints
-from moe_lightning.comm import exchange
+from moe_lightning.comm import exchange, sequence_exchange
 from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.state.row_blocks import is_cut, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
@@ -36,8 +36,8 @@ from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryR
 from tests.distributed.training import TINY, RandomTokens, make_trainer
 
 PLACES = (
-    "opening", "forward", "exchange", "backward", "prepare", "update", "committed", "batch_end", "snapshot", "recovery",
-    "movement", "validation", "train_end",
+    "opening", "forward", "exchange", "sequence exchange", "backward", "prepare", "update", "committed", "batch_end",
+    "snapshot", "recovery", "movement", "validation", "train_end",
 )  # fmt: skip
 """Where a worker can be killed, in the order of a step."""
 
@@ -130,6 +130,7 @@ class Killer(pl.Callback):
         self._around(elastic, "_settle_in", version, before="recovery")
         self._around(elastic, "_move", version, before="movement")
         self._around(exchange, "_all_to_all", lambda: self._step, before="exchange")
+        self._around(sequence_exchange, "_all_to_all", lambda: self._step, before="sequence exchange")
         saver = _saver(trainer)
         if saver is not None:
             self._around(saver, "save", step, after="snapshot")

@@ -228,3 +228,35 @@ def _without_vacant(result: dict[str, Any]) -> dict[str, Any]:
     slots = {block: tuple(e for e in slots if e >= 0) for block, slots in result["slots"].items()}
     replicas = {p: {e: b for e, b in held.items() if e >= 0} for p, held in result["replicas"].items()}
     return {**result, "slots": slots, "replicas": replicas}
+
+
+# ---------------------------------------------------------------------- sequences over ranks
+
+IN_PARTS = ("mixtral_tied", "olmoe", "qwen3", "deepseek")
+
+
+def test_models_train_alike_on_parts_of_sequences(root: Path, reference: dict[str, Any]) -> None:
+    for result in run_ranks(2, train, root, IN_PARTS, {"mesh": {"cp": 2}}):
+        for name in IN_PARTS:
+            np.testing.assert_allclose(result[name]["losses"], reference[name]["losses"], rtol=0, atol=TOLERANCE)
+            np.testing.assert_allclose(result[name]["logits"], reference[name]["logits"], rtol=0, atol=1e-3)
+
+
+def test_a_window_looks_back_over_parts(tmp_path: Path) -> None:
+    names, changes = ("mixtral_tied",), {"sliding_window": 6}
+    make_checkpoint(names[0], tmp_path / names[0] / "theirs", **changes)
+    alone = run_ranks(1, train, tmp_path, names, {})[0][names[0]]["losses"]
+    for result in run_ranks(2, train, tmp_path, names, {"mesh": {"cp": 2}}):
+        np.testing.assert_allclose(result[names[0]]["losses"], alone, rtol=0, atol=TOLERANCE)
+
+
+def refusal(rank: int, world_size: int, root: Path) -> str:
+    from moe_lightning.errors import ConfigurationError
+
+    with pytest.raises(ConfigurationError) as caught:
+        train(rank, world_size, root, ("gpt_oss",), {"mesh": {"cp": 2}})
+    return str(caught.value)
+
+
+def test_attention_with_sinks_is_refused_on_parts(root: Path) -> None:
+    assert all("(GptOssAttention) of HuggingFaceModule" in found for found in run_ranks(2, refusal, root))

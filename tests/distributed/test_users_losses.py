@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from moe_lightning import auxiliary_loss, global_mean, global_sum
+from moe_lightning import ContextParallel, auxiliary_loss, global_mean, global_sum
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 
@@ -66,6 +66,14 @@ class MaskedManually(MaskedMean):
         optimizer.step()
 
 
+class InParts(MaskedMean):
+    """Nothing mixes positions: it says that it knows of parts by keeping a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = ContextParallel()
+
+
 class SumOfSamples(OwnModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
@@ -76,7 +84,13 @@ class SumOfSamples(OwnModule):
         return loss + auxiliary_loss(self)
 
 
-class PlainMaskedMean(MaskedMean):
+class SumInParts(SumOfSamples):
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = ContextParallel()
+
+
+class PlainMaskedMean(InParts):
     """What breaks the law unless it is said."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -85,7 +99,14 @@ class PlainMaskedMean(MaskedMean):
         return loss.nan_to_num() + auxiliary_loss(self)
 
 
-MODULES = {"mean": MaskedMean, "manual": MaskedManually, "sum": SumOfSamples, "plain": PlainMaskedMean}
+MODULES = {
+    "mean": MaskedMean,
+    "manual": MaskedManually,
+    "sum": SumOfSamples,
+    "plain": PlainMaskedMean,
+    "mean in parts": InParts,
+    "sum in parts": SumInParts,
+}
 
 
 def fit(rank: int, world_size: int, kind: str, strategy: dict[str, Any], micros: int = 1) -> dict[str, Any]:
@@ -93,8 +114,8 @@ def fit(rank: int, world_size: int, kind: str, strategy: dict[str, Any], micros:
     trainer = make_trainer(
         rank, world_size, strategy, callbacks=[recorder], max_steps=20, accumulate_grad_batches=micros
     )
-    data = RandomTokens(45) if kind == "sum" else Masked()
-    held_out = None if kind in ("sum", "plain") else DataLoader(Masked(13), batch_size=6)
+    data = RandomTokens(45) if kind.startswith("sum") else Masked()
+    held_out = None if kind.startswith(("sum", "plain")) else DataLoader(Masked(13), batch_size=6)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(MODULES[kind](), DataLoader(data, batch_size=12 // micros, shuffle=True), held_out)
@@ -124,12 +145,14 @@ def reference(kind: str, micros: int = 1) -> dict[str, Any]:
         ("sum", 2, {}, 1),
         ("sum", 3, {"copies": 2}, 1),
         ("sum", 4, {}, 3),
+        ("mean in parts", 4, {"mesh": {"cp": 2}}, 3),
+        ("sum in parts", 4, {"mesh": {"cp": 2}}, 1),
     ],
 )
 def test_it_is_the_loss_of_the_global_batch(kind: str, world_size: int, strategy: dict[str, Any], micros: int) -> None:
     alone = reference(kind, micros)
     ranks = run_ranks(world_size, fit, kind, strategy, micros)
-    scale = 200.0 if kind == "sum" else 1.0  # a sum over 192 tokens
+    scale = 200.0 if kind.startswith("sum") else 1.0  # a sum over 192 tokens
     for result in ranks:
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-5 * scale)
         np.testing.assert_allclose(result["validations"], alone["validations"], rtol=0, atol=1e-5)
@@ -144,3 +167,18 @@ def test_a_masked_mean_that_nobody_speaks_of_is_named_once() -> None:
     assert "moe_lightning.global_mean" in ranks[0]["warnings"][0]
     assert not alone["warnings"]
     assert np.abs(np.subtract(ranks[0]["losses"], alone["losses"])).max() > 1e-3
+
+
+def fit_evenly_ignored(rank: int, world_size: int) -> list[str]:
+    """Every sample ignores as many targets, but their parts do not."""
+    trainer = make_trainer(rank, world_size, {"mesh": {"cp": 2}}, max_steps=2)
+    x, y = next(iter(DataLoader(RandomTokens(8), batch_size=8)))
+    y[:, :6] = -100
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(PlainMaskedMean(), DataLoader(TensorDataset(x, y), batch_size=8))
+    return [str(w.message) for w in caught if "unlike numbers of targets" in str(w.message)]
+
+
+def test_parts_of_samples_ignore_unlike_numbers_of_targets() -> None:
+    assert len(run_ranks(2, fit_evenly_ignored)[0]) == 1

@@ -137,10 +137,10 @@ def test_profilers(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- torch.compile
 
 
-def fit_compiled(rank: int, world_size: int, backend: str | None, model: dict[str, Any]) -> dict[str, Any]:
+def fit_compiled(rank: int, world_size: int, backend: str | None, model: dict[str, Any], cp: int = 1) -> dict[str, Any]:
     compiling = [CompileDense(backend)] if backend else []
     recorder = Recorder()
-    trainer = make_trainer(rank, world_size, {}, callbacks=[recorder, *compiling], max_steps=4)
+    trainer = make_trainer(rank, world_size, {"mesh": {"cp": cp}}, callbacks=[recorder, *compiling], max_steps=4)
     module = tiny_gpt(**model)
     trainer.fit(module, loader(), DataLoader(RandomTokens(30), batch_size=9))
     trainer.validate(module, DataLoader(RandomTokens(30), batch_size=7), verbose=False)
@@ -176,6 +176,12 @@ def check_compiled(result: dict[str, Any], eager: dict[str, Any]) -> None:
 
 def test_compiled_parts_compute_the_same() -> None:
     check_compiled(fit_compiled(0, 1, "eager", MIXED), fit_compiled(0, 1, None, MIXED))
+
+
+def test_compiled_parts_exchange_sequences() -> None:
+    eager = fit_compiled(0, 1, None, MIXED)
+    for result in run_ranks(2, fit_compiled, "eager", MIXED, 2):
+        check_compiled(result, eager)
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ FITTED = {
     "lazarus_gpt_l": ["strategy.slots=16"],  # one rank holds what three or more shared
     "lazarus_gpt_m": ["strategy.slots=12"],
     "lazarus_gpt_s": ["strategy.slots=8"],
+    "long_context": ["strategy.mesh.cp=1"],
     "moc_swinv2_moe": ["data.path=images"],
 }
 

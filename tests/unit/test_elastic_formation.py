@@ -20,6 +20,7 @@ from moe_lightning.elastic.formation import (
     next_number,
     next_world,
     overdue,
+    waiting_newcomers,
 )
 from moe_lightning.elastic.roster import Roster
 from moe_lightning.elastic.wire import Message, WireError
@@ -46,6 +47,39 @@ def test_a_standing_world_is_waited_for_but_not_those_that_left_it() -> None:
     assert next_world([old, new], world, (), 1000.0) == ()
     world.gone.add(old.id)
     assert next_world([old, new], world, (), 1000.0) == (new.id,)
+
+
+@pytest.mark.parametrize(
+    ("known", "gone", "new", "multiple", "expected"),
+    [
+        ("", "", "abcde", 2, "abcd"),  # the first world of a run
+        ("", "", "a", 2, "a"),  # too few to train: they hold the state
+        ("abcd", "b", "", 2, "acd"),  # each may hold what no other does: they part when it is handed over
+        ("acd", "d", "d", 2, "ac"),  # which has come to wait
+        ("ac", "", "d", 2, "ac"),
+        ("ac", "", "de", 2, "acde"),
+        ("ac", "", "def", 2, "acde"),
+        ("ac", "a", "d", 2, "cd"),
+        ("abcd", "abc", "", 4, "d"),
+        ("d", "", "efg", 4, "defg"),
+        ("abc", "", "d", 1, "abcd"),
+    ],
+)
+def test_worlds_train_in_multiples(known: str, gone: str, new: str, multiple: int, expected: str) -> None:
+    facts = {"joining_since": 0.0, "multiple": multiple, "expected": len(new)}
+    members = {name: member(name, **facts) for name in "abcdefg"}
+    world = StandingWorld(number=1, ids=tuple(members[name].id for name in known)) if known else None
+    if world is not None:
+        world.gone |= {members[name].id for name in gone}
+    joining = [members[name] for name in {*known, *new} - ({*gone} - {*new})]
+    assert next_world(joining, world, (), 1000.0) == tuple(members[name].id for name in expected)
+
+
+def test_a_standing_world_lets_in_whom_it_has_a_place_for() -> None:
+    members = [member(name, joining_since=0.0, multiple=2) for name in "cde"]
+    world = StandingWorld(number=1, ids=(member("a").id, member("b").id))
+    assert waiting_newcomers(members[:1], world, ()) == []
+    assert waiting_newcomers(members, world, ()) == [members[0].id, members[1].id]
 
 
 @pytest.mark.parametrize(

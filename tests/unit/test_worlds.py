@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from moe_lightning.algorithms.mesh_shape import MeshShape
 from moe_lightning.comm.world import World
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -48,3 +51,17 @@ def test_nodes_are_those_of_the_members() -> None:
     worlds.take_place(world_of(2, 3))
     worlds.members = SimpleNamespace(nodes=("x", "y", "x"), number=7)  # type: ignore[assignment]
     assert (worlds.node_of, worlds.mesh.node_peers, worlds.number) == ((0, 1, 0), (0, 2), 7)
+
+
+def test_axes_of_the_mesh_stay_from_world_to_world() -> None:
+    worlds = Worlds()
+    worlds.axes, worlds.shards_of = MeshShape(cp=2), lambda nodes: ((0, 1), (2, 3))
+    assert worlds.layout("abcd").shape == MeshShape(dp=2, cp=2)
+    with pytest.raises(ConfigurationError, match="needs a multiple of 2 ranks, not 3"):
+        worlds.layout("abc")
+    worlds.is_elastic = True
+    passing = worlds.layout("abc")
+    assert (passing.shape, passing.shards) == (MeshShape(dp=3), ()), "every rank has all, so that one may leave"
+    for size, spares in ((1, 0), (2, 0), (3, 1), (4, 0)):
+        worlds.take_place(world_of(0, size))
+        assert worlds.spares == spares

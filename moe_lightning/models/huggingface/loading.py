@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.huggingface.architecture import Architecture
+from moe_lightning.models.huggingface.attention import keep_context
 from moe_lightning.models.huggingface.blocks import keep_padding_from_experts
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.modules.experts import Experts, deferred_experts, experts_are_deferred
@@ -109,6 +110,7 @@ def build_skeleton(architecture: Architecture) -> Any:
         model = auto_class.from_config(config, dtype=torch.get_default_dtype())
         architecture.install(model)
     keep_padding_from_experts(model)
+    keep_context(model)
     attach_stream(model, SampleStream())
     return model
 

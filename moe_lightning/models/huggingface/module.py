@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -15,6 +16,7 @@ from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
+from moe_lightning.models.huggingface.attention import share_sequences
 from moe_lightning.models.huggingface.blocks import IS_TOKEN
 from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import config_from, load_model, read_config, recompute_activations
@@ -145,6 +147,11 @@ class HuggingFaceModule(SupervisedModule):
         if self.model.main_input_name == "input_ids":
             # Padding at the end needs no mask in causal attention, which would leave its fast kernels.
             options = {"use_cache": False, IS_TOKEN: is_token}
+            context = getattr(self.model, "context", None)
+            if context is not None and context.is_cut:
+                share_sequences(self.model)
+                first, length = context.first(inputs.shape[1]), inputs.shape[1]
+                options["position_ids"] = torch.arange(first, first + length, device=inputs.device)[None]
         logits: Tensor = self.model(**{self.model.main_input_name: inputs}, **options).logits
         return logits
 

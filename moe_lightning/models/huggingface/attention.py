@@ -1,0 +1,65 @@
+"""Attention of Hugging Face models over sequences that ranks share, by the attention interface of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.context import ContextParallel
+
+_NAME = "moe_lightning_context"
+
+
+def keep_context(model: Any) -> None:
+    """Let the model's attention know of parts of sequences, where it asks the interface and has no sinks."""
+    if not (getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_sdpa", False)):
+        return
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention"):
+            module.context = ContextParallel()
+    model.context = ContextParallel()
+
+
+def share_sequences(model: Any) -> None:
+    """Compute attention over parts from now on, and over whole sequences as before where there are none."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    if model.config._attn_implementation == _NAME:
+        return
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.config._attn_implementation = _NAME
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """[B, L, H, C], as transformers wants it; masks are those of causal attention, by global positions."""
+    if not module.context.is_cut:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        whole: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return whole
+    if dropout:
+        raise ConfigurationError(
+            f"a dropout of {dropout} on the weights of {type(module).__name__} would fall otherwise on every number of "
+            "ranks: set it to 0 in model.overrides, or mesh.cp=1"
+        )
+    mixed: Tensor = module.context.attention(
+        query, key, value, is_causal=getattr(module, "is_causal", True), window=sliding_window, scale=scaling
+    )
+    return mixed.transpose(1, 2).contiguous(), None

@@ -1,0 +1,201 @@
+"""Attention over sequences that several ranks share: each computes one part of every sequence (context parallelism).
+
+Everything but attention works on positions one by one. Attention gives sequence for heads: an all-to-all leaves every
+rank whole sequences of its share of the heads, and another one undoes it (DeepSpeed-Ulysses, arXiv 2309.14509). Where
+the heads of keys and values do not divide, ranks gather keys and values and keep their own queries.
+
+Shapes: B sequences, H heads, L positions of this rank, C head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from moe_lightning.comm.sequence_exchange import Sharers
+from moe_lightning.errors import ConfigurationError
+
+
+class ContextParallel:
+    """Where this rank's part of each sequence lies, and attention over whole sequences.
+
+    A module that mixes positions keeps one as its attribute `context`; the strategy puts its own there. Without a
+    strategy, with `mesh.cp=1`, and outside of the strategy's steps, sequences are whole.
+
+    Attributes:
+        is_attending: attention over parts is being computed.
+    """
+
+    def __init__(self) -> None:
+        self._sharers: Sharers | None = None
+        self._length: int | None = None
+        self.is_attending = False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ContextParallel:
+        """A copy of a module has its sequences among the same ranks."""
+        return self
+
+    def enter(self, sharers: Sharers | None, length: int | None) -> None:
+        """Sequences are cut over ranks, into parts of `length` positions, until this is called again.
+
+        Args:
+            sharers: None: they are whole.
+            length: None: the batch was not cut.
+        """
+        self._sharers, self._length = sharers, length
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether sequences are cut in the running step."""
+        return self._sharers is not None
+
+    @property
+    def _parts(self) -> int:
+        return 1 if self._sharers is None else self._sharers.size
+
+    def whole(self, length: int) -> int:
+        """Positions of a sequence of which this rank has `length`.
+
+        Raises:
+            ConfigurationError: `length` is not the part that the batch was cut into.
+        """
+        if self.is_cut and length != self._length:
+            raise ConfigurationError(
+                f"attention got {length} positions, but mesh.cp={self._parts} has cut the batch into parts of "
+                f"{self._length}: a step must not add or drop positions, so shift targets in the dataset"
+            )
+        return length * self._parts
+
+    def first(self, length: int) -> int:
+        """The position in its sequence of this rank's first one, of `length`.
+
+        Raises:
+            ConfigurationError: see `whole`.
+        """
+        self.whole(length)
+        return 0 if self._sharers is None else self._sharers.rank * length
+
+    def attention(
+        self,
+        q_BHLC: Tensor,
+        k_BGLC: Tensor,
+        v_BGLC: Tensor,
+        *,
+        is_causal: bool = True,
+        documents_BL: Tensor | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Scaled dot-product attention over whole sequences; [B, H, L, C of values].
+
+        Args:
+            q_BHLC: queries of this rank's positions, which carry their place in the whole sequence already.
+            k_BGLC, v_BGLC: keys and values; H is a multiple of their G heads.
+            is_causal: a position sees none after it.
+            documents_BL: integers; a position sees those of its own number only. None: one document.
+            window: a position sees this many up to itself; needs `is_causal`. None: all.
+            scale: of the products; None: 1 / sqrt(C).
+
+        Raises:
+            ConfigurationError: see `whole`.
+        """
+        sight = _Sight(is_causal=is_causal, documents_BK=documents_BL, window=window)
+        if self._sharers is None:
+            return _attend(q_BHLC, k_BGLC, v_BGLC, sight, scale)
+        self.whole(q_BHLC.shape[2])
+        mixed: Tensor = self._attend_to_parts(self._sharers, q_BHLC, k_BGLC, v_BGLC, sight, scale)
+        return mixed
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attend_to_parts(
+        self, sharers: Sharers, q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float | None
+    ) -> Tensor:
+        swaps = k.shape[1] % sharers.size == 0
+        if sight.documents_BK is not None:
+            (documents_BK,) = sharers.gather([sight.documents_BK], 1)
+            sight = replace(sight, documents_BK=documents_BK)
+        if swaps:
+            q, k, v = sharers.swap([q, k, v], 1, 2)
+        else:
+            sight = replace(sight, first=self.first(q.shape[2]))
+            k, v = sharers.gather([k, v], 2)
+        self.is_attending = True
+        mixed = _attend(q, k, v, sight, scale)
+        self.is_attending = False
+        return sharers.swap([mixed], 2, 1)[0] if swaps else mixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sight:
+    """Which of K keys the queries see, which begin at position `first`; see `ContextParallel.attention`."""
+
+    is_causal: bool
+    documents_BK: Tensor | None
+    window: int | None
+    first: int = 0
+
+    def mask(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+        """bool [1 or B, 1, queries, keys]; None where plain causal attention, or all of it, is meant."""
+        is_plain = self.documents_BK is None and self.window is None
+        if is_plain and (num_queries == num_keys or not self.is_causal):
+            return None
+        queries = slice(self.first, self.first + num_queries)
+        at = torch.arange(num_keys, device=device)
+        behind = at[queries, None] - at
+        seen = behind >= 0 if self.is_causal else torch.ones_like(behind, dtype=torch.bool)
+        if self.window is not None:
+            seen = seen & (behind < self.window)
+        seen = seen[None, None]
+        if self.documents_BK is not None:
+            seen = seen & (self.documents_BK[:, None, queries, None] == self.documents_BK[:, None, None, :])
+        return seen
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float | None) -> Tensor:
+    mask = sight.mask(q.shape[2], k.shape[2], q.device)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=sight.is_causal and mask is None, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+
+class OtherAttention(TorchFunctionMode):
+    """Finds attention that does not ask the context, and so would see the positions of a part only: torch's own
+    function, or a softmax over positions for each position.
+
+    Raises:
+        ConfigurationError: there is some.
+    """
+
+    def __init__(self, context: ContextParallel, length: int) -> None:
+        super().__init__()
+        self._context, self._length = context, length
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_softmax = getattr(func, "__name__", "") == "softmax" and args and isinstance(args[0], Tensor)
+        is_attention = func is F.scaled_dot_product_attention or (is_softmax and self._is_square(args[0]))
+        if is_attention and not self._context.is_attending:
+            raise ConfigurationError(
+                f"{getattr(func, '__name__', func)} mixes the {self._length} positions of a part only, where mesh.cp "
+                "has cut sequences: call the attention of a moe_lightning.ContextParallel, which the module keeps as "
+                "`context`, or set mesh.cp=1"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _is_square(self, scores: Tensor) -> bool:
+        return scores.ndim > 2 and tuple(scores.shape[-2:]) == (self._length, self._length)
+
+
+def attach_context(model: nn.Module, context: ContextParallel) -> None:
+    """Let every module of the model that mixes positions read this context."""
+    for module in model.modules():
+        if isinstance(getattr(module, "context", None), ContextParallel):
+            module.context = context  # type: ignore[assignment]
