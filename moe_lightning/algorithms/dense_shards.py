@@ -1,5 +1,5 @@
-"""Which ranks share one copy of the dense parameters when they are cut by rows (FSDP, hybrid FSDP), and which rows are
-whose.
+"""Which ranks share one copy of the dense parameters when they are cut (FSDP, hybrid FSDP, tensor parallelism), and
+what of them is whose.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 Groups = tuple[tuple[int, ...], ...]
@@ -77,6 +78,32 @@ class RowCut:
     def bounds(self, rows: int) -> tuple[int, int]:
         """(first, last) row of this rank's part; equal where it has none."""
         return part_bounds(rows, self.part, self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorCut:
+    """Which numbers of a tensor are in which part.
+
+    Attributes:
+        dim: along which it is cut.
+        sections: sizes along `dim` of what lies there one after the other, such as queries, keys and values: each of
+            them is cut by itself, as `torch.chunk` cuts.
+    """
+
+    dim: int = 0
+    sections: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Of the whole tensor along `dim`."""
+        return sum(self.sections)
+
+    def ranges(self, part: int, parts: int) -> tuple[tuple[int, int], ...]:
+        """(first, last) along `dim` of what is in a part, which holds it in this order; empty ones left out."""
+        begins = accumulate(self.sections, initial=0)
+        bounds = (part_bounds(size, part, parts) for size in self.sections)
+        found = ((begin + first, begin + last) for begin, (first, last) in zip(begins, bounds, strict=False))
+        return tuple((first, last) for first, last in found if first < last)
 
 
 def part_of(name: str) -> tuple[int, int]:

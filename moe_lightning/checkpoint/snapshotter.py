@@ -300,8 +300,12 @@ class Snapshotter:
                     ctypes.memmove(target.data_ptr() + start, part.data_ptr(), part.numel())
 
     def _publish(self, table: SnapshotIndex, placed: list[Piece]) -> None:
-        hashed = {piece.key: replace(piece, xxh3=digest_of(self.arena.payload(piece))) for piece in placed}
-        table = replace(table, placed=tuple(hashed.get(piece.key, piece) for piece in table.placed))
+        hashed = {
+            (piece.key, piece.block.offsets): replace(piece, xxh3=digest_of(self.arena.payload(piece)))
+            for piece in placed
+        }
+        placed_now = tuple(hashed.get((piece.key, piece.block.offsets), piece) for piece in table.placed)
+        table = replace(table, placed=placed_now)
         index = self.arena.state.writing
         assert index is not None
         self.arena.finish_table(index, table)
