@@ -66,6 +66,11 @@ class Mesh:
         return self.shape.dp
 
     @property
+    def sharers(self) -> int:
+        """Ranks that compute the loss of the same samples together."""
+        return self.shape.cp * self.shape.tp
+
+    @property
     def node_peers(self) -> tuple[int, ...]:
         """The ranks of the whole that fail together with this one, ascending."""
         mine = self.node_of[self.whole.rank]

@@ -22,6 +22,7 @@ from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import attach_stream
 from moe_lightning.state.row_blocks import updating_blocks
@@ -37,6 +38,7 @@ from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.saving import SavingStrategy
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.tensor_parts import check_parts
 from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
@@ -110,6 +112,7 @@ class ExpertParallelStrategy(SavingStrategy):
         self._seed = seed
         self.worlds.axes = chosen_axes(mesh)
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
+        check_parts(self.worlds.axes, dense)
         self.state = RankState(self.worlds, dense=dense, shard_size=shard_size, max_slots=slots)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=check_replicas_every)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
@@ -164,6 +167,12 @@ class ExpertParallelStrategy(SavingStrategy):
             self._kept = KeptExperts(self.experts)
         assert self._kept is not None
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
+        if self.worlds.axes.tp > 1 and self.elastic is not None:
+            raise ConfigurationError(
+                f"mesh.tp={self.worlds.axes.tp} cannot follow a changing world yet: start the ranks by torchrun"
+            )
+        if self.worlds.axes.tp > 1 and (is_training or cut_parameters(module)):
+            self.state.parts.begin(self.world, self.steps.stream)
         seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
         super().setup(trainer)
         seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
@@ -180,7 +189,7 @@ class ExpertParallelStrategy(SavingStrategy):
     @override
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
-        if self.world.shards:
+        if self.world.shards and not self.state.parts.is_cut:
             self.state.rows.begin(self.world)
         else:
             super().configure_ddp()
@@ -193,6 +202,7 @@ class ExpertParallelStrategy(SavingStrategy):
             room = room_for_experts(self.num_processes)
             self._kept.keep(room)
             self.state.rows.gather(self.world, room)
+            self.state.parts.gather(self.world, room)
 
     @override
     def teardown(self) -> None:

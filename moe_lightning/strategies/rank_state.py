@@ -25,6 +25,7 @@ from moe_lightning.strategies.dense_rows import DenseRows
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.row_moves import Rows
+from moe_lightning.strategies.tensor_parts import TensorParts
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -40,6 +41,7 @@ class RankState:
     Attributes:
         max_slots: as given.
         rows: the dense parameters, where ranks share them.
+        parts: the dense parameters, where ranks compute parts of layers.
         optimizers: of the running fit.
         replay: of another rank's optimizer shard; None where none is kept.
         restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
@@ -53,7 +55,7 @@ class RankState:
         self._groups: list[list[list[nn.Parameter]]] = []
         self._shards: DenseSharding | None = None
         self._own_forward: Any = None
-        self.rows = DenseRows(self)
+        self.rows, self.parts = DenseRows(self), TensorParts(self)
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None

@@ -26,9 +26,13 @@ class StepWeights:
 
     A micro-batch of weight W counts for W / sum(W) of the step. The sum is known with the last one only: until then
     gradients are scaled by the first W, and `finish` brings them to the sum's.
+
+    Attributes:
+        sharers: ranks that compute the loss of the same samples, each of which counts for one of as many equal shares.
     """
 
     def __init__(self) -> None:
+        self.sharers = 1
         self._of_step: list[Tensor] = []
         self._of_batch: Tensor | None = None
         self._is_told = False
@@ -59,7 +63,7 @@ class StepWeights:
         all_reduce_(totals, world)
         self._of_batch = totals[1]
         share = own / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
-        part = counted * (share * (here.micro_total / max(1, here.count))).to(loss.dtype)
+        part = counted * (share * (here.micro_total * self.sharers / max(1, here.count))).to(loss.dtype)
         mean = totals[0] / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
         return part + (mean.to(loss.dtype) - part).detach()
 
@@ -82,11 +86,11 @@ class StepWeights:
                 "weight: call it in each, with weight=0 where nothing is to be learned"
             )
         if self._of_batch is None or here.num_micros == 1:
-            return here.count / here.step_total
+            return here.count / here.step_total / self.sharers
         self._of_step.append(self._of_batch)
         first = self._of_step[0]
         scale = torch.where(first > 0, self._of_batch / first, self._of_batch) / here.num_micros
-        return scale * (here.count / here.micro_total)
+        return scale * (here.count / here.micro_total / self.sharers)
 
     @torch.no_grad()
     def finish(self, module: nn.Module) -> None:

@@ -64,6 +64,7 @@ class Steps:
         self._state.rows.take_buffers(self._worlds.present)
         self._enter(training_slice(trainer.train_dataloader))
         seams.forget_restart(trainer)
+        self._weights.sharers = self._worlds.mesh.sharers
         self._weights.begin(self.batch)
         with without_traces(module) if self.stream.is_stand_in else nullcontext():
             yield
@@ -142,13 +143,13 @@ class Steps:
             value = value.double()  # DDP would cut the fraction, and with it Lightning's counts of samples
         if not is_of_all or self.batch is None or self._worlds.present.size == 1:
             return value, "mean"
-        return value * (self.batch.count / self.batch.micro_total), "sum"
+        return value * (self.batch.count / self.batch.micro_total / self._worlds.mesh.sharers), "sum"
 
     def weighted(self, loss: Tensor) -> Tensor:
         """The loss times this rank's share of the step, undoing Lightning's division by the number of micro-batches."""
         share: float | Tensor = 1.0 / self._worlds.present.size
         if self.batch is not None and not self._state.module.automatic_optimization:
-            share = self.batch.count / self.batch.step_total
+            share = self.batch.count / self.batch.step_total / self._worlds.mesh.sharers
         elif self.batch is not None:
             share = self._weights.share(self.batch) * self._state.trainer.accumulate_grad_batches
         return loss * torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
@@ -181,6 +182,7 @@ class Steps:
         if not self._is_blocked:
             experts.sum_replica_gradients()
             self._state.rows.sum_scalars(self._worlds.present)
+            self._state.parts.sum_gradients(self._worlds.present)
             if module.automatic_optimization:
                 self._weights.finish(module)
         _add_gradients(earlier)
