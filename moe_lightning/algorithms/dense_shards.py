@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
@@ -70,6 +70,11 @@ class RowCut:
     @property
     def parts(self) -> int:
         return len(self.holders)
+
+    def of_all(self) -> list[RowCut]:
+        """As every rank sees it."""
+        parts = {rank: part for part, ranks in enumerate(self.holders) for rank in ranks}
+        return [replace(self, part=parts[rank]) for rank in range(len(parts))]
 
     def names(self) -> tuple[str, ...]:
         """Of the parts, for inventories; those of other cuts have other names."""

@@ -39,15 +39,16 @@ def cuts_of(module: nn.Module) -> dict[str, TensorCut]:
 @torch.no_grad()
 def keep_part(parameter: nn.Parameter, cut: TensorCut, part: int, parts: int) -> None:
     """Leave a parameter a part of its values."""
-    parameter.data = part_of_whole(parameter.data, cut, part, parts).clone(memory_format=torch.contiguous_format)
-    setattr(parameter, _CUT, cut)
+    own = part_of_whole(parameter.data, cut, part, parts)
+    hold(parameter, own.clone(memory_format=torch.contiguous_format), cut)
 
 
-@torch.no_grad()
-def make_whole(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Undo `keep_part`."""
-    parameter.data = whole
-    delattr(parameter, _CUT)
+def hold(parameter: nn.Parameter, values: Tensor, cut: TensorCut | None) -> None:
+    """Give a parameter other values, which are a part of its tensor, or with no cut the whole one."""
+    parameter.data = values
+    parameter.__dict__.pop(_CUT, None)
+    if cut is not None:
+        setattr(parameter, _CUT, cut)
 
 
 @torch.no_grad()

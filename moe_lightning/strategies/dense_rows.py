@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -17,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from moe_lightning import seams
-from moe_lightning.algorithms.dense_shards import RowCut
+from moe_lightning.algorithms.dense_shards import RowCut, TensorCut
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World, all_reduce_, broadcast_
 from moe_lightning.state.row_blocks import local
@@ -71,8 +70,12 @@ class DenseRows:
 
     def names(self) -> set[str]:
         """Of the parameters that are cut where there are ranks to share them."""
+        return set(self._ways())
+
+    def _ways(self) -> dict[str, TensorCut]:
+        """How they are cut."""
         dense = self._state.training_state().dense
-        return {name for name, parameter in dense.items() if parameter.ndim}
+        return {name: TensorCut(sections=(parameter.shape[0],)) for name, parameter in dense.items() if parameter.ndim}
 
     # ------------------------------------------------------------------ a world that stays
 
@@ -109,8 +112,8 @@ class DenseRows:
             return
         cut = world.row_cut
         sources = [(name, ranks[0]) for name, ranks in zip(cut.names(), cut.holders, strict=True)]
-        whole = cuts_of(RowCut.whole(world.size))
-        rows = RowMoves(self._state.training_state(), sources, whole, world).exchange()
+        whole = RowCut.whole(world.size).of_all()
+        rows = RowMoves(self._state.training_state(), self._ways(), sources, whole, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
 
@@ -171,7 +174,7 @@ class DenseRows:
         """When the Trainer stops because of an error: rows as between steps, ready for another one. Not collective."""
         if self.is_cut and self._state.module.trainer.interrupted:
             self.leave()
-            self.install(held_rows(self._state.training_state()), world)
+            self.install(held_rows(self._state.training_state(), self._ways()), world)
 
     # ------------------------------------------------------------------ from world to world
 
@@ -186,7 +189,7 @@ class DenseRows:
         Args:
             sources: (name of a part, its rank in the new world); of a rank -1 nothing comes.
         """
-        return RowMoves(self._state.training_state(), sources, cuts_of(world.row_cut), world).exchange()
+        return RowMoves(self._state.training_state(), self._ways(), sources, world.row_cut.of_all(), world).exchange()
 
     @torch.no_grad()
     def install(self, rows: Rows | None, world: World) -> None:
@@ -215,9 +218,3 @@ class DenseRows:
             if rows is not None:
                 for scope, tensor in scopes.items():
                     tensor.copy_(rows[f"dense/{name}/{scope}"])
-
-
-def cuts_of(own: RowCut) -> list[RowCut]:
-    """As every rank sees it."""
-    parts = {rank: part for part, ranks in enumerate(own.holders) for rank in ranks}
-    return [replace(own, part=parts[rank]) for rank in range(len(parts))]

@@ -22,7 +22,6 @@ from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dispatcher import QuotaPolicy
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import attach_stream
 from moe_lightning.state.row_blocks import updating_blocks
@@ -140,7 +139,7 @@ class ExpertParallelStrategy(SavingStrategy):
         """Let go of everything that belongs to the groups of the present world; values stay."""
         self.worlds.leave()
         self.model = self.state.module  # DDP's reducer holds a group
-        self.state.rows.leave()
+        self.state.shared.leave()
         self.steps.leave_world()
         self.state.forget_step()
 
@@ -167,13 +166,9 @@ class ExpertParallelStrategy(SavingStrategy):
             self._kept = KeptExperts(self.experts)
         assert self._kept is not None
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
-        if self.worlds.axes.tp > 1 and self.elastic is not None:
-            raise ConfigurationError(
-                f"mesh.tp={self.worlds.axes.tp} cannot follow a changing world yet: start the ranks by torchrun"
-            )
-        if self.worlds.axes.tp > 1 and (is_training or cut_parameters(module)):
-            self.state.parts.begin(self.world, self.steps.stream)
-        seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+        self.state.parts.stream = self.steps.stream
+        if "tp" in self.world.axis_groups and (is_training or cut_parameters(module)):
+            self.state.parts.begin(self.world)
         super().setup(trainer)
         seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:
@@ -189,7 +184,9 @@ class ExpertParallelStrategy(SavingStrategy):
     @override
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
-        if self.world.shards and not self.state.parts.is_cut:
+        module = self.state.module
+        seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+        if self.world.shards and self.worlds.axes.tp == 1:
             self.state.rows.begin(self.world)
         else:
             super().configure_ddp()

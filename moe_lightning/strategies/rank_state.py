@@ -4,7 +4,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ class RankState:
         self._groups: list[list[list[nn.Parameter]]] = []
         self._shards: DenseSharding | None = None
         self._own_forward: Any = None
-        self.rows, self.parts = DenseRows(self), TensorParts(self)
+        self.rows, self.parts = DenseRows(self), TensorParts(self, worlds)
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
@@ -171,7 +171,18 @@ class RankState:
     @property
     def cuts_dense(self) -> bool:
         """Whether ranks share copies of the dense parameters, where there are enough."""
-        return hasattr(DENSE_SHARDINGS.find(self._dense), "cut_size")
+        return self._worlds.axes.tp > 1 or hasattr(DENSE_SHARDINGS.find(self._dense), "cut_size")
+
+    @property
+    def shared(self) -> DenseRows | TensorParts:
+        """What brings the dense parameters across where ranks share copies of them."""
+        return self.parts if self._worlds.axes.tp > 1 else self.rows
+
+    def shared_names(self) -> Collection[str]:
+        """The parameters of which ranks have parts, or will have, where there are enough."""
+        if not self.cuts_dense:
+            return ()
+        return self.parts.ways() if self._worlds.axes.tp > 1 else self.rows.names()
 
     def dense_parts(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of what some ranks only keep of the dense state, and of what this rank keeps of that.
@@ -221,7 +232,7 @@ class RankState:
         """
         if not self.cuts_dense:
             return None
-        rows = self.rows.fetch(sources, world)
+        rows = self.shared.fetch(sources, world)
         all_reduce_(torch.zeros(1, device=world.device), world)  # all have theirs, and go on, or none does
         return rows
 
@@ -234,7 +245,7 @@ class RankState:
             rows: of the parameters that this rank will hold, where ranks share them; None: they are restored next.
         """
         if self.cuts_dense:
-            self.rows.install(rows, self._worlds.present)
+            self.shared.install(rows, self._worlds.present)
             return
         sharding = self._dense_sharding()
         if not sharding.owners:

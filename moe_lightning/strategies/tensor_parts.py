@@ -8,7 +8,7 @@ of each sequence or everything, and gets the sum of the gradients of all ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -25,8 +25,11 @@ from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.stream import SampleStream
 from moe_lightning.modules.tensor_parallel import PartedForward, Shares, Style, undo_parts
-from moe_lightning.state.row_blocks import cut_of, is_cut, joined, keep_part, make_whole
+from moe_lightning.state.row_blocks import cut_of, hold, is_cut, joined, keep_part
+from moe_lightning.state.table import State
 from moe_lightning.strategies.module_checks import cut_parameters
+from moe_lightning.strategies.row_moves import RowMoves, Rows
+from moe_lightning.strategies.worlds import Worlds
 
 
 class Holder(Protocol):
@@ -34,6 +37,8 @@ class Holder(Protocol):
 
     @property
     def module(self) -> pl.LightningModule: ...
+
+    def training_state(self) -> State: ...
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]: ...
 
@@ -55,51 +60,55 @@ class TensorParts:
 
     Args:
         state: of the rank.
+        worlds: with the axes of their meshes.
+
+    Attributes:
+        stream: of keyed randomness, which is drawn for this rank's positions while layers are cut.
     """
 
-    def __init__(self, state: Holder) -> None:
-        self._state = state
-        self._stream: SampleStream | None = None
+    def __init__(self, state: Holder, worlds: Worlds) -> None:
+        self._state, self._worlds = state, worlds
         self._cut: list[nn.Parameter] = []
+        self.stream = SampleStream()
 
     @property
     def is_cut(self) -> bool:
         """Whether this rank holds parts of layers only."""
         return bool(self._cut)
 
-    def begin(self, world: World, stream: SampleStream) -> None:
+    # ------------------------------------------------------------------ a world that stays
+
+    def begin(self, world: World) -> None:
         """Leave this rank its part of what rank 0 has; collective. A module that an earlier training has left in parts
         keeps its own.
-
-        Args:
-            stream: of keyed randomness, which is drawn for this rank's positions from here on.
 
         Raises:
             ConfigurationError: a module without a plan, or layers that cannot be dealt out equally.
         """
-        self._stream, module, size = stream, self._state.module, world.row_cut.parts
+        module, own = self._state.module, world.row_cut
         if not cut_parameters(module):
-            for parameter, cut in _cuts(module, dict(_styles(module, size)), size).items():
+            for parameter, cut in self._cuts().items():
                 broadcast_(parameter.data, 0, world)
-                keep_part(parameter, cut, world.row_cut.part, size)
+                keep_part(parameter, cut, own.part, own.parts)
+        self._enter(world)
+
+    def _enter(self, world: World) -> None:
+        """Compute the parts that this rank has, with the ranks of a world; or everything, where it has that."""
+        module, own = self._state.module, world.row_cut
+        self.leave()
         self._cut = [parameter for parameter in module.parameters() if is_cut(parameter)]
-        self.enter(world)
-
-    def enter(self, world: World) -> None:
-        """Compute parts of layers with the ranks of a world."""
-        assert self._stream is not None
-        module, cut = self._state.module, world.row_cut
-        ranks = TensorRanks(world.axis_groups["tp"], cut.part, cut.parts)
-        undo_parts(module)
-        for name, style in _styles(module, ranks.size):
+        if not self._cut:
+            return
+        ranks = TensorRanks(world.axis_groups["tp"], own.part, own.parts)
+        for name, style in _styles(module, own.parts):
             PartedForward(module.get_submodule(name), style, ranks)
-        self._stream.part, self._stream.parts = ranks.rank, ranks.size
+        self.stream.part, self.stream.parts = own.part, own.parts
 
-    def leave(self) -> None:
-        """The world has ended: parts stay, and layers compute by themselves."""
-        undo_parts(self._state.module)
-        if self._stream is not None:
-            self._stream.part, self._stream.parts = 0, 1
+    def _cuts(self) -> dict[nn.Parameter, TensorCut]:
+        """How the parameters are cut, or will be."""
+        module, size = self._state.module, self._worlds.axes.tp
+        known = {parameter: cut for parameter in module.parameters() if (cut := cut_of(parameter)) is not None}
+        return known or _cuts(module, dict(_styles(module, size)), size)
 
     @torch.no_grad()
     def sum_gradients(self, world: World) -> None:
@@ -135,9 +144,50 @@ class TensorParts:
             for name, value in states.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     states[name] = _whole(value, cut, world)
-            make_whole(parameter, _whole(parameter.data, cut, world))
-        self.leave()
-        self._cut = []
+            hold(parameter, _whole(parameter.data, cut, world), None)
+        self._enter(world)
+
+    # ------------------------------------------------------------------ from world to world
+
+    def leave(self) -> None:
+        """The world has ended: parts stay, and layers compute by themselves."""
+        undo_parts(self._state.module)
+        self.stream.part, self.stream.parts = 0, 1
+
+    def ways(self) -> dict[str, TensorCut]:
+        """How parameters are cut, or will be, by name."""
+        cuts = self._cuts()
+        return {name: cuts[parameter] for name, parameter in self._state.module.named_parameters() if parameter in cuts}
+
+    def fetch(self, sources: Sequence[tuple[str, int]], world: World) -> Rows:
+        """What this rank will hold in a world, from those that have it; collective there.
+
+        Args:
+            sources: (name of a part, its rank in the new world); of a rank -1 nothing comes.
+        """
+        return RowMoves(self._state.training_state(), self.ways(), sources, world.row_cut.of_all(), world).exchange()
+
+    @torch.no_grad()
+    def install(self, rows: Rows | None, world: World) -> None:
+        """Hold the parts that a world asks for, with these values; None: whoever restores them next gives them.
+
+        Not collective.
+        """
+        state, own = self._state.training_state(), world.row_cut
+
+        def part_of(tensor: Tensor, key: str, cut: TensorCut) -> Tensor:
+            if rows is not None:
+                return rows[key].to(tensor.device, memory_format=torch.contiguous_format)
+            size = sum(last - first for first, last in cut.ranges(own.part, own.parts))
+            return tensor.new_empty((*tensor.shape[: cut.dim], size, *tensor.shape[cut.dim + 1 :]))
+
+        for name, cut in self.ways().items():
+            parameter = state.dense[name]
+            for scope, tensor in state.moments(parameter).items():
+                self._state.state_of(parameter)[scope] = part_of(tensor, f"dense/{name}/{scope}", cut)
+            values = part_of(parameter.data, f"dense/{name}/weight", cut)
+            hold(parameter, values, cut if own.parts > 1 else None)
+        self._enter(world)
 
 
 def _whole(part: Tensor, cut: TensorCut, world: World) -> Tensor:
