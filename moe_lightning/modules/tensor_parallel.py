@@ -48,7 +48,8 @@ class Style(Protocol):
 
 
 Plan = Mapping[str, Style]
-"""Name of a module, in which * stands for any one part between dots -> its style."""
+"""Name of a module, in which * stands for any one part between dots -> its style. It is asked for again when parameters
+are cut already, and must not depend on their shapes."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,15 @@ class Gathered:
 
     Attributes:
         argument: its place, or its name where it is given by that.
+        of_heads: names of parameters of its own that have a number for each head.
     """
 
     argument: int | str = 0
+    of_heads: tuple[str, ...] = ()
 
     def shares(self, module: nn.Module) -> Mapping[str, Shares]:
-        return {}
+        numbers = {name: len(module.get_parameter(name)) for name in self.of_heads}
+        return {name: Shares(dim=0, sections=(number,), of="heads") for name, number in numbers.items()}
 
     def __call__(
         self, module: nn.Module, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any
@@ -121,6 +125,54 @@ class Parted:
         self, module: nn.Module, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any
     ) -> Any:
         return _call(own, self.argument, lambda x: ranks.own(x, 1), args, kwargs)
+
+
+@dataclass(frozen=True)
+class PartedAttribute:
+    """A module that gets this rank's positions, and sees those of one of its attributes, [B, L, ...], too.
+
+    Attributes:
+        name: of the attribute; None in its place stays None.
+    """
+
+    name: str
+
+    def shares(self, module: nn.Module) -> Mapping[str, Shares]:
+        return {}
+
+    def __call__(
+        self, module: nn.Module, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any
+    ) -> Any:
+        whole = getattr(module, self.name)
+        if whole is None:
+            return own(*args, **kwargs)
+        setattr(module, self.name, ranks.own(whole, 1))
+        try:
+            return own(*args, **kwargs)
+        finally:
+            setattr(module, self.name, whole)
+
+
+@dataclass(frozen=True)
+class NormOfParts:
+    """An RMS norm over features of which a rank has some.
+
+    Attributes:
+        eps: added to the mean square.
+        unit, of: see Shares.
+    """
+
+    eps: float
+    unit: int = 1
+    of: str = "features"
+
+    def shares(self, module: Any) -> Mapping[str, Shares]:
+        return {"weight": Shares(dim=0, sections=(len(module.weight),), unit=self.unit, of=self.of)}
+
+    def __call__(self, module: Any, own: Callable[..., Any], ranks: TensorRanks, x: Tensor) -> Any:
+        squares = ranks.sum(x.float().square().sum(dim=-1, keepdim=True))
+        scale = (squares / (x.shape[-1] * ranks.size) + self.eps).rsqrt()
+        return module.weight * (x.float() * scale).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ class ExpertParallelStrategy(SavingStrategy):
         self.state.parts.stream = self.steps.stream
         if "tp" in self.world.axis_groups and (is_training or cut_parameters(module)):
             self.state.parts.begin(self.world)
+        self._keep_from_ddp()
         super().setup(trainer)
         seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:
@@ -184,12 +185,15 @@ class ExpertParallelStrategy(SavingStrategy):
     @override
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
-        module = self.state.module
-        seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+        self._keep_from_ddp()  # a newcomer has its parts by now
         if self.world.shards and self.worlds.axes.tp == 1:
             self.state.rows.begin(self.world)
         else:
             super().configure_ddp()
+
+    def _keep_from_ddp(self) -> None:
+        module = self.state.module
+        seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
 
     @override
     def on_train_end(self) -> None:

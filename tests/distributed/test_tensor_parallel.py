@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "uneven": {"batch_size": 13},
     "accumulate": {"batch_size": 7, "steps": 8, "trainer": {"accumulate_grad_batches": 3}},
     "noisy": KNOWN["noisy"],
+    "few samples": {"batch_size": 4, "dataset_size": 25, "model": {"dropout": 0.1}},
     "untied": {
         "model": {"moe_every": 2, "tie_embeddings": False},
         "trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
@@ -72,6 +73,7 @@ def reference(key: str) -> dict[str, Any]:
         ("untied", 4, TP2),
         ("tied", 2, TP2),
         ("tied noisy", 4, TP2),
+        ("few samples", 4, TP2),
         pytest.param("noisy", 4, TP2, marks=pytest.mark.slow),
         pytest.param("accumulate", 2, TP2, marks=pytest.mark.slow),
         pytest.param("tied", 4, TP2, marks=pytest.mark.slow),
@@ -250,6 +252,21 @@ def test_a_module_is_whole_after_training_and_trains_again() -> None:
         assert kinds == [True, True]
         assert changed > 0
         assert losses == pytest.approx(whole[0][2:], abs=TOLERANCE)
+
+
+def evaluate(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[float, list[tuple[int, ...]]]:
+    """Without a fit nothing is cut."""
+    trainer, module = make_trainer(rank, world_size, strategy), GPTModule(TINY, OptimizerConfig())
+    loader = DataLoader(RandomTokens(30), batch_size=10)
+    loss = float(trainer.validate(module, loader, verbose=False)[0]["val/loss"])
+    return loss, [tuple(part.shape) for part in trainer.predict(module, loader)]
+
+
+def test_evaluation_alone_is_that_of_one_rank() -> None:
+    ((alone, _),) = run_ranks(1, partial(evaluate, strategy={}))
+    for loss, predictions in run_ranks(4, partial(evaluate, strategy=TP2)):
+        assert loss == pytest.approx(alone, abs=TOLERANCE)
+        assert predictions == [(5, 16)] * 3
 
 
 # ---------------------------------------------------------------------- bytes
