@@ -23,8 +23,13 @@ from moe_lightning.strategies import ExpertParallelStrategy
 TIMEOUT = timedelta(seconds=120)
 
 
-OURS = {"expert_parallel": "ddp", "zero1": "zero1", "cut": "fsdp"}
-"""Our strategies, and what each does with dense parameters."""
+OURS: dict[str, dict[str, Any]] = {
+    "expert_parallel": {},
+    "zero1": {"dense": "zero1"},
+    "cut": {"dense": "fsdp"},
+    "tp": {"mesh": {"tp": 2}},
+}
+"""Our strategies by the options of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,7 @@ class Contender:
             torch's async_save; "every" and "quarter" are our callback with all of the experts or E/4; None: not at all.
     """
 
-    strategy: Literal["ddp", "fsdp", "expert_parallel", "zero1", "cut"]
+    strategy: Literal["ddp", "fsdp", "expert_parallel", "zero1", "cut", "tp"]
     loop: bool = False
     saving: Literal["file", "thread", "dcp", "every", "quarter"] | None = None
 
@@ -60,6 +65,7 @@ TRAININGS = {
     "ours": Contender(strategy="expert_parallel"),
     "ours, zero1": Contender(strategy="zero1"),
     "ours, fsdp": Contender(strategy="cut"),
+    "ours, tp": Contender(strategy="tp"),
 }
 SAVINGS = {
     "DDP, ModelCheckpoint": Contender(strategy="ddp", saving="file"),

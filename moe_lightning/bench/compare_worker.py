@@ -143,7 +143,7 @@ def _strategy(contender: Contender, ranks: int) -> Strategy:
         return DDPStrategy(timeout=TIMEOUT)
     if contender.strategy == "fsdp":
         return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1, timeout=TIMEOUT)
-    return ExpertParallelStrategy(dense=OURS[contender.strategy], timeout_s=TIMEOUT.total_seconds())
+    return ExpertParallelStrategy(**OURS[contender.strategy], timeout_s=TIMEOUT.total_seconds())
 
 
 def _loader(contender: Contender, options: Options, steps: int, rank: int, ranks: int) -> DataLoader[Any]:

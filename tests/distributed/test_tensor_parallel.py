@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.comm.tensor_ranks import TensorRanks
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.tensor_parallel import Columns, Gathered, Parted, PartedForward, Plan, Rows
@@ -267,6 +268,16 @@ def test_evaluation_alone_is_that_of_one_rank() -> None:
     for loss, predictions in run_ranks(4, partial(evaluate, strategy=TP2)):
         assert loss == pytest.approx(alone, abs=TOLERANCE)
         assert predictions == [(5, 16)] * 3
+
+
+def watched(rank: int, world_size: int, strategy: dict[str, Any]) -> int:
+    telemetry = Telemetry()
+    train(rank, world_size, strategy=strategy, steps=3, callbacks=[telemetry])
+    return telemetry.tokens_seen
+
+
+def test_each_token_is_counted_once() -> None:
+    assert run_ranks(4, partial(watched, strategy=TP2)) == [3 * 12 * 16] * 4
 
 
 # ---------------------------------------------------------------------- bytes
