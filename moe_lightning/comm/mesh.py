@@ -67,8 +67,8 @@ class Mesh:
 
     @property
     def sharers(self) -> int:
-        """Ranks that compute the loss of the same samples together."""
-        return self.shape.cp * self.shape.tp
+        """Ranks that compute the loss of the same positions of the same samples together."""
+        return self.shape.tp
 
     @property
     def node_peers(self) -> tuple[int, ...]:

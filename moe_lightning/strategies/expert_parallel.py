@@ -186,6 +186,7 @@ class ExpertParallelStrategy(SavingStrategy):
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
         self._keep_from_ddp()  # a newcomer has its parts by now
+        self.state.parts.draw_noise(self.world)
         if self.world.shards and self.worlds.axes.tp == 1:
             self.state.rows.begin(self.world)
         else:

@@ -102,7 +102,12 @@ class TensorParts:
         ranks = TensorRanks(world.axis_groups["tp"], own.part, own.parts)
         for name, style in _styles(module, own.parts):
             PartedForward(module.get_submodule(name), style, ranks)
-        self.stream.part, self.stream.parts = own.part, own.parts
+        self.draw_noise(world)
+
+    def draw_noise(self, world: World) -> None:
+        """Where layers are cut, keyed noise is that of this rank's positions."""
+        if self.is_cut:
+            self.stream.part, self.stream.parts = world.row_cut.part, world.row_cut.parts
 
     def _cuts(self) -> dict[nn.Parameter, TensorCut]:
         """How the parameters are cut, or will be."""
