@@ -1,12 +1,13 @@
-"""Which ranks share one copy of the dense parameters when they are cut by rows (FSDP, hybrid FSDP), and which rows are
-whose.
+"""Which ranks share one copy of the dense parameters when they are cut (FSDP, hybrid FSDP, tensor parallelism), and
+what of them is whose.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Self
 
 Groups = tuple[tuple[int, ...], ...]
@@ -70,6 +71,11 @@ class RowCut:
     def parts(self) -> int:
         return len(self.holders)
 
+    def of_all(self) -> list[RowCut]:
+        """As every rank sees it."""
+        parts = {rank: part for part, ranks in enumerate(self.holders) for rank in ranks}
+        return [replace(self, part=parts[rank]) for rank in range(len(parts))]
+
     def names(self) -> tuple[str, ...]:
         """Of the parts, for inventories; those of other cuts have other names."""
         return tuple(f"dense rows {part} of {self.parts}" for part in range(self.parts))
@@ -77,6 +83,32 @@ class RowCut:
     def bounds(self, rows: int) -> tuple[int, int]:
         """(first, last) row of this rank's part; equal where it has none."""
         return part_bounds(rows, self.part, self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorCut:
+    """Which numbers of a tensor are in which part.
+
+    Attributes:
+        dim: along which it is cut.
+        sections: sizes along `dim` of what lies there one after the other, such as queries, keys and values: each of
+            them is cut by itself, as `torch.chunk` cuts.
+    """
+
+    dim: int = 0
+    sections: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Of the whole tensor along `dim`."""
+        return sum(self.sections)
+
+    def ranges(self, part: int, parts: int) -> tuple[tuple[int, int], ...]:
+        """(first, last) along `dim` of what is in a part, which holds it in this order; empty ones left out."""
+        begins = accumulate(self.sections, initial=0)
+        bounds = (part_bounds(size, part, parts) for size in self.sections)
+        found = ((begin + first, begin + last) for begin, (first, last) in zip(begins, bounds, strict=False))
+        return tuple((first, last) for first, last in found if first < last)
 
 
 def part_of(name: str) -> tuple[int, int]:

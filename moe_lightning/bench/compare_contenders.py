@@ -28,6 +28,7 @@ OURS: dict[str, dict[str, Any]] = {
     "zero1": {"dense": "zero1"},
     "cut": {"dense": "fsdp"},
     "cp": {"mesh": {"cp": 2}},
+    "tp": {"mesh": {"tp": 2}},
 }
 """Our strategies by the options of each."""
 
@@ -44,7 +45,7 @@ class Contender:
             torch's async_save; "every" and "quarter" are our callback with all of the experts or E/4; None: not at all.
     """
 
-    strategy: Literal["ddp", "fsdp", "expert_parallel", "zero1", "cut", "cp"]
+    strategy: Literal["ddp", "fsdp", "expert_parallel", "zero1", "cut", "cp", "tp"]
     loop: bool = False
     saving: Literal["file", "thread", "dcp", "every", "quarter"] | None = None
 
@@ -66,6 +67,7 @@ TRAININGS = {
     "ours, zero1": Contender(strategy="zero1"),
     "ours, fsdp": Contender(strategy="cut"),
     "ours, cp": Contender(strategy="cp"),
+    "ours, tp": Contender(strategy="tp"),
 }
 SAVINGS = {
     "DDP, ModelCheckpoint": Contender(strategy="ddp", saving="file"),

@@ -158,8 +158,8 @@ class FaultRecovery(Callback, RecoveryListener):
         strategy = _strategy(trainer)
         if strategy.state.cuts_dense:
             raise ConfigurationError(
-                "optimizer_replay repeats a peer's updates, and under dense=fsdp or hsdp nobody has its gradients: use "
-                "dense=hsdp, whose copies replace lost parts, without optimizer_replay"
+                "optimizer_replay repeats a peer's updates, and under dense=fsdp or hsdp, or mesh.tp, nobody has its "
+                "gradients: use dense=hsdp or mesh.tp, whose copies replace lost parts, without optimizer_replay"
             )
         if strategy.state.shards_optimizers:
             strategy.state.replay_peer((strategy.world.rank + 1) % strategy.world.size, trainer.global_step)

@@ -13,6 +13,7 @@ from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.export import Export, check_target, copy_companions, plan_export
 from moe_lightning.models.huggingface.module import HuggingFaceModule
+from moe_lightning.state.row_blocks import cuts_of
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.values import validated
 
@@ -70,7 +71,7 @@ def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str |
     _check(trainer, path)
     dense, stacks = module.model.state_dict(), _stacks(trainer, module, export)
     if isinstance(trainer.strategy, ExpertParallelStrategy):
-        dense = full_model_state(dense, {}, trainer.strategy.world)  # parameters may be cut over ranks
+        dense = full_model_state(dense, {}, trainer.strategy.world, cuts=cuts_of(module.model))
     if trainer.is_global_zero:
         export.write(path, dense, stacks, run=_run(trainer))
         copy_companions(module.config.folder, path)

@@ -94,7 +94,7 @@ class Telemetry(Callback):
         self.train_s = 0.0
         self._has_warned = False
         self._tokens: int | Tensor = 0
-        self._steps = self._flops = 0
+        self._steps, self._flops = 0, 0.0
         self._elapsed_s = 0.0
         self._resumed_at: float | None = None  # None: not training
         self._clock: ExchangeClock | None = None
@@ -132,8 +132,9 @@ class Telemetry(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not getattr(trainer.strategy, "is_stand_in", False):
-            self._tokens += _num_tokens(batch)
-            self._flops += getattr(pl_module, "flops_per_batch", None) or 0
+            part, parts = _part_of_layers(trainer)
+            self._tokens += _num_tokens(batch) if part == 0 else 0  # those who compute the other parts have them, too
+            self._flops += (getattr(pl_module, "flops_per_batch", None) or 0) / parts
         if seams.is_accumulating(trainer):
             return
         self._steps += 1
@@ -214,7 +215,7 @@ class Telemetry(Callback):
             yield Metric(name="train/mfu_ratio", value=ratio, over_ranks="mean")
         self.tokens_trained += tokens
         self.train_s += elapsed_s
-        self._tokens = self._steps = self._flops = 0
+        self._tokens, self._steps, self._flops = 0, 0, 0.0
         self._elapsed_s, self._resumed_at = 0.0, now
 
 
@@ -239,6 +240,13 @@ def _write_expert_load(path: Path, step: int, loads: Mapping[int, Tensor]) -> No
     with path.open("a") as file:
         for layer, shares_E in loads.items():
             file.write(",".join([str(step), str(layer), *(f"{share:.5f}" for share in shares_E.tolist())]) + "\n")
+
+
+def _part_of_layers(trainer: pl.Trainer) -> tuple[int, int]:
+    """Which part of dense layers this rank computes, and of how many, for the same samples."""
+    world = getattr(trainer.strategy, "world", None)
+    shape = getattr(world, "shape", None)
+    return (0, 1) if world is None or shape is None else (shape.index(world.rank, "tp"), shape.tp)
 
 
 def _num_tokens(batch: Any) -> int | Tensor:

@@ -15,13 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.dense_shards import RowCut
+from moe_lightning.algorithms.dense_shards import RowCut, TensorCut
 from moe_lightning.comm.collect import collect_on_root
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.expert_stacks import ExpertStack
-from moe_lightning.state.row_blocks import is_cut, local, own_rows, rows_like
+from moe_lightning.state.row_blocks import (
+    cut_of,
+    is_cut,
+    joined,
+    local,
+    own_part,
+    part_of_whole,
+    rows_like,
+    whole_shape,
+)
 from moe_lightning.state.table import State
+
+_NO_CUTS: Mapping[str, TensorCut] = {}
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -49,22 +60,28 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def full_model_state(state: Mapping[str, Any], experts: Mapping[str, ExpertStack], world: World) -> dict[str, Any]:
+def full_model_state(
+    state: Mapping[str, Any],
+    experts: Mapping[str, ExpertStack],
+    world: World,
+    *,
+    cuts: Mapping[str, TensorCut] = _NO_CUTS,
+) -> dict[str, Any]:
     """A module's state_dict with full expert stacks and whole dense tensors, on rank 0; empty on the other ranks.
     Collective.
 
     Args:
         state: the local state_dict.
         experts: which of its keys are expert stacks.
+        cuts: of the dense tensors of which this rank holds a part, by key.
     """
     mine = {f"{key}/{e}": state[key][slot] for key, stack in experts.items() for slot, e in stack.owned()}
-    cut = [key for key, value in state.items() if is_cut(value)]
     if world.speaks_for_rows:
-        mine |= {f"{key}/rows/{world.row_cut.part}": local(state[key]) for key in cut}
+        mine |= {f"{key}/rows/{world.row_cut.part}": local(state[key]) for key in cuts}
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
-    whole = dict(state) | {key: _joined(collected, key, world) for key in cut}
+    whole = dict(state) | {key: _joined(collected, key, cut, world) for key, cut in cuts.items()}
     return whole | {key: _stack(collected, key, stack) for key, stack in experts.items()}
 
 
@@ -74,6 +91,7 @@ def local_model_state(
     experts: Mapping[str, ExpertStack],
     cut: RowCut,
     *,
+    cuts: Mapping[str, TensorCut] = _NO_CUTS,
     strict: bool = True,
 ) -> dict[str, Any]:
     """This rank's state_dict cut from a full one; without `strict` only the tensors that both have.
@@ -81,7 +99,8 @@ def local_model_state(
     Args:
         here: what it is to be like.
         experts: which keys are expert stacks.
-        cut: of the dense tensors that are cut here.
+        cut: which parts of dense tensors this rank has.
+        cuts: how they are cut, by key.
 
     Raises:
         CheckpointError: a tensor is missing, unknown or of another shape.
@@ -103,14 +122,19 @@ def local_model_state(
         expected = here[key].shape
         if key in experts:
             expected = torch.Size((experts[key].num_experts, *expected[1:]))
+        elif key in cuts:
+            dim, size = cuts[key].dim, cuts[key].size
+            expected = torch.Size((*expected[:dim], size, *expected[dim + 1 :]))
         if tensor.shape != expected:
             raise CheckpointError(
                 f"the checkpoint's {key!r} has shape {list(tensor.shape)}, the model's {list(expected)}: "
                 "use the model configuration it was written with"
             )
-        result[key] = (
-            experts[key].select(tensor) if key in experts else rows_like(here[key], own_rows(here[key], tensor, cut))
-        )
+        if key in experts:
+            tensor = experts[key].select(tensor)
+        elif key in cuts:
+            tensor = rows_like(here[key], part_of_whole(tensor, cuts[key], cut.part, cut.parts))
+        result[key] = tensor
     return result
 
 
@@ -172,8 +196,8 @@ def _stack(collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Ten
     return torch.stack([collected[f"{key}/{e}"] for e in range(stack.num_experts)])
 
 
-def _joined(collected: Mapping[str, Tensor], key: str, world: World) -> Tensor:
-    return torch.cat([collected[f"{key}/rows/{part}"] for part in range(world.row_cut.parts)])
+def _joined(collected: Mapping[str, Tensor], key: str, cut: TensorCut, world: World) -> Tensor:
+    return joined([collected[f"{key}/rows/{part}"] for part in range(world.row_cut.parts)], cut)
 
 
 def _optimizer_entries(
@@ -193,8 +217,8 @@ def _optimizer_entries(
                 entry[name] = collected[key]
             elif parameter in state.stack_of:
                 entry[name] = _stack(collected, key, state.stack_of[parameter])
-            else:
-                entry[name] = _joined(collected, key, world)
+            elif (cut := cut_of(parameter)) is not None:
+                entry[name] = _joined(collected, key, cut, world)
         if entry:
             entries[number] = entry
     return entries
@@ -212,8 +236,9 @@ def _numbered_groups(state: State, index: int) -> list[dict[str, Any]]:
 def _cut_entry(entry: Mapping[str, Any], parameter: nn.Parameter, state: State) -> dict[str, Any]:
     stack = state.stack_of.get(parameter)
     if stack is None:
-        is_rows = {name: isinstance(value, Tensor) and value.shape == parameter.shape for name, value in entry.items()}
-        return {name: own_rows(parameter, v, state.cut) if is_rows[name] else v for name, v in entry.items()}
+        shape = whole_shape(parameter)
+        is_like = {name: isinstance(value, Tensor) and value.shape == shape for name, value in entry.items()}
+        return {name: own_part(parameter, v, state.cut) if is_like[name] else v for name, v in entry.items()}
     return {
         name: stack.select(value) if isinstance(value, Tensor) and stack.is_full(value) else value
         for name, value in entry.items()

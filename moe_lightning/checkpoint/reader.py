@@ -80,21 +80,20 @@ class CheckpointSource(ABC):
         self.read_into(key, out)
         return out
 
-    def read_into(self, key: str, out: torch.Tensor, *, first_row: int = 0) -> None:
-        """Fill `out` with rows of the tensor under a key, beginning at `first_row`; converts dtype and device where
-        they differ.
+    def read_into(self, key: str, out: torch.Tensor, *, first_row: int = 0, block: Block | None = None) -> None:
+        """Fill `out` with rows of the tensor under a key, beginning at `first_row`, or with a block of it; converts
+        dtype and device where they differ.
 
         Raises:
             CheckpointError: no such key, or the shapes do not fit.
         """
         pieces = self._tensor_pieces(key)
         shape = pieces[0].block.whole
-        fits = out.shape[1:] == shape[1:] and out.dim() == len(shape)
-        if not fits or (shape and not 0 <= first_row <= first_row + out.shape[0] <= shape[0]):
+        wanted = block or Block.of_rows(out.shape, first_row, shape[0] if shape else 0)
+        if wanted.whole != shape or not wanted.is_inside:
             raise CheckpointError(
                 f"{key} has shape {list(shape)} in {self.path.name}: rows from {first_row} do not fit {list(out.shape)}"
             )
-        wanted = Block.of_rows(out.shape, first_row, shape[0] if shape else 0)
         for piece in pieces:
             shared = wanted.common(piece.block)
             if shared is not None:

@@ -354,8 +354,12 @@ class Snapshotter:
 
     def _seal(self, table: SnapshotIndex, placed: list[Piece], *, is_last: bool) -> None:
         """Checksums of what was copied; the whole is published with the last of it."""
-        hashed = {piece.key: replace(piece, xxh3=digest_of(self.arena.payload(piece))) for piece in placed}
-        table = replace(table, placed=tuple(hashed.get(piece.key, piece) for piece in table.placed))
+        hashed = {
+            (piece.key, piece.block.offsets): replace(piece, xxh3=digest_of(self.arena.payload(piece)))
+            for piece in placed
+        }
+        placed_now = tuple(hashed.get((piece.key, piece.block.offsets), piece) for piece in table.placed)
+        table = replace(table, placed=placed_now)
         self._begun = None if is_last else table
         if not is_last:
             return

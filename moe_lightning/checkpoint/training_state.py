@@ -67,7 +67,9 @@ class TrainingState(State):
     # ------------------------------------------------------------------ writing
 
     def written(self, experts_per_checkpoint: int) -> dict[str, StatePiece]:
-        """The pieces that this rank writes in a session that saves so many experts of each layer at a time."""
+        """The pieces that this rank writes in a session that saves so many experts of each layer at a time, by their
+        keys; further blocks of a tensor by names that no other piece has.
+        """
         whole, shared = self._dense_pieces()
         found = self.experts_of(self.expert_writers())
         for part in self._plan(experts_per_checkpoint, shared).pieces:
@@ -75,8 +77,9 @@ class TrainingState(State):
                 pieces = shared[part.module]
                 is_cut = (part.first_row, part.last_row) != (0, _rows(pieces))
                 found |= {p.key: p.rows(part.first_row, part.last_row) if is_cut else p for p in pieces}
-        shares = [piece.share(self.rank) for piece in whole]
-        return found | {piece.key: piece for piece in shares if piece is not None}
+        for piece in filter(None, (piece.share(self.rank) for piece in whole)):
+            found[f"{piece.key} at {piece.block.offsets}" if piece.key in found else piece.key] = piece
+        return found
 
     def rank_bytes(self, experts_per_checkpoint: int) -> tuple[int, ...]:
         """Predicted bytes of every rank when the selected share of the experts is written."""
@@ -186,7 +189,7 @@ class TrainingState(State):
                     checkpoint.read_into(key, parameter.data[slot])
         for piece in self.pieces():
             if not piece.is_replaceable and not piece.is_moment:
-                checkpoint.read_into(piece.key, piece.tensor, first_row=piece.first_row)
+                checkpoint.read_into(piece.key, piece.tensor, block=piece.block)
 
     @torch.no_grad()
     def restore_dense(self, checkpoint: CheckpointSource) -> None:
@@ -199,7 +202,7 @@ class TrainingState(State):
         self.adopt({f"optimizer/{n}": checkpoint.read_object(f"optimizer/{n}") for n in numbers}, checkpoint.shapes())
         for piece in self.pieces():
             if not piece.is_replaceable:
-                checkpoint.read_into(piece.key, piece.tensor, first_row=piece.first_row)
+                checkpoint.read_into(piece.key, piece.tensor, block=piece.block)
 
     @torch.no_grad()
     def restore_optimizers(self, checkpoint: CheckpointSource) -> None:
@@ -221,7 +224,7 @@ class TrainingState(State):
         self.adopt(objects, checkpoint.shapes())
         for piece in self.pieces():
             if piece.is_moment:
-                checkpoint.read_into(piece.key, piece.tensor, first_row=piece.first_row)
+                checkpoint.read_into(piece.key, piece.tensor, block=piece.block)
 
     @torch.no_grad()
     def restore_experts(self, checkpoint: CheckpointSource, experts: Collection[tuple[int, int]]) -> None:

@@ -74,6 +74,11 @@ class Mesh:
         return slowest
 
     @property
+    def sharers(self) -> int:
+        """Ranks that compute the loss of the same samples: each counts for one of as many equal shares."""
+        return self.shape.cp * self.shape.tp
+
+    @property
     def node_peers(self) -> tuple[int, ...]:
         """The ranks of the whole that fail together with this one, ascending."""
         mine = self.node_of[self.whole.rank]

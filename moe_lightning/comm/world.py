@@ -118,6 +118,10 @@ class World:
         if layout is None:
             return world
         world, shards = _with_axes(world, layout.shape, timeout), layout.shards
+        if "tp" in world.axis_groups:
+            parts, copies = layout.shape.groups({"tp"}), layout.shape.groups({"dp", "cp"})
+            copy_group = _own_group(copies, world.rank, timeout, "copies") if len(copies[0]) > 1 else None
+            return replace(world, shards=parts, shard_group=world.axis_groups["tp"], copy_group=copy_group)
         if not shards or len(shards[0]) == 1:
             return world
         if len(shards) == 1:

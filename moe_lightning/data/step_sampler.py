@@ -45,7 +45,7 @@ class StepSlice:
     count: int  # samples of this rank; 0: what it holds is a stand-in
     micro_total: int  # samples of the micro-batch over all ranks
     step_total: int  # samples of the step over all ranks
-    parts: int = 1  # equal parts of each sample, of which this rank computes one
+    parts: int = 1  # equal shares of the loss of each sample, of which this rank computes one
 
     @property
     def micro_share(self) -> float:

@@ -17,6 +17,7 @@ from moe_lightning.modules.context import ContextParallel
 from moe_lightning.modules.feed_forward import FeedForward
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.stream import SampleStream, StreamDropout, attach_stream
+from moe_lightning.modules.tensor_parallel import Columns, Embedding, Gathered, Head, Parted, Plan, Rows, Style
 
 
 class GPT(nn.Module):
@@ -62,6 +63,27 @@ class GPT(nn.Module):
         for block in self.blocks:
             x_BLD = block(x_BLD, is_token_BL)
         return self.head(self.norm(x_BLD))  # type: ignore[no-any-return]
+
+    def tensor_parallel_plan(self) -> Plan:
+        """How several ranks compute the model's layers together."""
+        config = self.config
+        heads = (config.num_heads, config.kv_heads, config.kv_heads)
+        qkv = Columns(tuple(n * config.head_size for n in heads), unit=config.head_size, of="heads")
+        halves = (config.hidden_size,) * 2 if config.activation == "swiglu" else None
+        plan: dict[str, Style] = {
+            "token_embedding": Embedding(),
+            "dropout": Parted(),
+            "blocks.*": Parted(1),
+            "blocks.*.attention": Gathered(),
+            "blocks.*.attention.qkv": qkv,
+            "blocks.*.attention.out": Rows(),
+            "head": Head(),
+        }
+        for index, block in enumerate(self.blocks):
+            if isinstance(block.feed_forward, FeedForward):
+                name = f"blocks.{index}.feed_forward"
+                plan |= {name: Gathered(), f"{name}.up": Columns(halves), f"{name}.down": Rows()}
+        return plan
 
 
 class Block(nn.Module):
@@ -125,7 +147,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         heads_BLHC = self.qkv(x_BLD).unflatten(-1, (-1, self.head_size))
-        q, k, v = (t.transpose(1, 2) for t in heads_BLHC.split([self.num_heads, self.kv_heads, self.kv_heads], dim=2))
+        heads = (self.num_heads, self.kv_heads, self.kv_heads)
+        here = [heads_BLHC.shape[2] * number // sum(heads) for number in heads]  # all, or those of this rank
+        q, k, v = (t.transpose(1, 2) for t in heads_BLHC.split(here, dim=2))
         q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
             first = self.context.first(q.shape[2])

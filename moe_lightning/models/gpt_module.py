@@ -21,6 +21,7 @@ from moe_lightning.models.muon import Muon, muon_groups
 from moe_lightning.models.size import ModelSize, model_size
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
+from moe_lightning.modules.tensor_parallel import parted_logits
 from moe_lightning.values import Coefficient, Fraction, NonNegativeInt, Probability, Range, validated
 
 
@@ -94,7 +95,9 @@ class SupervisedModule(pl.LightningModule):
 
     def loss(self, batch: Batch) -> Tensor:
         """Of a batch, without auxiliary losses."""
-        return mean_over_targets(self.logits(batch), batch[1])
+        with parted_logits(self.model) as ranks:
+            logits = self.logits(batch)
+        return mean_over_targets(logits, batch[1], ranks)
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

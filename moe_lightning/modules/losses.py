@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_lightning.comm.tensor_ranks import TensorRanks
+
 IGNORED_TARGET = -100
 """A target that is not to be predicted, such as one of a prompt or of padding."""
 
@@ -125,14 +127,18 @@ def num_targets(targets: Tensor) -> Tensor:
     return torch.ne(targets, IGNORED_TARGET).sum()
 
 
-def mean_over_targets(logits: Tensor, targets: Tensor) -> Tensor:
+def mean_over_targets(logits: Tensor, targets: Tensor, ranks: TensorRanks | None = None) -> Tensor:
     """The mean cross-entropy over the targets that are not -100; zero where there is none.
 
     Args:
         logits: [..., V].
         targets: [...].
+        ranks: those among which the V logits are dealt out; None: this rank has all.
     """
-    total = F.cross_entropy(
-        logits.flatten(0, -2).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED_TARGET
-    )
+    logits_TV, targets_T = logits.flatten(0, -2).float(), targets.flatten()
+    if ranks is None:
+        total = F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORED_TARGET)
+    else:
+        losses_T = ranks.cross_entropy(logits_TV, targets_T)
+        total = losses_T.masked_fill(torch.eq(targets_T, IGNORED_TARGET), 0.0).sum()
     return total / num_targets(targets).clamp_min(1)

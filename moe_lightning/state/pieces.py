@@ -80,6 +80,11 @@ class Block:
         """Whether it is cut in its first dimension only."""
         return self.sizes[1:] == self.whole[1:]
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the whole tensor has all of it."""
+        return all(0 <= at <= end <= size for at, end, size in zip(self.offsets, self._ends, self.whole, strict=True))
+
     def common(self, other: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """What two blocks of a tensor share, as slices of each; None where that is nothing."""
         low = [max(pair) for pair in zip(self.offsets, other.offsets, strict=True)]
@@ -136,8 +141,9 @@ class StatePiece:
 
     def rows(self, first_row: int, last_row: int) -> Self:
         """Some of its rows, counted from its own first one."""
-        part, whole = self.tensor[first_row:last_row], sum(self.block.whole[:1])
-        return replace(self, tensor=part, block=Block.of_rows(part.shape, self.first_row + first_row, whole))
+        part, block = self.tensor[first_row:last_row], self.block
+        offsets = (self.first_row + first_row, *block.offsets[1:])
+        return replace(self, tensor=part, block=replace(block, offsets=offsets, sizes=tuple(part.shape)))
 
     def share(self, rank: int) -> Self | None:
         """What this holder of a block writes of it, as all of them write the same number of rows; None: nothing. A

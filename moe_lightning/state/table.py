@@ -19,7 +19,7 @@ from moe_lightning.algorithms.dense_shards import RowCut
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_partial, parse_expert_key
-from moe_lightning.state.row_blocks import is_cut, local, own_block
+from moe_lightning.state.row_blocks import is_cut, local, own_blocks, whole_shape
 
 Groups = Sequence[Sequence[nn.Parameter]]
 """The parameters of an optimizer's param_groups before any sharding."""
@@ -33,7 +33,7 @@ class State:
         stacks: the experts of its MoE layers in order.
         optimizers: with their groups.
         keepers: rank that keeps the optimizer state of a dense parameter (ZeRO-1); that of others is on every rank.
-        cut: which rows of the dense parameters that are cut a rank holds, with their optimizer states (FSDP); None: no
+        cut: which parts of the dense parameters that are cut a rank holds, with their optimizer states; None: no
             parameter is cut.
         rank, world_size: of this process.
 
@@ -92,16 +92,16 @@ class State:
                 yield StatePiece.of(f"dense/{name}/buffer", buffer, everyone)
 
     def _blocks(self, name: str, parameter: nn.Parameter) -> Iterator[StatePiece]:
-        """The pieces of a parameter that is cut by rows; none where this rank has no row of it."""
-        block, holders = own_block(parameter, self.cut), self.cut.holders[self.cut.part]
-        for scope, tensor in ({"weight": local(parameter)} | self.moments(parameter)).items():
-            if tensor.shape != block.sizes:
+        """The pieces of a parameter that is cut; none where this rank has nothing of it."""
+        own, holders = local(parameter.detach()), self.cut.holders[self.cut.part]
+        for scope, tensor in ({"weight": own} | self.moments(parameter)).items():
+            if tensor.shape != own.shape:
                 raise ConfigurationError(
                     f"the optimizer's {scope!r} of {name} has shape {list(tensor.shape)}, which cannot be cut by rows: "
                     "use an optimizer whose states have the shape of the parameter, such as AdamW, or dense=zero1"
                 )
-            if block.sizes[0]:
-                yield StatePiece(key=f"dense/{name}/{scope}", tensor=tensor, block=block, holders=holders)
+            for view, block in own_blocks(parameter, tensor, self.cut):
+                yield StatePiece(key=f"dense/{name}/{scope}", tensor=view, block=block, holders=holders)
 
     def rows(self, layer: int, slot: int, expert: int, holders: tuple[int, ...] = ()) -> Iterator[StatePiece]:
         """The pieces of the expert in a slot."""
@@ -144,7 +144,7 @@ class State:
     def moment_shapes(self) -> Shapes:
         """The optimizer states that this rank has."""
         found = {
-            f"dense/{name}/{scope}": (dtype_name(tensor), tuple((parameter if is_cut(parameter) else tensor).shape))
+            f"dense/{name}/{scope}": (dtype_name(tensor), _told_shape(parameter, tensor))
             for name, parameter in self.dense.items()
             for scope, tensor in self.moments(parameter).items()
         }
@@ -195,6 +195,11 @@ class State:
             if parameter is not None and scope not in WEIGHTS:
                 found[parameter][scope] = dtype, tuple(shape)
         return found
+
+
+def _told_shape(parameter: nn.Parameter, moment: Tensor) -> tuple[int, ...]:
+    """Of the whole moment."""
+    return tuple(whole_shape(parameter) if is_cut(parameter) else moment.shape)
 
 
 def _weight_scope(parameter: Tensor) -> str:

@@ -90,7 +90,7 @@ def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
     source, own = plan.live_ranks[0], state.training_state()
     share_optimizers(own, {*newcomers, *plan.apply_prepared}, world, source)
     if newcomers:
-        broadcast_dense(own, world, source, but=state.rows.names() if state.cuts_dense else ())
+        broadcast_dense(own, world, source, but=state.shared_names())
 
 
 def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:

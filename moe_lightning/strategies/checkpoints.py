@@ -30,6 +30,7 @@ from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.state.row_blocks import cuts_of
 from moe_lightning.strategies.random_state import random_state
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states, states_of_stateful
@@ -59,7 +60,9 @@ class Checkpoints:
         """The whole model on rank 0, expert stacks [E, ...], of the ranks' own; empty on the others. Collective."""
         if self._without_state:
             return {}
-        return full_model_state(local(), self._state.experts.keys(self._state.module), self._worlds.present)
+        module = self._state.module
+        keys, cuts = self._state.experts.keys(module), cuts_of(module)
+        return full_model_state(local(), keys, self._worlds.present, cuts=cuts)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer state on rank 0 as a single process would have it; empty on the others. Collective."""
@@ -144,8 +147,8 @@ class Checkpoints:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
         module = self._state.module
         keys = self._state.experts.keys(module)
-        cut = self._worlds.present.row_cut
-        local = local_model_state(checkpoint["state_dict"], module.state_dict(), keys, cut, strict=strict)
+        cut, cuts = self._worlds.present.row_cut, cuts_of(module)
+        local = local_model_state(checkpoint["state_dict"], module.state_dict(), keys, cut, cuts=cuts, strict=strict)
         module.load_state_dict(local, strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from moe_lightning import seams
-from moe_lightning.algorithms.dense_shards import RowCut
+from moe_lightning.algorithms.dense_shards import RowCut, TensorCut
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World, all_reduce_, broadcast_
 from moe_lightning.state.row_blocks import local
@@ -75,8 +75,12 @@ class DenseRows:
 
     def names(self) -> set[str]:
         """Of the parameters that are cut where there are ranks to share them."""
+        return set(self._ways())
+
+    def _ways(self) -> dict[str, TensorCut]:
+        """How they are cut."""
         dense = self._state.training_state().dense
-        return {name for name, parameter in dense.items() if parameter.ndim}
+        return {name: TensorCut(sections=(parameter.shape[0],)) for name, parameter in dense.items() if parameter.ndim}
 
     # ------------------------------------------------------------------ a world that stays
 
@@ -113,8 +117,8 @@ class DenseRows:
             return
         cut = world.row_cut
         sources = [(name, ranks[0]) for name, ranks in zip(cut.names(), cut.holders, strict=True)]
-        whole = cuts_of(RowCut.whole(world.size))
-        rows = RowMoves(self._state.training_state(), sources, whole, world).exchange()
+        whole = RowCut.whole(world.size).of_all()
+        rows = RowMoves(self._state.training_state(), self._ways(), sources, whole, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
 
@@ -175,7 +179,7 @@ class DenseRows:
         """When the Trainer stops because of an error: rows as between steps, ready for another one. Not collective."""
         if self.is_cut and self._state.module.trainer.interrupted:
             self.leave()
-            self.install(held_rows(self._state.training_state()), world)
+            self.install(held_rows(self._state.training_state(), self._ways()), world)
 
     # ------------------------------------------------------------------ from world to world
 
@@ -190,8 +194,8 @@ class DenseRows:
         Args:
             sources: (name of a part, its rank in the new world); of a rank -1 nothing comes.
         """
-        cuts = cuts_of(world.row_cut)
-        return RowMoves(self._state.training_state(), sources, cuts, world, self.entrusted).exchange()
+        cuts = world.row_cut.of_all()
+        return RowMoves(self._state.training_state(), self._ways(), sources, cuts, world, self.entrusted).exchange()
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Before ranks leave: the parts that only they have go to ranks that stay; collective where anything is cut."""
@@ -203,7 +207,8 @@ class DenseRows:
             keeper = staying[number % len(staying)]
             nothing, whole_part = replace(cut, part=cut.parts), replace(cut, part=part)
             cuts = [whole_part if rank == keeper else nothing for rank in range(world.size)]
-            rows = RowMoves(self._state.training_state(), [(names[part], cut.holders[part][0])], cuts, world).exchange()
+            source = [(names[part], cut.holders[part][0])]
+            rows = RowMoves(self._state.training_state(), self._ways(), source, cuts, world).exchange()
             if world.rank == keeper:
                 self.entrusted[names[part]] = rows
 
@@ -235,9 +240,3 @@ class DenseRows:
                 for scope, tensor in scopes.items():
                     tensor.copy_(rows[f"dense/{name}/{scope}"])
         self.entrusted = {}
-
-
-def cuts_of(own: RowCut) -> list[RowCut]:
-    """As every rank sees it."""
-    parts = {rank: part for part, ranks in enumerate(own.holders) for rank in ranks}
-    return [replace(own, part=parts[rank]) for rank in range(len(parts))]

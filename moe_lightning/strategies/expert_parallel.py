@@ -37,6 +37,7 @@ from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.saving import SavingStrategy
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.tensor_parts import check_parts
 from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
@@ -110,6 +111,7 @@ class ExpertParallelStrategy(SavingStrategy):
         self._seed = seed
         self.worlds.axes = chosen_axes(mesh)
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
+        check_parts(self.worlds.axes, dense)
         self.state = RankState(self.worlds, dense=dense, shard_size=shard_size, max_slots=slots)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=check_replicas_every)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
@@ -138,7 +140,7 @@ class ExpertParallelStrategy(SavingStrategy):
         """Let go of everything that belongs to the groups of the present world; values stay."""
         self.worlds.leave()
         self.model = self.state.module  # DDP's reducer holds a group
-        self.state.rows.leave()
+        self.state.shared.leave()
         self.steps.leave_world()
         self.state.forget_step()
 
@@ -168,7 +170,10 @@ class ExpertParallelStrategy(SavingStrategy):
             self._kept = KeptExperts(self.experts)
         assert self._kept is not None
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
-        seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+        self.state.parts.stream = self.steps.stream
+        if "tp" in self.world.axis_groups and (is_training or cut_parameters(module)):
+            self.state.parts.begin(self.world)
+        self._keep_from_ddp()
         super().setup(trainer)
         seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:
@@ -184,10 +189,16 @@ class ExpertParallelStrategy(SavingStrategy):
     @override
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
-        if self.world.shards:
+        self._keep_from_ddp()  # a newcomer has its parts by now
+        self.state.parts.draw_noise(self.world)
+        if self.world.shards and self.worlds.axes.tp == 1:
             self.state.rows.begin(self.world)
         else:
             super().configure_ddp()
+
+    def _keep_from_ddp(self) -> None:
+        module = self.state.module
+        seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
 
     @override
     def on_train_end(self) -> None:
@@ -197,6 +208,7 @@ class ExpertParallelStrategy(SavingStrategy):
             room = room_for_experts(self.num_processes)
             self._kept.keep(room)
             self.state.rows.gather(self.world, room)
+            self.state.parts.gather(self.world, room)
 
     @override
     def teardown(self) -> None:

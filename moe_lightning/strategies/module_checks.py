@@ -9,7 +9,7 @@ from torch import nn
 
 from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.row_blocks import is_cut
+from moe_lightning.state.row_blocks import cuts_of
 
 
 def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -52,8 +52,8 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def cut_parameters(module: nn.Module) -> list[str]:
-    """Parameters of which every rank has other rows, as an earlier training has left them."""
-    return [name for name, parameter in module.named_parameters() if is_cut(parameter)]
+    """Parameters of which every rank has another part, under all of their names."""
+    return list(cuts_of(module))
 
 
 def identical_buffers(module: nn.Module) -> list[str]:

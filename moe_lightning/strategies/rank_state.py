@@ -4,7 +4,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
+from moe_lightning.strategies.tensor_parts import TensorParts
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -43,6 +44,7 @@ class RankState:
     Attributes:
         max_slots: as given.
         rows: the dense parameters, where ranks share them.
+        parts: the dense parameters, where ranks compute parts of layers.
         optimizers: of the running fit.
         replay: of another rank's optimizer shard; None where none is kept.
         restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
@@ -58,7 +60,7 @@ class RankState:
         self._shards: DenseSharding | None = None
         self._entrusted: dict[str, dict[str, Tensor]] = {}
         self._own_forward: Any = None
-        self.rows = DenseRows(self)
+        self.rows, self.parts = DenseRows(self), TensorParts(self, worlds)
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
@@ -211,7 +213,18 @@ class RankState:
     @property
     def cuts_dense(self) -> bool:
         """Whether ranks share copies of the dense parameters, where there are enough."""
-        return hasattr(DENSE_SHARDINGS.find(self._dense), "cut_size")
+        return self._worlds.axes.tp > 1 or hasattr(DENSE_SHARDINGS.find(self._dense), "cut_size")
+
+    @property
+    def shared(self) -> DenseRows | TensorParts:
+        """What brings the dense parameters across where ranks share copies of them."""
+        return self.parts if self._worlds.axes.tp > 1 else self.rows
+
+    def shared_names(self) -> Collection[str]:
+        """The parameters of which ranks have parts, or will have, where there are enough."""
+        if not self.cuts_dense:
+            return ()
+        return self.parts.ways() if self._worlds.axes.tp > 1 else self.rows.names()
 
     def dense_parts(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of what some ranks only keep of the dense state, and of what this rank keeps of that.
@@ -264,7 +277,7 @@ class RankState:
         """
         if not self.cuts_dense:
             return None
-        rows = self.rows.fetch(sources, world)
+        rows = self.shared.fetch(sources, world)
         agree(world)  # all have theirs, and go on, or none does
         return rows
 
@@ -277,7 +290,7 @@ class RankState:
             rows: of the parameters that this rank will hold, where ranks share them; None: they are restored next.
         """
         if self.cuts_dense:
-            self.rows.install(rows, self._worlds.present)
+            self.shared.install(rows, self._worlds.present)
             return
         sharding = self._dense_sharding()
         if not sharding.owners:

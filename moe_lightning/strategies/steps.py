@@ -100,7 +100,7 @@ class Steps:
 
     def _enter(self, batch: StepSlice | None) -> None:
         """Learn which samples the running batch holds, and let keyed randomness follow them."""
-        self.batch = batch = batch and replace(batch, parts=self.sequences.parts)
+        self.batch = batch = batch and replace(batch, parts=self._worlds.mesh.sharers)
         self.is_stand_in = batch is not None and batch.count == 0
         self.sequences.enter()
         if batch is not None:
@@ -145,7 +145,8 @@ class Steps:
 
     def scale_sum(self, loss: Tensor) -> Tensor:
         """See `moe_lightning.modules.losses.global_sum`."""
-        return self._weights.scale_sum(loss, self.batch, self._worlds.present)
+        copies = 1 if self.batch is None else self._worlds.mesh.shape.tp  # ranks that have summed the same
+        return self._weights.scale_sum(loss, self.batch, self._worlds.present) / copies
 
     def share_of_mean(self, value: Tensor, *, is_of_all: bool) -> tuple[Tensor, str]:
         """What of a mean over samples comes from this rank, and whether ranks give their "sum" or "mean".
@@ -196,6 +197,7 @@ class Steps:
         if not self._is_blocked:
             experts.sum_replica_gradients()
             self._state.rows.sum_scalars(self._worlds.present)
+            self._state.parts.sum_gradients(self._worlds.present)
             if module.automatic_optimization:
                 self._weights.finish(module)
         _add_gradients(earlier)

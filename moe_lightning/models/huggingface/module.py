@@ -20,8 +20,10 @@ from moe_lightning.models.huggingface.attention import share_sequences
 from moe_lightning.models.huggingface.blocks import IS_TOKEN
 from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import config_from, load_model, read_config, recompute_activations
+from moe_lightning.models.huggingface.tensor_plan import plan_of
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
+from moe_lightning.modules.tensor_parallel import Plan
 from moe_lightning.values import PositiveInt, validated
 
 
@@ -139,6 +141,14 @@ class HuggingFaceModule(SupervisedModule):
             raise ConfigurationError(
                 f"the data have {needed} tokens, the model knows {known}: use the tokenizer.json of the checkpoint"
             )
+
+    def tensor_parallel_plan(self) -> Plan:
+        """How several ranks compute the model's layers together.
+
+        Raises:
+            ConfigurationError: a model whose layers nobody here knows.
+        """
+        return {f"model.{name}": style for name, style in plan_of(self.model).items()}
 
     @override
     def forward(self, inputs: Tensor, is_token: Tensor | None = None) -> Tensor:

@@ -1,0 +1,272 @@
+"""How the layers of a model are computed in parts by several ranks (tensor parallelism): the styles of a model's plan.
+
+Between the layers that are cut, each rank has some positions of every sequence, [B, L / ranks, D]: norms, dropout,
+routers and experts work on these. A layer that is cut sees all positions and computes some of its heads, hidden units
+or tokens of the vocabulary. Sources: Megatron-LM, and Korthikanti et al. 2022 for the positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_lightning.comm.tensor_ranks import TensorRanks
+
+_POSITIONS = -2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """How a parameter is dealt out.
+
+    Attributes:
+        dim: along which it is cut.
+        sections: sizes along `dim`, each of which is cut by itself, such as queries, keys and values in one matrix.
+        unit: numbers along `dim` that stay together, such as those of a head.
+        of: what the units are, for messages.
+    """
+
+    dim: int
+    sections: tuple[int, ...]
+    unit: int = 1
+    of: str = "features"
+
+
+class Style(Protocol):
+    """What happens to a module of a plan."""
+
+    def shares(self, module: Any) -> Mapping[str, Shares]:
+        """The parameters that are cut, by their names in the module; called before any is."""
+
+    def __call__(self, module: Any, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass, `own` being that of the module itself."""
+
+
+Plan = Mapping[str, Style]
+"""Name of a module, in which * stands for any one part between dots -> its style. It is asked for again when parameters
+are cut already, and must not depend on their shapes."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A linear layer on all positions that computes some of its outputs.
+
+    Attributes:
+        sections: of the outputs; None: one.
+        unit, of: see Shares.
+    """
+
+    sections: tuple[int, ...] | None = None
+    unit: int = 1
+    of: str = "hidden units"
+
+    def shares(self, module: nn.Linear) -> Mapping[str, Shares]:
+        sections = self.sections or (module.weight.shape[0],)
+        share = Shares(dim=0, sections=sections, unit=self.unit, of=self.of)
+        return {name: share for name, _ in module.named_parameters(recurse=False)}
+
+    def __call__(self, module: nn.Linear, own: Callable[..., Any], ranks: TensorRanks, x: Tensor) -> Any:
+        return own(x)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A linear layer that has some of its inputs, and answers with the sum over ranks at this rank's positions."""
+
+    def shares(self, module: nn.Linear) -> Mapping[str, Shares]:
+        return {"weight": Shares(dim=1, sections=(module.weight.shape[1],))}
+
+    def __call__(self, module: nn.Linear, own: Callable[..., Any], ranks: TensorRanks, x: Tensor) -> Any:
+        out = ranks.sum_parts(F.linear(x, module.weight), _POSITIONS)
+        return out if module.bias is None else out + module.bias.to(out.dtype)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A module that sees all positions of one of its arguments.
+
+    Attributes:
+        argument: its place, or its name where it is given by that.
+        of_heads: names of parameters of its own that have a number for each head.
+    """
+
+    argument: int | str = 0
+    of_heads: tuple[str, ...] = ()
+
+    def shares(self, module: nn.Module) -> Mapping[str, Shares]:
+        numbers = {name: len(module.get_parameter(name)) for name in self.of_heads}
+        return {name: Shares(dim=0, sections=(number,), of="heads") for name, number in numbers.items()}
+
+    def __call__(
+        self, module: nn.Module, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any
+    ) -> Any:
+        return _call(own, self.argument, lambda x: ranks.gather(x, _POSITIONS), args, kwargs)
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A module that sees this rank's positions of one of its arguments, of which all ranks have all.
+
+    Attributes:
+        argument: see Gathered; None in its place stays None.
+    """
+
+    argument: int | str = 0
+
+    def shares(self, module: nn.Module) -> Mapping[str, Shares]:
+        return {}
+
+    def __call__(
+        self, module: nn.Module, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any
+    ) -> Any:
+        return _call(own, self.argument, lambda x: ranks.own(x, 1), args, kwargs)
+
+
+@dataclass(frozen=True)
+class PartedAttribute:
+    """A module that gets this rank's positions, and sees those of one of its attributes, [B, L, ...], too.
+
+    Attributes:
+        name: of the attribute; None in its place stays None.
+    """
+
+    name: str
+
+    def shares(self, module: nn.Module) -> Mapping[str, Shares]:
+        return {}
+
+    def __call__(
+        self, module: nn.Module, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any
+    ) -> Any:
+        whole = getattr(module, self.name)
+        if whole is None:
+            return own(*args, **kwargs)
+        setattr(module, self.name, ranks.own(whole, 1))
+        try:
+            return own(*args, **kwargs)
+        finally:
+            setattr(module, self.name, whole)
+
+
+@dataclass(frozen=True)
+class NormOfParts:
+    """An RMS norm over features of which a rank has some.
+
+    Attributes:
+        eps: added to the mean square.
+        unit, of: see Shares.
+    """
+
+    eps: float
+    unit: int = 1
+    of: str = "features"
+
+    def shares(self, module: Any) -> Mapping[str, Shares]:
+        return {"weight": Shares(dim=0, sections=(len(module.weight),), unit=self.unit, of=self.of)}
+
+    def __call__(self, module: Any, own: Callable[..., Any], ranks: TensorRanks, x: Tensor) -> Any:
+        squares = ranks.sum(x.float().square().sum(dim=-1, keepdim=True))
+        scale = (squares / (x.shape[-1] * ranks.size) + self.eps).rsqrt()
+        return module.weight * (x.float() * scale).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """An embedding [B, L] -> [B, L, D] that knows some tokens of the vocabulary; the answer is whole."""
+
+    def shares(self, module: nn.Embedding) -> Mapping[str, Shares]:
+        return {"weight": Shares(dim=0, sections=(module.weight.shape[0],), of="tokens of the vocabulary")}
+
+    def __call__(self, module: nn.Embedding, own: Callable[..., Any], ranks: TensorRanks, ids: Tensor) -> Any:
+        height = len(module.weight)
+        ids = ids - ranks.rank * height
+        is_elsewhere = (ids < 0) | (ids >= height)
+        padding = None if module.padding_idx is None else module.padding_idx - ranks.rank * height
+        padding = padding if padding is not None and 0 <= padding < height else None
+        rows = F.embedding(ids.masked_fill(is_elsewhere, 0), module.weight, padding)
+        return ranks.sum(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear layer from this rank's positions to the vocabulary at all positions: whole logits, or this rank's tokens
+    inside of `parted_logits`.
+    """
+
+    def shares(self, module: nn.Linear) -> Mapping[str, Shares]:
+        share = Shares(dim=0, sections=(module.weight.shape[0],), of="tokens of the vocabulary")
+        return {name: share for name, _ in module.named_parameters(recurse=False)}
+
+    def __call__(self, module: nn.Linear, own: Callable[..., Any], ranks: TensorRanks, x: Tensor) -> Any:
+        part = own(ranks.gather(x, _POSITIONS))
+        return part if module.__dict__.get(_STAYS_PARTED) else ranks.gather(part, -1)
+
+
+_STAYS_PARTED = "_moe_lightning_parted_logits"
+
+
+class PartedForward:
+    """In the place of a module's `forward` while it is cut.
+
+    Args:
+        module, style: what is cut, and how.
+        ranks: that have its parts.
+    """
+
+    def __init__(self, module: nn.Module, style: Style, ranks: TensorRanks) -> None:
+        self.module, self.style, self.ranks = module, style, ranks
+        self._own, self._was_set = module.forward, module.__dict__.get("forward")
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.style(self.module, self._own, self.ranks, *args, **kwargs)
+
+    def undo(self) -> None:
+        """The module computes by itself again."""
+        del self.module.forward
+        if self._was_set is not None:
+            self.module.forward = self._was_set
+
+
+def undo_parts(model: nn.Module) -> None:
+    """Every module computes by itself again."""
+    for module in model.modules():
+        if isinstance(forward := module.__dict__.get("forward"), PartedForward):
+            forward.undo()
+
+
+@contextmanager
+def parted_logits(model: nn.Module) -> Generator[TensorRanks | None, None, None]:
+    """Inside, a model whose head is cut answers with the logits of this rank's tokens of the vocabulary, and the ranks
+    that have the others are given; None where logits are whole.
+    """
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    heads = [f for f in forwards if isinstance(f, PartedForward) and isinstance(f.style, Head)]
+    for head in heads:
+        head.module.__dict__[_STAYS_PARTED] = True
+    try:
+        yield heads[0].ranks if heads else None
+    finally:
+        for head in heads:
+            del head.module.__dict__[_STAYS_PARTED]
+
+
+def _call(
+    own: Callable[..., Any],
+    argument: int | str,
+    change: Callable[[Tensor], Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """`own` with one of its arguments changed, where that is given and not None."""
+    if isinstance(argument, str):
+        value = kwargs.get(argument)
+        return own(*args, **(kwargs if value is None else {**kwargs, argument: change(value)}))
+    if argument >= len(args) or args[argument] is None:
+        return own(*args, **kwargs)
+    return own(*args[:argument], change(args[argument]), *args[argument + 1 :], **kwargs)
