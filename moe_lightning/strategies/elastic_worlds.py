@@ -93,7 +93,7 @@ class ElasticWorlds:
         engine.multiple = worlds.axes.num_ranks
         self.members: Members | None = None
         self.min_replicas, self.max_recoveries = 1, 1000
-        self.version = 0
+        self.version = self._recoveries = 0
         self.is_newcomer = self.change_is_due = False
         self.parting: str | None = None
         self.listeners: list[RecoveryListener] = []
@@ -102,7 +102,6 @@ class ElasticWorlds:
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
         self._progress: FitProgress | None = None
-        self._recoveries = 0
         self._is_torn = self._is_spare = False
         self._cause: str | None = None
         gc.collect()
