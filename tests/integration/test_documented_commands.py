@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import kernels
 from moe_lightning.cli import bench, ckpt, sim, train
+from moe_lightning.models.gpt import GPT
+from moe_lightning.models.gpt_config import GPTConfig
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
 from tests.distributed.training import OwnModule, RandomTokens
 from tests.documented import PAGES, ROOT, blocks, commands
@@ -171,6 +173,7 @@ def test_every_snippet_is_run_here() -> None:
         "ThroughputMonitor",
         "class Counting",
         "class Masked",
+        "def tensor_parallel_plan",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -185,6 +188,13 @@ def test_checkpoints_in_a_script(tmp_path: Path) -> None:
     assert "every_n_steps=2" in small
     run(small, {"L": L, "module": OwnModule(), "loader": DataLoader(RandomTokens(48), batch_size=12)})
     assert (tmp_path / "checkpoints" / "step-00000004" / "MANIFEST.json").is_file()
+
+
+def test_a_plan_says_what_is_cut() -> None:
+    """The page's is a part of our own."""
+    page = run(snippet("docs/expert-parallelism.md", "def tensor_parallel_plan"), {"D": 32, "K": 16, "head_size": 8})
+    ours = GPT(GPTConfig(vocab_size=64, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2)).tensor_parallel_plan()
+    assert page["tensor_parallel_plan"](None).items() <= ours.items()
 
 
 def test_kernels_can_be_chosen() -> None:
