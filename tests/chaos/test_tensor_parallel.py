@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.elastic_runs import Hold, Kill, elastic_run, finish
+from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, finish, reference
 
 STEPS = 10
 TP2 = {"mesh": {"tp": 2}}
@@ -54,3 +54,11 @@ def test_snapshots_replace_the_only_copy(tmp_path: Path, undisturbed: dict[int, 
         run.supervise(restart=[1])
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
         assert set(run.world_sizes().values()) == {2}
+
+
+def test_noise_follows_positions_after_a_fault(tmp_path: Path) -> None:
+    model = {"dropout": 0.1, "router": {"noisy_top_k": True, "jitter": 0.1}}
+    kills = [Kill(worker=3, step=4, place="backward")]
+    with elastic_run(tmp_path, workers=4, steps=STEPS, strategy=TP2, kills=kills, model=model) as run:
+        run.supervise()
+        assert_same_losses(run, reference(STEPS, model=model))

@@ -17,8 +17,10 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
+import moe_lightning
 from moe_lightning import GPT, GPTConfig, kernels
 from moe_lightning.cli import bench, ckpt, sim, train
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
@@ -172,6 +174,8 @@ def test_every_snippet_is_run_here() -> None:
         "class Counting",
         "class Masked",
         "replay_routing",
+        "def tensor_parallel_plan",
+        "class Attention",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -192,6 +196,20 @@ def test_routing_can_be_replayed() -> None:
     model, ids = GPT(GPTConfig(**TINY)), torch.arange(16)[None]
     names = run(snippet("docs/lightning.md", "replay_routing"), {"model": model, "engine_model": model, "ids": ids})
     assert torch.equal(names["logits"], model(ids))
+
+
+def test_attention_may_keep_a_context() -> None:
+    names = run(snippet("docs/expert-parallelism.md", "class Attention"), {"nn": nn, "moe_lightning": moe_lightning})
+    attention = names["Attention"]()
+    assert attention.context.whole(7) == 7
+    assert attention.context.first(7) == 0
+
+
+def test_a_plan_says_what_is_cut() -> None:
+    """The page's is a part of our own."""
+    page = run(snippet("docs/expert-parallelism.md", "def tensor_parallel_plan"), {"D": 32, "K": 16, "head_size": 8})
+    ours = GPT(GPTConfig(vocab_size=64, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2)).tensor_parallel_plan()
+    assert page["tensor_parallel_plan"](None).items() <= ours.items()
 
 
 def test_kernels_can_be_chosen() -> None:
