@@ -8,7 +8,7 @@ non-contiguous inputs, and raise `ConfigurationError` in one sentence for wrong 
 from moe_lightning.kernels.backends import BACKENDS, backend, set_backend
 from moe_lightning.kernels.bodies import ExpertSort
 from moe_lightning.kernels.ops_bytes import pack, packed_bytes, sum_in_rank_order, unpack, xor_parity
-from moe_lightning.kernels.ops_experts import expert_activation, grouped_mm
+from moe_lightning.kernels.ops_experts import expert_activation, expert_mlp, fuses_experts, grouped_mm
 from moe_lightning.kernels.ops_rows import (
     chunk_order,
     gather_rows,
@@ -25,6 +25,8 @@ __all__ = [
     "backend",
     "chunk_order",
     "expert_activation",
+    "expert_mlp",
+    "fuses_experts",
     "gather_rows",
     "grouped_mm",
     "invert",

@@ -80,6 +80,54 @@ class MatmulBodies(Protocol):
         ...
 
 
+class HiddenGradients(NamedTuple):
+    """What the backward of a down projection leaves.
+
+    Attributes:
+        h_MH: the gradient of h.
+        activation_MF: the activation, computed again, times the row's weight where there is one.
+        products_CM: fp32, pieces of each row's product of activation and gradient; None without weights.
+    """
+
+    h_MH: Tensor
+    activation_MF: Tensor
+    products_CM: Tensor | None
+
+
+class FusedBodies(Protocol):
+    """Matmuls with the activation behind them, for devices where a kernel of its own would cost a pass over memory."""
+
+    def up_and_activation(
+        self, x: Tensor, up_SDH: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int, kind: str
+    ) -> tuple[Tensor, Tensor]:
+        """h [M, H] = x @ up[slot of the row], and its activation [M, F]; with gather_M as in `grouped_mm`."""
+        ...
+
+    def down_gradient(
+        self,
+        grad: Tensor,
+        down_SFD: Tensor,
+        tokens_S: Tensor,
+        h_MH: Tensor,
+        kind: str,
+        gather_M: Tensor | None,
+        weights_TK: Tensor | None,
+    ) -> HiddenGradients:
+        """The gradient of the down projection's input, passed on through the activation.
+
+        Args:
+            grad: by rows [M, D]; or by tokens [T, D], where gather_M and weights_TK say which row takes which, times
+                what.
+        """
+        ...
+
+    def down_wgrad(
+        self, activation_MF: Tensor, grad: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
+    ) -> Tensor:
+        """[S, F, D]: activation^T @ grad over the rows of each slot; with gather_M the gradient is by tokens."""
+        ...
+
+
 class ActivationBodies(Protocol):
     def activation(self, h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor: ...
 

@@ -1,7 +1,7 @@
 """Routing with Triton: top-k over unique integer keys, and a stable counting sort without atomics.
 
-The sort counts the experts inside each block of assignments, sums the counts over blocks, and then places every
-assignment: start of its expert + those of earlier blocks + those before it in its block.
+The sort counts the experts inside each block of assignments, sums the counts of all blocks, expert by expert, in one
+parallel scan, and then places every assignment: what the scan says of its expert and block + those before it there.
 
 Legend: T tokens, K choices, A = T*K assignments, E experts, B blocks.
 """
@@ -40,7 +40,7 @@ def _top_k_kernel(scores, ids, num_tokens, num_experts, TOP_K: tl.constexpr, ROW
 
 
 @triton.jit
-def _count_kernel(ids, rank, counts, num_ids, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+def _count_kernel(ids, rank, counts, num_ids, num_experts, num_blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     """Rank of each assignment among those of its expert in the block, and the block's count of each expert."""
     block = tl.program_id(0).to(tl.int64)
     place = block * BLOCK + tl.arange(0, BLOCK)
@@ -49,21 +49,22 @@ def _count_kernel(ids, rank, counts, num_ids, num_experts, BLOCK: tl.constexpr, 
     hit = (mine[:, None] == expert[None, :]).to(tl.int32)
     before = tl.cumsum(hit, axis=0) - hit
     tl.store(rank + place, tl.sum(before * hit, axis=1).to(tl.int64), mask=place < num_ids)
-    tl.store(counts + block * num_experts + expert, tl.sum(hit, axis=0).to(tl.int64), mask=expert < num_experts)
+    tl.store(counts + expert * num_blocks + block, tl.sum(hit, axis=0).to(tl.int64), mask=expert < num_experts)
 
 
 @triton.jit
-def _place_kernel(ids, rank, before, starts, order, inverse, num_ids, num_experts, BLOCK: tl.constexpr):
+def _place_kernel(ids, rank, counts, upto, order, inverse, num_ids, num_blocks, BLOCK: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     place = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + place, mask=place < num_ids, other=-1)
     kept = expert >= 0
-    in_expert = tl.load(rank + place, mask=kept, other=0)
-    in_expert += tl.load(before + block * num_experts + expert, mask=kept, other=0)
-    row = tl.load(starts + expert, mask=kept, other=0) + in_expert
+    cell = expert * num_blocks + block
+    row = tl.load(rank + place, mask=kept, other=0)
+    row += tl.load(upto + cell, mask=kept, other=0) - tl.load(counts + cell, mask=kept, other=0)
+    start = tl.load(upto + expert * num_blocks - 1, mask=kept & (expert > 0), other=0)
     tl.store(order + row, place, mask=kept)
     tl.store(inverse + place, tl.where(kept, row, -1), mask=place < num_ids)
-    tl.store(rank + place, tl.where(kept, in_expert, -1), mask=place < num_ids)
+    tl.store(rank + place, tl.where(kept, row - start, -1), mask=place < num_ids)
 
 
 def top_k(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -80,22 +81,22 @@ def top_k(scores_TE: Tensor, top_k: int) -> Tensor:
 
 
 def sort_by_expert(ids_TK: Tensor, num_experts: int, may_drop: bool) -> ExpertSort:
-    """Two passes over the assignments and one sum over blocks; waits only to learn how many were dropped."""
+    """Two passes over the assignments and one scan of counts; waits only to learn how many were dropped."""
     num_ids = ids_TK.numel()
     experts = power_of_two(num_experts)
     block = max(16, _TILE // experts)
     num_blocks = ceil_div(num_ids, block)
     rank_TK, inverse_TK, order_A = torch.empty_like(ids_TK), torch.empty_like(ids_TK), ids_TK.new_empty(num_ids)
-    counts_BE = ids_TK.new_empty(num_blocks, num_experts)
+    counts_EB = ids_TK.new_empty(num_experts, num_blocks)
     launch(
-        _count_kernel, (num_blocks,), ids_TK, ids_TK, rank_TK, counts_BE, num_ids, num_experts,
+        _count_kernel, (num_blocks,), ids_TK, ids_TK, rank_TK, counts_EB, num_ids, num_experts, num_blocks,
         BLOCK=block, EXPERTS=experts,
     )  # fmt: skip
-    upto_BE = counts_BE.cumsum(0)
-    counts_E = counts_BE.sum(0)
+    upto_EB = counts_EB.view(-1).cumsum(0)
+    counts_E = counts_EB.sum(1)
     launch(
-        _place_kernel, (num_blocks,), ids_TK, ids_TK, rank_TK, upto_BE - counts_BE, counts_E.cumsum(0) - counts_E,
-        order_A, inverse_TK, num_ids, num_experts, BLOCK=block,
+        _place_kernel, (num_blocks,), ids_TK, ids_TK, rank_TK, counts_EB, upto_EB, order_A, inverse_TK, num_ids,
+        num_blocks, BLOCK=block,
     )  # fmt: skip
     if may_drop:
         order_A = order_A[: int(counts_E.sum())]

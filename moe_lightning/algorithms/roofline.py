@@ -211,9 +211,9 @@ def shared_bytes(tile: Tile, stages: int, element_bytes: int = 2) -> int:
 
 
 def tile_for(device: Device, rows_per_group: float) -> Tile:
-    """The tile that `kernels.triton_matmul` takes for 16-bit operands on a device."""
+    """The tile that `kernels.triton_tiles` takes for 16-bit operands on a device."""
     if rows_per_group <= 96:
-        return Tile(m=64, n=128, k=64 if device.has_copy_engine else 32)
+        return Tile(m=64, n=128, k=64 if device.shared > 112 << 10 else 32)
     if device.shared < 128 << 10:
         return Tile(m=128, n=128, k=32)
-    return Tile(m=128, n=256, k=64) if device.has_copy_engine else Tile(m=128, n=128, k=32)
+    return Tile(m=128, n=256 if device.has_copy_engine else 128, k=64)

@@ -5,7 +5,7 @@ Shapes: T tokens, K choices, E experts, M = T*K rows, D model width, F expert wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from moe_lightning.algorithms.roofline import (
@@ -115,16 +115,16 @@ def forward_kernels(shape: LayerShape, design: Design, device: Device) -> list[K
 def backward_kernels(shape: LayerShape, design: Design, device: Device) -> list[Kernel]:
     """In the order of their launches."""
     tokens, rows, width, hidden = shape.tokens, shape.rows, shape.d_model, shape.d_expert
-    # With the activation fused, the gradients of the routing weights fall out of the hidden layer, and the rows of the
-    # result are neither kept nor read again.
-    spread = (2 if design.fuses_activation else 3) * rows * width * _HALF + rows * (_INDEX + _SINGLE)
-    kernels = [Kernel(name="spread of the gradient", cost=rows_cost(spread, device))]
+    kernels = []
+    if not design.fuses_activation:  # else rows are gathered in the loads, and weighed in the epilogue
+        spread = 3 * rows * width * _HALF + rows * (_INDEX + _SINGLE)
+        kernels.append(Kernel(name="spread of the gradient", cost=rows_cost(spread, device)))
     extra = rows * hidden * 2 * _HALF if design.fuses_activation else 0.0  # h is read by the epilogue
     factor = 3.0 if design.fuses_activation else 1.0  # the gradient of h, and the activation for the weights' gradient
     kernels.append(
         _matmul(
             "gradient of down's input", shape, design, device, (rows, hidden, width),
-            output_factor=factor, extra_bytes=extra,
+            gathers=True, output_factor=factor, extra_bytes=extra, columns=128 if design.fuses_activation else None,
         )
     )  # fmt: skip
     if not design.fuses_activation:
@@ -170,16 +170,18 @@ def _matmul(
     gathers: bool = False,
     output_factor: float = 1.0,
     extra_bytes: float = 0.0,
+    columns: int | None = None,
 ) -> Kernel:
     rows, width, inner = sizes
+    tile = tile_for(device, rows if is_wgrad else rows / shape.experts)
     matmul = Matmul(
         rows=rows,
         width=width,
         inner=inner,
         groups=shape.experts,
-        tile=tile_for(device, rows if is_wgrad else rows / shape.experts),
+        tile=tile if columns is None else replace(tile, n=min(tile.n, columns)),
         is_wgrad=is_wgrad,
-        is_persistent=design.is_persistent,
+        is_persistent=design.is_persistent and not is_wgrad,
         gathers=gathers and design.gathers_in_load,
         output_factor=output_factor,
         extra_bytes=extra_bytes,

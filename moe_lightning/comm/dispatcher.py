@@ -212,7 +212,7 @@ class Dispatcher:
             meanwhile: what this process does while the rows travel; not called in a world of one rank.
         """
         if self.world.size == 1:
-            by_expert = ops.sort_by_expert(self._slots_of(expert_ids_TK), len(self.slot_experts))
+            by_expert = self.sorted_by_slot(expert_ids_TK)
             rows_MD = ops.permute(x_TD, by_expert.order_M, by_expert.inverse_TK)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=by_expert.tokens_per_expert_E, handle=by_expert)
         plan, num_slots = self.plan(counts_NE), len(self.slot_experts)
@@ -230,6 +230,10 @@ class Dispatcher:
         if self.world.size == 1:
             return ops.unpermute(rows_MD, sent.handle.inverse_TK, sent.handle.order_M, weights_TK)
         return self._backend.combine(rows_MD, sent.handle, weights_TK)
+
+    def sorted_by_slot(self, expert_ids_TK: Tensor) -> ops.ExpertSort:
+        """The assignments by slot, in a world of one rank."""
+        return ops.sort_by_expert(self._slots_of(expert_ids_TK), len(self.slot_experts))
 
     def _slots_of(self, expert_ids_TK: Tensor) -> Tensor:
         """The slot of each chosen expert, in a world of one rank; after a larger world slots are in any order."""
