@@ -11,10 +11,13 @@ from moe_lightning.kernels.ops_bytes import pack, packed_bytes, sum_in_rank_orde
 from moe_lightning.kernels.ops_experts import expert_activation, expert_mlp, fuses_experts, grouped_mm
 from moe_lightning.kernels.ops_rows import (
     chunk_order,
+    count_by_expert,
     gather_rows,
     invert,
     permute,
+    reorder_chunks,
     sort_by_expert,
+    top_k_experts,
     top_k_routing,
     unpermute,
 )
@@ -24,6 +27,7 @@ __all__ = [
     "ExpertSort",
     "backend",
     "chunk_order",
+    "count_by_expert",
     "expert_activation",
     "expert_mlp",
     "fuses_experts",
@@ -33,9 +37,11 @@ __all__ = [
     "pack",
     "packed_bytes",
     "permute",
+    "reorder_chunks",
     "set_backend",
     "sort_by_expert",
     "sum_in_rank_order",
+    "top_k_experts",
     "top_k_routing",
     "unpack",
     "unpermute",

@@ -45,7 +45,22 @@ class RoutingBodies(Protocol):
         """int64 [T, K]: ids of the largest scores, descending, ties to the lower id."""
         ...
 
-    def sort_by_expert(self, ids_TK: Tensor, num_experts: int, may_drop: bool) -> ExpertSort: ...
+    def count(self, ids_TK: Tensor, num_experts: int) -> Tensor:
+        """int64 [E]: assignments of each expert, those of -1 left out."""
+        ...
+
+    def sort_by_expert(self, ids_TK: Tensor, num_experts: int, num_rows: int | None) -> ExpertSort:
+        """With the number of assignments that are kept, where it is known."""
+        ...
+
+    def chunk_order(self, starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """int64 [M] each: the old place of each row, and its inverse.
+
+        Args:
+            starts_C: where each chunk began; the chunks in their new order.
+            ends_C: where each ends now.
+        """
+        ...
 
 
 class RowBodies(Protocol):

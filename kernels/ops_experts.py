@@ -59,7 +59,7 @@ def grouped_mm(
         checks.rows_fit(order_M, inverse_TK)
         checks.require(len(inverse_TK) == len(x), f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x)}")
         num_rows, order_M, inverse_TK = len(order_M), order_M.contiguous(), inverse_TK.contiguous()
-    if not tokens_S.is_cuda:
+    if tokens_S.device.type == "cpu":
         total = int(tokens_S.sum())
         valid = total <= num_rows and (num_slots == 0 or int(tokens_S.min()) >= 0)
         checks.require(valid, f"tokens_per_slot sum to {total}, but x holds {num_rows} rows and counts are at least 0")

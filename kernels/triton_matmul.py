@@ -374,8 +374,8 @@ def _tiles(x: Tensor, num_rows: int, num_slots: int, epilogue: int, kind: str = 
     tile = tiles_for(x.dtype, num_rows // max(1, num_slots), limits(x.device))
     if epilogue == HIDDEN_GRADIENT:
         return replace(tile, n=min(tile.n, 128), stages=min(tile.stages, 3))  # registers hold several tiles
-    if epilogue == FORWARD and is_gated(kind) and not INTERPRETED:
-        return replace(tile, n=tile.n // 2)  # one of the gate and one of the up projection
+    if epilogue == FORWARD and not INTERPRETED:
+        return replace(tile, n=tile.n // 2 if is_gated(kind) else min(tile.n, 128))  # gated: of gate and of up each
     return tile
 
 

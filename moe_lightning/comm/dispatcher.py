@@ -27,6 +27,7 @@ from moe_lightning.comm.exchange import all_gather_counts
 from moe_lightning.comm.padded import PaddedBackend
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels.buffers import upload
 from moe_lightning.registry import Registry
 
 QuotaPolicy = Literal["balanced", "equal"]
@@ -173,8 +174,8 @@ class Dispatcher:
         """
         if self.world.size == 1:
             return counts_E.unsqueeze(0)
-        own = [counts_E.new_full((1,), number) for number in (self._plan_print ^ self._quota_print, self.told)]
-        told_NE2 = all_gather_counts(torch.cat([counts_E, *own]), self.world)
+        own = torch.tensor([self._plan_print ^ self._quota_print, self.told])
+        told_NE2 = all_gather_counts(torch.cat([counts_E, upload(own, counts_E.device)]), self.world)
         require_agreement(told_NE2[:, -2].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}")
         self.heard = told_NE2[:, -1].tolist()
         return told_NE2[:, :-2]

@@ -243,12 +243,11 @@ class MoELayer(nn.Module):
         losses = []
         if config.aux_loss_coef:
             counts_E = tokens_NE.sum(dim=0) if config.aux_loss_scope == "global" else routing.tokens_per_expert_E
-            counts_E = counts_E.to(routing.scores_TE.device)
             losses.append(config.aux_loss_coef * load_balancing_loss(routing.scores_TE, counts_E, real))
         if config.z_loss_coef:
             losses.append(config.z_loss_coef * router_z_loss(routing.logits_TE, real))
         if losses:
-            self.auxiliary_loss = torch.stack(losses).sum()
+            self.auxiliary_loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _real_tokens(self, is_token_T: Tensor, tokens_NE: Tensor) -> RealTokens:
         stream, num_ranks = self.router.stream, self.dispatcher.world.size
