@@ -69,12 +69,15 @@ class Design:
 
 
 DESIGNS = {
-    "separate": Design(),
+    "separate": Design(scans_in_parallel=True),
+    "rows": Design(fuses_activation=True, is_persistent=True, scans_in_parallel=True, launches=(22, 16)),
     "fused": Design(
         gathers_in_load=True, fuses_activation=True, is_persistent=True, scans_in_parallel=True, launches=(16, 14)
     ),
 }
-"""How a layer's kernels run where tokens travel, and where they stay on one GPU."""
+"""Kernels of their own for every operation; those of several ranks, whose rows arrive by an exchange (which is left
+out); and those of one rank.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +119,7 @@ def backward_kernels(shape: LayerShape, design: Design, device: Device) -> list[
     """In the order of their launches."""
     tokens, rows, width, hidden = shape.tokens, shape.rows, shape.d_model, shape.d_expert
     kernels = []
-    if not design.fuses_activation:  # else rows are gathered in the loads, and weighed in the epilogue
+    if not design.gathers_in_load:  # else rows are gathered in the loads, and weighed in the epilogue
         spread = 3 * rows * width * _HALF + rows * (_INDEX + _SINGLE)
         kernels.append(Kernel(name="spread of the gradient", cost=rows_cost(spread, device)))
     extra = rows * hidden * 2 * _HALF if design.fuses_activation else 0.0  # h is read by the epilogue

@@ -37,7 +37,7 @@ class Options:
     """Of this benchmark."""
 
     device: Literal["a100", "h100", "h200", "b200", "rtx5090"] = option("of the layer, kernel by kernel", "h100")
-    design: Literal["separate", "fused"] = option("of its kernels", "fused")
+    design: Literal["separate", "rows", "fused"] = option("of its kernels", "fused")
     tokens: Count = option("tokens T", SHAPES[0].tokens)
     d_model: Count = option("width D", SHAPES[0].d_model)
     d_expert: Count = option("expert width F", SHAPES[0].d_expert)

@@ -56,8 +56,10 @@ def test_bounds_are_named() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_layer_gains_from_fusion(shape) -> None:
     for kernels, factor in ((forward_kernels, 1), (backward_kernels, 2)):
-        separate, fused = (kernels(shape, DESIGNS[kind], H100) for kind in ("separate", "fused"))
-        assert total_seconds(fused) < total_seconds(separate)
+        separate, rows, fused = (kernels(shape, DESIGNS[kind], H100) for kind in ("separate", "rows", "fused"))
+        assert total_seconds(fused) < total_seconds(rows)
+        # Where the tensor cores bound it, the narrower tile of the fused gradient takes back what fusing saves.
+        assert total_seconds(rows) < 1.02 * total_seconds(separate)
         assert sum(kernel.flops for kernel in fused) == pytest.approx(factor * shape.forward_flops)
         assert 0 < share_of_peak(separate, H100) < share_of_peak(fused, H100) < H100.sustained
 
