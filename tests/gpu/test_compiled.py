@@ -127,8 +127,8 @@ def test_few_rows_single_precision_and_odd_widths_fit(capability, compiler):
     room.grouped_mm(half(512, WIDTH), half(EXPERTS, WIDTH, HIDDEN), counts, None, 1)
     room.grouped_mm(torch.empty(8192, WIDTH), torch.empty(EXPERTS, WIDTH, HIDDEN), counts, None, 1)
     room.grouped_mm(half(8192, 1001), half(EXPERTS, 1001, 77), counts, None, 1)
-    for kernel in compiler.kernels:
-        keeps_to_the_budget(kernel, capability)
+    for kernel in compiler.kernels:  # fp32 and odd widths take the paths that need not be fast, and may spill
+        keeps_to_the_budget(kernel, capability, most_spilled=1024)
 
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100, 120))])
@@ -154,7 +154,8 @@ def test_every_kernel_compiles_and_fits(capability, compiler):
     rows, gate = half(TOKENS * TOP_K, WIDTH), torch.zeros(TOKENS * TOP_K)
     experts(True)
     triton_routing.top_k(torch.zeros(TOKENS, EXPERTS), TOP_K)
-    triton_routing.sort_by_expert(ids, EXPERTS, may_drop=False)
+    triton_routing.sort_by_expert(ids, EXPERTS, num_rows=ids.numel())
+    triton_routing.chunk_order(torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), 4096)
     triton_rows.gather(half(TOKENS, WIDTH), order, TOP_K)
     triton_rows.combine(rows, ids, gate.view(ids.shape))
     triton_rows.spread(half(TOKENS, WIDTH), order, rows, gate.view(ids.shape), want_rows=True)
