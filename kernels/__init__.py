@@ -8,13 +8,16 @@ non-contiguous inputs, and raise `ConfigurationError` in one sentence for wrong 
 from moe_lightning.kernels.backends import BACKENDS, backend, set_backend
 from moe_lightning.kernels.bodies import ExpertSort
 from moe_lightning.kernels.ops_bytes import pack, packed_bytes, sum_in_rank_order, unpack, xor_parity
-from moe_lightning.kernels.ops_experts import expert_activation, grouped_mm
+from moe_lightning.kernels.ops_experts import expert_activation, expert_mlp, fuses_experts, grouped_mm
 from moe_lightning.kernels.ops_rows import (
     chunk_order,
+    count_by_expert,
     gather_rows,
     invert,
     permute,
+    reorder_chunks,
     sort_by_expert,
+    top_k_experts,
     top_k_routing,
     unpermute,
 )
@@ -24,16 +27,21 @@ __all__ = [
     "ExpertSort",
     "backend",
     "chunk_order",
+    "count_by_expert",
     "expert_activation",
+    "expert_mlp",
+    "fuses_experts",
     "gather_rows",
     "grouped_mm",
     "invert",
     "pack",
     "packed_bytes",
     "permute",
+    "reorder_chunks",
     "set_backend",
     "sort_by_expert",
     "sum_in_rank_order",
+    "top_k_experts",
     "top_k_routing",
     "unpack",
     "unpermute",

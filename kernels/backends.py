@@ -14,7 +14,14 @@ import torch
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import torch_activation, torch_bytes, torch_matmul, torch_routing, torch_rows
-from moe_lightning.kernels.bodies import ActivationBodies, ByteBodies, MatmulBodies, RoutingBodies, RowBodies
+from moe_lightning.kernels.bodies import (
+    ActivationBodies,
+    ByteBodies,
+    FusedBodies,
+    MatmulBodies,
+    RoutingBodies,
+    RowBodies,
+)
 
 BACKENDS = ("auto", "torch", "triton", "reference")
 
@@ -31,6 +38,7 @@ class Bodies:
     matmul: MatmulBodies
     activation: ActivationBodies
     bytes: ByteBodies
+    fused: FusedBodies | None = None
 
 
 _TORCH = Bodies(
@@ -100,5 +108,10 @@ def _load_triton(device_type: str) -> Bodies:
     from moe_lightning.kernels import triton_activation, triton_bytes, triton_matmul, triton_routing, triton_rows
 
     return Bodies(
-        routing=triton_routing, rows=triton_rows, matmul=triton_matmul, activation=triton_activation, bytes=triton_bytes
+        routing=triton_routing,
+        rows=triton_rows,
+        matmul=triton_matmul,
+        activation=triton_activation,
+        bytes=triton_bytes,
+        fused=triton_matmul,
     )

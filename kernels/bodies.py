@@ -45,7 +45,22 @@ class RoutingBodies(Protocol):
         """int64 [T, K]: ids of the largest scores, descending, ties to the lower id."""
         ...
 
-    def sort_by_expert(self, ids_TK: Tensor, num_experts: int, may_drop: bool) -> ExpertSort: ...
+    def count(self, ids_TK: Tensor, num_experts: int) -> Tensor:
+        """int64 [E]: assignments of each expert, those of -1 left out."""
+        ...
+
+    def sort_by_expert(self, ids_TK: Tensor, num_experts: int, num_rows: int | None) -> ExpertSort:
+        """With the number of assignments that are kept, where it is known."""
+        ...
+
+    def chunk_order(self, starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """int64 [M] each: the old place of each row, and its inverse.
+
+        Args:
+            starts_C: where each chunk began; the chunks in their new order.
+            ends_C: where each ends now.
+        """
+        ...
 
 
 class RowBodies(Protocol):
@@ -77,6 +92,54 @@ class MatmulBodies(Protocol):
         self, x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
     ) -> Tensor:
         """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
+        ...
+
+
+class HiddenGradients(NamedTuple):
+    """What the backward of a down projection leaves.
+
+    Attributes:
+        h_MH: the gradient of h.
+        activation_MF: the activation, computed again, times the row's weight where there is one.
+        products_CM: fp32, pieces of each row's product of activation and gradient; None without weights.
+    """
+
+    h_MH: Tensor
+    activation_MF: Tensor
+    products_CM: Tensor | None
+
+
+class FusedBodies(Protocol):
+    """Matmuls with the activation behind them, for devices where a kernel of its own would cost a pass over memory."""
+
+    def up_and_activation(
+        self, x: Tensor, up_SDH: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int, kind: str
+    ) -> tuple[Tensor, Tensor]:
+        """h [M, H] = x @ up[slot of the row], and its activation [M, F]; with gather_M as in `grouped_mm`."""
+        ...
+
+    def down_gradient(
+        self,
+        grad: Tensor,
+        down_SFD: Tensor,
+        tokens_S: Tensor,
+        h_MH: Tensor,
+        kind: str,
+        gather_M: Tensor | None,
+        weights_TK: Tensor | None,
+    ) -> HiddenGradients:
+        """The gradient of the down projection's input, passed on through the activation.
+
+        Args:
+            grad: by rows [M, D]; or by tokens [T, D], where gather_M and weights_TK say which row takes which, times
+                what.
+        """
+        ...
+
+    def down_wgrad(
+        self, activation_MF: Tensor, grad: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
+    ) -> Tensor:
+        """[S, F, D]: activation^T @ grad over the rows of each slot; with gather_M the gradient is by tokens."""
         ...
 
 

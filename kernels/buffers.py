@@ -110,3 +110,11 @@ pool = BufferPool()
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor: from the pool on the CPU, from the device's caching allocator elsewhere."""
     return pool.empty(shape, dtype) if device.type == "cpu" else torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without waiting for it: by way of page-locked memory on CUDA."""
+    if device.type == "cpu" or tensor.device == device:
+        return tensor
+    staged = tensor.pin_memory() if device.type == "cuda" else tensor
+    return staged.to(device, non_blocking=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_lightning.kernels.bodies import ActivationBodies, MatmulBodies, RoutingBodies, RowBodies
+from moe_lightning.kernels.bodies import ActivationBodies, FusedBodies, MatmulBodies, RoutingBodies, RowBodies
 
 Grads = tuple[Tensor | None, ...]
 
@@ -139,6 +139,53 @@ class ExpertActivation(torch.autograd.Function):
         if grad_gate is not None:
             grad_gate = grad_gate.to(gate_M.dtype)
         return grad_h, grad_gate, None, None
+
+
+class ExpertMLP(torch.autograd.Function):
+    """Both projections and the activation between them. Where `order` is given x and the result are in token order, and
+    the rows of a token are weighed and summed. The backward keeps x and h only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up_SDH: Tensor,
+        down_SFD: Tensor,
+        tokens_S: Tensor,
+        kind: str,
+        order_M: Tensor | None,
+        inverse_TK: Tensor | None,
+        weights_TK: Tensor | None,
+        rooms: tuple[MatmulBodies, FusedBodies, RowBodies],
+    ) -> Tensor:
+        matmul, fused, rows = rooms
+        ctx.rooms, ctx.kind = rooms, kind
+        ctx.divisor = 1 if inverse_TK is None else inverse_TK.shape[1]
+        h_MH, activation_MF = fused.up_and_activation(x, up_SDH, tokens_S, order_M, ctx.divisor, kind)
+        ctx.save_for_backward(x, up_SDH, down_SFD, tokens_S, order_M, inverse_TK, weights_TK, h_MH)
+        y_MD = matmul.grouped_mm(activation_MF, down_SFD, tokens_S, None, 1)
+        return y_MD if inverse_TK is None else rows.combine(y_MD, inverse_TK, weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        x, up_SDH, down_SFD, tokens_S, order_M, inverse_TK, weights_TK, h_MH = ctx.saved_tensors
+        matmul, fused, rows = ctx.rooms
+        grad = grads[0].contiguous()
+        hidden = fused.down_gradient(grad, down_SFD, tokens_S, h_MH, ctx.kind, order_M, weights_TK)
+        grad_x = grad_up = grad_down = grad_weights = None
+        if ctx.needs_input_grad[2]:
+            grad_down = fused.down_wgrad(hidden.activation_MF, grad, tokens_S, order_M, ctx.divisor)
+        if ctx.needs_input_grad[0]:
+            grad_x = matmul.grouped_mm(hidden.h_MH, up_SDH.transpose(1, 2), tokens_S, None, 1)
+            if inverse_TK is not None:
+                grad_x = rows.combine(grad_x, inverse_TK, None)
+        if ctx.needs_input_grad[1]:
+            grad_up = matmul.grouped_wgrad(x, hidden.h_MH, tokens_S, order_M, ctx.divisor)
+        if ctx.needs_input_grad[7]:
+            grad_weights = torch.zeros_like(weights_TK)
+            grad_weights.view(-1)[order_M] = hidden.products_CM.sum(0).to(weights_TK.dtype)
+        return grad_x, grad_up, grad_down, None, None, None, None, grad_weights, None
 
 
 def invert(index_M: Tensor) -> Tensor:

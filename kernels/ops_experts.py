@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_lightning.kernels import backends, checks, functions, reference
-from moe_lightning.kernels.bodies import ACTIVATIONS, is_gated
+from moe_lightning.kernels import backends, checks, functions, ops_rows, reference
+from moe_lightning.kernels.bodies import ACTIVATIONS, ExpertSort, is_gated
 
 
 def grouped_mm(
@@ -59,7 +59,7 @@ def grouped_mm(
         checks.rows_fit(order_M, inverse_TK)
         checks.require(len(inverse_TK) == len(x), f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x)}")
         num_rows, order_M, inverse_TK = len(order_M), order_M.contiguous(), inverse_TK.contiguous()
-    if not tokens_S.is_cuda:
+    if tokens_S.device.type == "cpu":
         total = int(tokens_S.sum())
         valid = total <= num_rows and (num_slots == 0 or int(tokens_S.min()) >= 0)
         checks.require(valid, f"tokens_per_slot sum to {total}, but x holds {num_rows} rows and counts are at least 0")
@@ -71,6 +71,81 @@ def grouped_mm(
         functions.GroupedMM, x.contiguous(), weight_SDF, tokens_S, order_M, inverse_TK, (rooms.matmul, rooms.rows)
     )
     return result
+
+
+def expert_mlp(
+    x: Tensor,
+    up_SDH: Tensor,
+    down_SFD: Tensor,
+    tokens_per_slot_S: Tensor | Sequence[int],
+    kind: str,
+    *,
+    sort: ExpertSort | None = None,
+    weights_TK: Tensor | None = None,
+) -> Tensor:
+    """The experts of rows: activation(x @ up) @ down, by the slot of each row, as `grouped_mm` and `expert_activation`
+    would compute it, in two launches where the device has bodies for that (`fuses_experts`).
+
+    Args:
+        x: floats [M, D], sorted by slot; or tokens [T, D] with `sort` and `weights_TK`.
+        up_SDH, down_SFD: weights in the dtype of x; H = 2F where the kind is gated.
+        tokens_per_slot_S: as for `grouped_mm`.
+        kind: of the activation.
+        sort: which rows the tokens have; then rows are gathered in the load, and weighed and summed behind.
+        weights_TK: floats [T, K], with `sort`; differentiable.
+
+    Returns:
+        [M, D], or [T, D] with `sort`.
+    """
+    checks.require((sort is None) == (weights_TK is None), "sort and weights belong together: give both or neither")
+    order_M, inverse_TK = (None, None) if sort is None else (sort.order_M, sort.inverse_TK)
+    rooms = backends.bodies(x.device, x.dtype)
+    if rooms is None or rooms.fused is None:
+        h_MH = grouped_mm(x, up_SDH, tokens_per_slot_S, order_M=order_M, inverse_TK=inverse_TK)
+        y_MD = grouped_mm(expert_activation(h_MH, kind), down_SFD, tokens_per_slot_S)
+        return y_MD if sort is None else ops_rows.unpermute(y_MD, sort.inverse_TK, sort.order_M, weights_TK)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, up_SDH, down_SFD = x.to(dtype), up_SDH.to(dtype), down_SFD.to(dtype)
+    tokens_S = _checked_experts(x, up_SDH, down_SFD, tokens_per_slot_S, kind)
+    if weights_TK is not None:
+        weights_TK = weights_TK.contiguous()
+    result: Tensor = functions.apply(
+        functions.ExpertMLP, x.contiguous(), up_SDH, down_SFD, tokens_S, kind, order_M, inverse_TK, weights_TK,
+        (rooms.matmul, rooms.fused, rooms.rows),
+    )  # fmt: skip
+    return result
+
+
+def fuses_experts(x: Tensor) -> bool:
+    """Whether `expert_mlp` of such rows runs fused; else gathering in the load saves nothing."""
+    rooms = backends.bodies(x.device, x.dtype)
+    return rooms is not None and rooms.fused is not None
+
+
+def _checked_experts(
+    x: Tensor, up_SDH: Tensor, down_SFD: Tensor, tokens_per_slot_S: Tensor | Sequence[int], kind: str
+) -> Tensor:
+    checks.matrix("x", x)
+    checks.matrix("up", up_SDH, 3)
+    checks.matrix("down", down_SFD, 3)
+    checks.require(kind in ACTIVATIONS, f"activation {kind!r} does not exist: use one of {', '.join(ACTIVATIONS)}")
+    slots, width, hidden = up_SDH.shape
+    wanted = (slots, hidden // 2 if is_gated(kind) else hidden, width)
+    checks.require(
+        tuple(down_SFD.shape) == wanted and x.shape[1] == width,
+        f"x {list(x.shape)}, up {list(up_SDH.shape)} and down {list(down_SFD.shape)} do not fit: with {kind} down is "
+        f"{list(wanted)}",
+    )
+    for name, weight in (("up", up_SDH), ("down", down_SFD)):
+        checks.same_device(name, weight, x.device)
+        checks.require(
+            weight.dtype == x.dtype, f"{name} is {weight.dtype}, but x is {x.dtype}: use one dtype, or autocast"
+        )
+    tokens_S = torch.as_tensor(tokens_per_slot_S)
+    checks.index("tokens_per_slot", tokens_S, 1, tokens_S.device)
+    checks.require(len(tokens_S) == slots, f"tokens_per_slot counts {len(tokens_S)} slots, but weight has {slots}")
+    return tokens_S
 
 
 def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_lightning.kernels import backends, checks, functions, reference
+from moe_lightning.kernels import backends, buffers, checks, functions, reference, torch_routing
 from moe_lightning.kernels.bodies import ExpertSort
 
 
@@ -22,32 +22,54 @@ def top_k_routing(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     Returns:
         (top_scores [T, K] in the dtype of the scores, expert ids int64 [T, K]).
     """
-    checks.matrix("scores", scores_TE)
-    num_experts = scores_TE.shape[1]
-    checks.require(
-        1 <= top_k <= num_experts, f"top_k={top_k} does not fit {num_experts} experts: use 1 to {num_experts}"
-    )
-    rooms = backends.bodies(scores_TE.device, scores_TE.dtype)
+    rooms = _rooms_of_scores(scores_TE, top_k)
     if rooms is None:
         return reference.top_k_routing(scores_TE, top_k)
     scores, ids = functions.apply(functions.TopK, scores_TE.contiguous(), top_k, rooms.routing)
     return scores, ids
 
 
-def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, *, may_drop: bool = True) -> ExpertSort:
+def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
+    """The ids of `top_k_routing` alone: int64 [T, K]."""
+    rooms = _rooms_of_scores(scores_TE, top_k)
+    if rooms is None:
+        return reference.top_k_routing(scores_TE, top_k)[1]
+    return rooms.routing.top_k(scores_TE.detach().contiguous(), top_k)
+
+
+def _rooms_of_scores(scores_TE: Tensor, top_k: int) -> backends.Bodies | None:
+    checks.matrix("scores", scores_TE)
+    num_experts = scores_TE.shape[1]
+    checks.require(
+        1 <= top_k <= num_experts, f"top_k={top_k} does not fit {num_experts} experts: use 1 to {num_experts}"
+    )
+    return backends.bodies(scores_TE.device, scores_TE.dtype)
+
+
+def count_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
+    """int64 [E]: assignments of each expert, dropped ones (-1) left out; a GPU is not waited for."""
+    rooms = backends.bodies(expert_ids_TK.device)
+    body = torch_routing if rooms is None else rooms.routing
+    return body.count(expert_ids_TK.contiguous(), num_experts)
+
+
+def sort_by_expert(
+    expert_ids_TK: Tensor, num_experts: int, *, may_drop: bool = True, num_rows: int | None = None
+) -> ExpertSort:
     """Sort assignments by expert, stably: the rows of an expert keep the order of their tokens.
 
     Args:
         expert_ids_TK: int64 [T, K]; -1 marks a dropped assignment, which gets no row.
         num_experts: E.
         may_drop: False promises that no id is -1; then nothing is read back from a GPU.
+        num_rows: how many ids are not -1, where the host knows it; then nothing is read back either.
 
     Raises:
         ConfigurationError: wrong shape or dtype, or (checked on the CPU only) an id outside -1..E-1.
     """
     checks.index("expert ids", expert_ids_TK, 2, expert_ids_TK.device)
     checks.require(num_experts >= 1, f"num_experts={num_experts} must be at least 1")
-    if not expert_ids_TK.is_cuda and expert_ids_TK.numel():
+    if expert_ids_TK.device.type == "cpu" and expert_ids_TK.numel():
         low, high = (int(bound) for bound in expert_ids_TK.aminmax())
         lowest = -1 if may_drop else 0
         checks.require(
@@ -57,7 +79,9 @@ def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, *, may_drop: bool = 
     rooms = backends.bodies(expert_ids_TK.device)
     if rooms is None:
         return reference.sort_by_expert(expert_ids_TK, num_experts)
-    return rooms.routing.sort_by_expert(expert_ids_TK.contiguous(), num_experts, may_drop)
+    if not may_drop:
+        num_rows = expert_ids_TK.numel()
+    return rooms.routing.sort_by_expert(expert_ids_TK.contiguous(), num_experts, num_rows)
 
 
 def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor) -> Tensor:
@@ -131,13 +155,23 @@ def chunk_order(sizes_NC: Tensor, device: torch.device | None = None) -> Tensor:
     checks.index("sizes", sizes_NC, 2, sizes_NC.device)
     sizes = sizes_NC.cpu()
     checks.require(not sizes.numel() or int(sizes.min()) >= 0, "sizes count rows and cannot be negative")
-    ends_NC = sizes.reshape(-1).cumsum(0).view(sizes.shape)
-    sizes_CN = sizes.t().reshape(-1)
-    new_starts = sizes_CN.cumsum(0) - sizes_CN
-    shift = (ends_NC - sizes).t().reshape(-1) - new_starts
-    num_rows = int(sizes_CN.sum())
-    index_M = torch.repeat_interleave(shift, sizes_CN, output_size=num_rows).add_(torch.arange(num_rows))
-    return index_M.to(sizes_NC.device if device is None else device, non_blocking=True)
+    starts_NC = sizes.reshape(-1).cumsum(0).view(sizes.shape) - sizes
+    chunks = torch.stack([starts_NC.t().reshape(-1), sizes.t().reshape(-1).cumsum(0)])
+    there = buffers.upload(chunks, sizes_NC.device if device is None else device)
+    return reorder_chunks(there[0], there[1], int(sizes.sum()))[0]
+
+
+def reorder_chunks(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Index that brings chunks of rows into another order, and its inverse, both int64 [M].
+
+    Args:
+        starts_C: int64, where each chunk begins now; in the new order.
+        ends_C: int64, where each will end: the sums of their sizes.
+        num_rows: M, the last of `ends_C`.
+    """
+    rooms = backends.bodies(starts_C.device)
+    body = torch_routing if rooms is None else rooms.routing
+    return body.chunk_order(starts_C, ends_C, num_rows)
 
 
 def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None = None) -> Tensor:

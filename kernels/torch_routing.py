@@ -29,14 +29,30 @@ def top_k(scores_TE: Tensor, top_k: int) -> Tensor:
     return ids_TK
 
 
-def sort_by_expert(ids_TK: Tensor, num_experts: int, may_drop: bool) -> ExpertSort:
+def count(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """int64 [E]: assignments of each expert, those of -1 left out."""
+    return torch.bincount(ids_TK.flatten() + 1, minlength=num_experts + 1)[1:]
+
+
+def chunk_order(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """int64 [M] each: the old place of each row, and its inverse."""
+    sizes_C = torch.diff(ends_C, prepend=ends_C.new_zeros(1))
+    shift_C = starts_C - (ends_C - sizes_C)
+    rows_M = torch.arange(num_rows, device=starts_C.device)
+    index_M = torch.repeat_interleave(shift_C, sizes_C, output_size=num_rows).add_(rows_M)
+    inverse_M = torch.empty_like(index_M)
+    inverse_M[index_M] = rows_M
+    return index_M, inverse_M
+
+
+def sort_by_expert(ids_TK: Tensor, num_experts: int, num_rows: int | None) -> ExpertSort:
     """A stable sort on the narrowest integer type: torch sorts those by counting."""
     ids = ids_TK.reshape(-1)
     # Dropped assignments sort behind the last expert.
-    keys = torch.where(ids < 0, num_experts, ids) if may_drop else ids
+    keys = ids if num_rows == ids.numel() else torch.where(ids < 0, num_experts, ids)
     order = torch.sort(keys.to(_key_type(num_experts)), stable=True).indices
     counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts]
-    num_rows = int(counts.sum()) if may_drop else ids.numel()
+    num_rows = int(counts.sum()) if num_rows is None else num_rows
     row_of = torch.empty_like(order)
     row_of[order] = torch.arange(ids.numel(), device=ids.device)
     starts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)

@@ -16,7 +16,7 @@ from moe_lightning.kernels.triton_launch import ceil_div, launch, row_tile
 
 
 @triton.jit
-def _value(left, right, KIND: tl.constexpr):
+def activated(left, right, KIND: tl.constexpr):
     if KIND == 0:
         value = left * 0.5 * (1.0 + tl.erf(left * 0.7071067811865476))
     elif KIND == 1:
@@ -31,7 +31,7 @@ def _value(left, right, KIND: tl.constexpr):
 
 
 @triton.jit
-def _slopes(left, right, KIND: tl.constexpr):
+def slopes(left, right, KIND: tl.constexpr):
     """Derivatives by left and by right; the second is meaningless for the kinds of gelu."""
     if KIND == 0:
         density = 0.3989422804014327 * tl.exp(-0.5 * left * left)
@@ -72,10 +72,10 @@ def _forward_kernel(
     right = left
     if TWO:
         right = tl.load(source + width, mask=mask, other=0).to(tl.float32)
-    value = _value(left, right, KIND)
+    result = activated(left, right, KIND)
     if WEIGHED:
-        value *= tl.load(gate + row, mask=row < num_rows, other=0).to(tl.float32)[:, None]
-    tl.store(out + row[:, None] * width + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+        result *= tl.load(gate + row, mask=row < num_rows, other=0).to(tl.float32)[:, None]
+    tl.store(out + row[:, None] * width + column[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -96,9 +96,9 @@ def _backward_kernel(
         if TWO:
             right = tl.load(h + there + width, mask=mask, other=0).to(tl.float32)
         if WEIGHED:
-            product += tl.sum(above * _value(left, right, KIND), axis=1)
+            product += tl.sum(above * activated(left, right, KIND), axis=1)
             above *= tl.load(gate + row, mask=row < num_rows, other=0).to(tl.float32)[:, None]
-        by_left, by_right = _slopes(left, right, KIND)
+        by_left, by_right = slopes(left, right, KIND)
         if TWO:
             tl.store(grad_h + there + width, (above * by_right).to(grad_h.dtype.element_ty), mask=mask)
         tl.store(grad_h + there, (above * by_left).to(grad_h.dtype.element_ty), mask=mask)

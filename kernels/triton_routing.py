@@ -1,7 +1,7 @@
 """Routing with Triton: top-k over unique integer keys, and a stable counting sort without atomics.
 
-The sort counts the experts inside each block of assignments, sums the counts over blocks, and then places every
-assignment: start of its expert + those of earlier blocks + those before it in its block.
+The sort counts the experts inside each block of assignments, sums the counts of all blocks, expert by expert, in one
+parallel scan, and then places every assignment: what the scan says of its expert and block + those before it there.
 
 Legend: T tokens, K choices, A = T*K assignments, E experts, B blocks.
 """
@@ -19,6 +19,9 @@ from moe_lightning.kernels.triton_launch import INTERPRETED, ceil_div, launch, p
 
 _TILE = 1024 if INTERPRETED else 8192
 """Elements of a (rows, experts) tile in registers."""
+
+_ROWS = 32 if INTERPRETED else 512
+"""Of a block of `chunk_order`."""
 
 
 @triton.jit
@@ -40,7 +43,7 @@ def _top_k_kernel(scores, ids, num_tokens, num_experts, TOP_K: tl.constexpr, ROW
 
 
 @triton.jit
-def _count_kernel(ids, rank, counts, num_ids, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+def _count_kernel(ids, rank, counts, num_ids, num_experts, num_blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     """Rank of each assignment among those of its expert in the block, and the block's count of each expert."""
     block = tl.program_id(0).to(tl.int64)
     place = block * BLOCK + tl.arange(0, BLOCK)
@@ -49,21 +52,47 @@ def _count_kernel(ids, rank, counts, num_ids, num_experts, BLOCK: tl.constexpr, 
     hit = (mine[:, None] == expert[None, :]).to(tl.int32)
     before = tl.cumsum(hit, axis=0) - hit
     tl.store(rank + place, tl.sum(before * hit, axis=1).to(tl.int64), mask=place < num_ids)
-    tl.store(counts + block * num_experts + expert, tl.sum(hit, axis=0).to(tl.int64), mask=expert < num_experts)
+    tl.store(counts + expert * num_blocks + block, tl.sum(hit, axis=0).to(tl.int64), mask=expert < num_experts)
 
 
 @triton.jit
-def _place_kernel(ids, rank, before, starts, order, inverse, num_ids, num_experts, BLOCK: tl.constexpr):
+def _place_kernel(
+    ids, rank, counts, upto, total, order, inverse, num_ids, num_experts, num_blocks,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
+    if block == 0:
+        every = tl.arange(0, EXPERTS)
+        ends = tl.load(upto + every * num_blocks + num_blocks - 1, mask=every < num_experts, other=0)
+        starts = tl.load(upto + every * num_blocks - 1, mask=(every > 0) & (every < num_experts), other=0)
+        tl.store(total + every, ends - starts, mask=every < num_experts)
     place = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + place, mask=place < num_ids, other=-1)
     kept = expert >= 0
-    in_expert = tl.load(rank + place, mask=kept, other=0)
-    in_expert += tl.load(before + block * num_experts + expert, mask=kept, other=0)
-    row = tl.load(starts + expert, mask=kept, other=0) + in_expert
+    cell = expert * num_blocks + block
+    row = tl.load(rank + place, mask=kept, other=0)
+    row += tl.load(upto + cell, mask=kept, other=0) - tl.load(counts + cell, mask=kept, other=0)
+    start = tl.load(upto + expert * num_blocks - 1, mask=kept & (expert > 0), other=0)
     tl.store(order + row, place, mask=kept)
     tl.store(inverse + place, tl.where(kept, row, -1), mask=place < num_ids)
-    tl.store(rank + place, tl.where(kept, in_expert, -1), mask=place < num_ids)
+    tl.store(rank + place, tl.where(kept, row - start, -1), mask=place < num_ids)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_chunks"])
+def _chunk_kernel(starts, ends, index, inverse, num_rows, num_chunks, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = row < num_rows
+    low = tl.zeros((BLOCK,), dtype=tl.int32)  # the first chunk that ends behind the row lies in low..high
+    high = tl.full((BLOCK,), 0, dtype=tl.int32) + (num_chunks - 1)
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        is_behind = tl.load(ends + middle, mask=here, other=0) > row
+        high = tl.where(is_behind, middle, high)
+        low = tl.where(is_behind, low, tl.minimum(middle + 1, high))
+    begins = tl.load(ends + low - 1, mask=here & (low > 0), other=0)
+    old = tl.load(starts + low, mask=here, other=0) + row - begins
+    tl.store(index + row, old, mask=here)
+    tl.store(inverse + old, row, mask=here)
 
 
 def top_k(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -79,24 +108,49 @@ def top_k(scores_TE: Tensor, top_k: int) -> Tensor:
     return ids_TK
 
 
-def sort_by_expert(ids_TK: Tensor, num_experts: int, may_drop: bool) -> ExpertSort:
-    """Two passes over the assignments and one sum over blocks; waits only to learn how many were dropped."""
-    num_ids = ids_TK.numel()
-    experts = power_of_two(num_experts)
-    block = max(16, _TILE // experts)
+def count(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """int64 [E]: assignments of each expert, those of -1 left out; nothing is read on the host."""
+    return _count(ids_TK, num_experts)[1].sum(1)
+
+
+def chunk_order(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """int64 [M] each: the old place of each row, and its inverse, in one launch."""
+    index_M, inverse_M = (starts_C.new_empty(num_rows) for _ in range(2))
+    launch(
+        _chunk_kernel, (ceil_div(num_rows, _ROWS),), starts_C, starts_C, ends_C, index_M, inverse_M, num_rows,
+        len(starts_C), STEPS=len(starts_C).bit_length(), BLOCK=_ROWS,
+    )  # fmt: skip
+    return index_M, inverse_M
+
+
+def _block(num_experts: int) -> int:
+    """Assignments of a block of the sort."""
+    return max(16, _TILE // power_of_two(num_experts))
+
+
+def _count(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Of each assignment how many of its expert come before it in its block, and the blocks' counts [E, B]."""
+    num_blocks = ceil_div(ids_TK.numel(), _block(num_experts))
+    rank_TK, counts_EB = torch.empty_like(ids_TK), ids_TK.new_empty(num_experts, num_blocks)
+    launch(
+        _count_kernel, (num_blocks,), ids_TK, ids_TK, rank_TK, counts_EB, ids_TK.numel(), num_experts, num_blocks,
+        BLOCK=_block(num_experts), EXPERTS=power_of_two(num_experts),
+    )  # fmt: skip
+    return rank_TK, counts_EB
+
+
+def sort_by_expert(ids_TK: Tensor, num_experts: int, num_rows: int | None) -> ExpertSort:
+    """Two passes over the assignments and one scan of counts; waits only to learn how many were dropped."""
+    num_ids, experts, block = ids_TK.numel(), power_of_two(num_experts), _block(num_experts)
     num_blocks = ceil_div(num_ids, block)
-    rank_TK, inverse_TK, order_A = torch.empty_like(ids_TK), torch.empty_like(ids_TK), ids_TK.new_empty(num_ids)
-    counts_BE = ids_TK.new_empty(num_blocks, num_experts)
+    inverse_TK, order_A = torch.empty_like(ids_TK), ids_TK.new_empty(num_ids)
+    rank_TK, counts_EB = _count(ids_TK, num_experts)
+    upto_EB = counts_EB.view(-1).cumsum(0)
+    counts_E = ids_TK.new_empty(num_experts) if num_blocks else ids_TK.new_zeros(num_experts)
     launch(
-        _count_kernel, (num_blocks,), ids_TK, ids_TK, rank_TK, counts_BE, num_ids, num_experts,
-        BLOCK=block, EXPERTS=experts,
+        _place_kernel, (num_blocks,), ids_TK, ids_TK, rank_TK, counts_EB, upto_EB, counts_E, order_A, inverse_TK,
+        num_ids, num_experts, num_blocks, BLOCK=block, EXPERTS=experts,
     )  # fmt: skip
-    upto_BE = counts_BE.cumsum(0)
-    counts_E = counts_BE.sum(0)
-    launch(
-        _place_kernel, (num_blocks,), ids_TK, ids_TK, rank_TK, upto_BE - counts_BE, counts_E.cumsum(0) - counts_E,
-        order_A, inverse_TK, num_ids, num_experts, BLOCK=block,
-    )  # fmt: skip
-    if may_drop:
-        order_A = order_A[: int(counts_E.sum())]
+    num_rows = int(counts_E.sum()) if num_rows is None else num_rows
+    order_A = order_A[:num_rows]
     return ExpertSort(order_A, inverse_TK, counts_E, rank_TK)

@@ -31,6 +31,8 @@ BENCHMARKS = {
     "recovery": "a killed rank to the next step, in process, restarted, under torchrun; cost without faults; a trace",
     "paper": "figures and tables of the papers, recomputed",
     "kernels": "every kernel against its reference and its competitors",
+    "gpu-check": "whether everything that needs a GPU works on this machine: a table of pass and fail",
+    "roofline": "a model of the layer's kernels on GPUs: percent of peak and what bounds each; needs no GPU",
 }
 
 

@@ -18,6 +18,7 @@ from moe_lightning import kernels as ops
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.comm.exchange import exchange_rows
 from moe_lightning.comm.world import World
+from moe_lightning.kernels.buffers import upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,27 +145,36 @@ class ExchangeBackend:
 
 
 def _route(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[Route, Tensor]:
-    device = expert_ids_TK.device
-    by_expert = ops.sort_by_expert(expert_ids_TK, len(plan.send_EN))
-    tokens_C, slot_order_M = _by_slot(plan.recv_EN, plan.experts_C, device)
-    by_target_M = ops.chunk_order(torch.from_numpy(plan.send_EN), device)
-    row_M = ops.invert(by_target_M)
-    dropped_TK = by_expert.inverse_TK < 0
-    inverse_TK = row_M[by_expert.inverse_TK.clamp_min(0)] if row_M.numel() else by_expert.inverse_TK
+    """Small tables are made on the host and go up in one copy; what is as long as the rows is made on the device."""
+    num_experts, own = len(plan.send_EN), int(plan.send_EN.sum())
+    by_expert = ops.sort_by_expert(expert_ids_TK, num_experts, num_rows=own)
+    tokens_C, here = _by_slot(plan.recv_EN, plan.experts_C)
+    there = _chunks(plan.send_EN.T.ravel(), _starts(plan.send_EN).T.ravel())
+    tables = np.concatenate([tokens_C, *there, *here])
+    sizes = [len(tokens_C), *map(len, there), *map(len, here)]
+    uploaded = upload(torch.from_numpy(tables), expert_ids_TK.device)
+    tokens, old_send, new_send, old_recv, new_recv = torch.split(uploaded, sizes)
+    by_target_M, row_M = ops.reorder_chunks(old_send, new_send, own)
+    slot_order_M, slot_inverse_M = ops.reorder_chunks(old_recv, new_recv, int(plan.recv_EN.sum()))
+    inverse_TK = by_expert.inverse_TK
+    if own == inverse_TK.numel():
+        inverse_TK = row_M[inverse_TK]
+    elif own:
+        inverse_TK = row_M[inverse_TK.clamp_min(0)].masked_fill(inverse_TK < 0, -1)
     route = Route(
         plan=plan,
         order_M=by_expert.order_M[by_target_M],
-        inverse_TK=inverse_TK.masked_fill(dropped_TK, -1),
+        inverse_TK=inverse_TK,
         send_rows=plan.send_EN.sum(axis=0).tolist(),
         recv_rows=plan.recv_EN.sum(axis=0).tolist(),
         slot_order_M=slot_order_M,
-        slot_inverse_M=ops.invert(slot_order_M),
+        slot_inverse_M=slot_inverse_M,
     )
-    return route, tokens_C.to(device)
+    return route, tokens
 
 
-def _by_slot(recv_EN: IntArray, experts_C: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of each slot, int64 [C] on the host, and the index that sorts the received rows by slot.
+def _by_slot(recv_EN: IntArray, experts_C: Sequence[int]) -> tuple[IntArray, tuple[IntArray, IntArray]]:
+    """Rows of each slot, int64 [C], and the chunks that sort the received rows by slot, see `_chunks`.
 
     Rows arrive by source and, of one source, by ascending expert; slots may hold experts in any order, or none.
 
@@ -172,14 +182,19 @@ def _by_slot(recv_EN: IntArray, experts_C: Sequence[int], device: torch.device) 
         recv_EN: rows of each expert from each rank.
         experts_C: the expert of each slot, -1 where vacant.
     """
-    slots = [slot for slot, expert in enumerate(experts_C) if expert >= 0]
-    ascending = sorted(slots, key=lambda slot: experts_C[slot])
-    recv_NC = torch.from_numpy(np.ascontiguousarray(recv_EN[[experts_C[slot] for slot in ascending]].T))
-    sizes = recv_NC.sum(dim=0)
-    tokens_C = torch.zeros(len(experts_C), dtype=torch.int64)
-    tokens_C[ascending] = sizes
-    order_M = ops.chunk_order(recv_NC, device)
-    if ascending != slots:
-        pieces = dict(zip(ascending, torch.split(order_M, sizes.tolist()), strict=True))
-        order_M = torch.cat([pieces[slot] for slot in slots])
-    return tokens_C, order_M
+    held = [expert for expert in experts_C if expert >= 0]
+    arrived = np.zeros_like(recv_EN)
+    arrived[held] = recv_EN[held]
+    starts_EN = _starts(np.ascontiguousarray(arrived.T)).T
+    tokens_C = np.array([arrived[expert].sum() if expert >= 0 else 0 for expert in experts_C], dtype=np.int64)
+    return tokens_C, _chunks(arrived[held].ravel(), starts_EN[held].ravel())
+
+
+def _starts(sizes: IntArray) -> IntArray:
+    """Where each chunk begins, chunks row by row."""
+    return (sizes.ravel().cumsum() - sizes.ravel()).reshape(sizes.shape)
+
+
+def _chunks(sizes: IntArray, starts: IntArray) -> tuple[IntArray, IntArray]:
+    """What `kernels.reorder_chunks` takes: where the chunks begin, and where they end in the order given."""
+    return starts.astype(np.int64), sizes.cumsum().astype(np.int64)

@@ -27,6 +27,7 @@ from moe_lightning.comm.exchange import all_gather_counts
 from moe_lightning.comm.padded import PaddedBackend
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels.buffers import upload
 from moe_lightning.registry import Registry
 
 QuotaPolicy = Literal["balanced", "equal"]
@@ -173,8 +174,8 @@ class Dispatcher:
         """
         if self.world.size == 1:
             return counts_E.unsqueeze(0)
-        own = [counts_E.new_full((1,), number) for number in (self._plan_print ^ self._quota_print, self.told)]
-        told_NE2 = all_gather_counts(torch.cat([counts_E, *own]), self.world)
+        own = torch.tensor([self._plan_print ^ self._quota_print, self.told])
+        told_NE2 = all_gather_counts(torch.cat([counts_E, upload(own, counts_E.device)]), self.world)
         require_agreement(told_NE2[:, -2].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}")
         self.heard = told_NE2[:, -1].tolist()
         return told_NE2[:, :-2]
@@ -212,7 +213,7 @@ class Dispatcher:
             meanwhile: what this process does while the rows travel; not called in a world of one rank.
         """
         if self.world.size == 1:
-            by_expert = ops.sort_by_expert(self._slots_of(expert_ids_TK), len(self.slot_experts))
+            by_expert = self.sorted_by_slot(expert_ids_TK)
             rows_MD = ops.permute(x_TD, by_expert.order_M, by_expert.inverse_TK)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=by_expert.tokens_per_expert_E, handle=by_expert)
         plan, num_slots = self.plan(counts_NE), len(self.slot_experts)
@@ -230,6 +231,10 @@ class Dispatcher:
         if self.world.size == 1:
             return ops.unpermute(rows_MD, sent.handle.inverse_TK, sent.handle.order_M, weights_TK)
         return self._backend.combine(rows_MD, sent.handle, weights_TK)
+
+    def sorted_by_slot(self, expert_ids_TK: Tensor) -> ops.ExpertSort:
+        """The assignments by slot, in a world of one rank."""
+        return ops.sort_by_expert(self._slots_of(expert_ids_TK), len(self.slot_experts))
 
     def _slots_of(self, expert_ids_TK: Tensor) -> Tensor:
         """The slot of each chosen expert, in a world of one rank; after a larger world slots are in any order."""

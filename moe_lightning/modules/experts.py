@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.kernels.bodies import is_gated
+from moe_lightning.kernels.bodies import ExpertSort, is_gated
 from moe_lightning.values import PositiveInt, validated
 
 Activation = Literal["gelu", "swiglu", "gelu_tanh", "swiglu_clamped"]
@@ -202,9 +202,44 @@ class Experts(nn.Module):
             torch.get_autocast_dtype(x_MD.device.type) if torch.is_autocast_enabled(x_MD.device.type) else x_MD.dtype
         )
         stacks = self.stacked_parameters() if weights is None else weights
+        if "b_up" not in stacks and ops.fuses_experts(x_MD):
+            up_SDH, down_SFD = (stacks[name].to(dtype) for name in ("w_up", "w_down"))
+            return ops.expert_mlp(x_MD.to(dtype), up_SDH, down_SFD, tokens_per_slot_S, self.activation)
         hidden_MF = _linear(x_MD.to(dtype), stacks["w_up"], stacks.get("b_up"), tokens_per_slot_S)
         hidden_MF = ops.expert_activation(hidden_MF, self.activation)
         return _linear(hidden_MF, stacks["w_down"], stacks.get("b_down"), tokens_per_slot_S)
+
+    def takes_tokens(self, x_TD: Tensor) -> bool:
+        """Whether `of_tokens` saves anything for such rows: without biases, where gathering costs no launch."""
+        return self.b_up is None and ops.fuses_experts(x_TD)
+
+    def of_tokens(
+        self,
+        x_TD: Tensor,
+        sort: ExpertSort,
+        weights_TK: Tensor,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """[T, D]: of each token the weighted sum over its experts, all of which are here; see `forward`.
+
+        Args:
+            x_TD: tokens.
+            sort: their assignments by slot.
+            weights_TK: of each assignment.
+        """
+        device = x_TD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TD.dtype
+        stacks = self.stacked_parameters() if weights is None else weights
+        up_SDH, down_SFD = (stacks[name].to(dtype) for name in ("w_up", "w_down"))
+        return ops.expert_mlp(
+            x_TD.to(dtype),
+            up_SDH,
+            down_SFD,
+            sort.tokens_per_expert_E,
+            self.activation,
+            sort=sort,
+            weights_TK=weights_TK,
+        )
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, slots={list(self.slot_experts)}, activation={self.activation}"

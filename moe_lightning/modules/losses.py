@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lightning.comm.tensor_ranks import TensorRanks
+from moe_lightning.kernels.buffers import upload
 
 IGNORED_TARGET = -100
 """A target that is not to be predicted, such as one of a prompt or of padding."""
@@ -46,8 +47,8 @@ def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, real: Re
         real: which rows are tokens; None: all.
     """
     shares_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp_min(1e-20)
-    counts_E = tokens_per_expert_E.to(scores_TE)
-    fraction_E = counts_E / counts_E.sum().clamp_min(1.0)
+    counts_E = tokens_per_expert_E.to(scores_TE.dtype)
+    fraction_E = upload(counts_E / counts_E.sum().clamp_min(1.0), scores_TE.device)
     return scores_TE.shape[-1] * (fraction_E * _mean_over_tokens(shares_TE, real)).sum()
 
 

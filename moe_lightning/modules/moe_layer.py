@@ -171,6 +171,24 @@ class MoELayer(nn.Module):
         tokens_NE = self._gathered(routing.tokens_per_expert_E, dispatcher)
         computed_NE = self._after_drops(tokens_NE)
         self._account(routing, tokens_NE, computed_NE, is_token_T)
+        if self.visits is None and dispatcher.world.size == 1 and self.experts.takes_tokens(x_TD):
+            sort = dispatcher.sorted_by_slot(routing.expert_ids_TK)
+            out_TD = self.experts.of_tokens(x_TD, sort, routing.weights_TK, stacks)
+        else:
+            out_TD = self._sent(x_TD, routing, computed_NE, dispatcher, stacks)
+        if self.shared_expert is not None:
+            out_TD = out_TD + self.shared_expert(x_TD)
+        return out_TD.view(*x.shape[:-1], out_TD.shape[-1])
+
+    def _sent(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        computed_NE: Tensor,
+        dispatcher: Dispatcher,
+        stacks: Mapping[str, Tensor] | None,
+    ) -> Tensor:
+        """Tokens travel to their experts, and results back."""
         meanwhile = self.during_dispatch if self.training else None
         sent = dispatcher.dispatch(x_TD, routing.expert_ids_TK, computed_NE, meanwhile)
         if self.visits is not None:
@@ -178,9 +196,7 @@ class MoELayer(nn.Module):
         out_TD = dispatcher.combine(self._compute(sent, stacks), sent, routing.weights_TK)
         if self.visits is not None:
             self.visits.before_dense()
-        if self.shared_expert is not None:
-            out_TD = out_TD + self.shared_expert(x_TD)
-        return out_TD.view(*x.shape[:-1], out_TD.shape[-1])
+        return out_TD
 
     def _where(self, device: torch.device) -> tuple[Dispatcher, Mapping[str, Tensor] | None]:
         """Who brings tokens to experts, and the experts' weights where they are not this layer's parameters."""
@@ -227,12 +243,11 @@ class MoELayer(nn.Module):
         losses = []
         if config.aux_loss_coef:
             counts_E = tokens_NE.sum(dim=0) if config.aux_loss_scope == "global" else routing.tokens_per_expert_E
-            counts_E = counts_E.to(routing.scores_TE.device)
             losses.append(config.aux_loss_coef * load_balancing_loss(routing.scores_TE, counts_E, real))
         if config.z_loss_coef:
             losses.append(config.z_loss_coef * router_z_loss(routing.logits_TE, real))
         if losses:
-            self.auxiliary_loss = torch.stack(losses).sum()
+            self.auxiliary_loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _real_tokens(self, is_token_T: Tensor, tokens_NE: Tensor) -> RealTokens:
         stream, num_ranks = self.router.stream, self.dispatcher.world.size

@@ -239,7 +239,7 @@ class Router(nn.Module):
             expert_ids_TK = torch.full_like(expert_ids_TK, -1)
         elif is_token_T is not None:
             expert_ids_TK = expert_ids_TK.masked_fill(~is_token_T.unsqueeze(-1), -1)
-        tokens_E = torch.bincount(expert_ids_TK.flatten() + 1, minlength=self.num_experts + 1)[1:]
+        tokens_E = ops.count_by_expert(expert_ids_TK, self.num_experts)
         if config.capacity_factor is not None:
             limit = config.capacity(int(tokens_E.sum()), self.num_experts)
             expert_ids_TK = drop_overflow(
@@ -280,7 +280,7 @@ class Router(nn.Module):
             selection_TE = selection_TE + self.expert_bias_E
         if config.num_groups > 1:
             selection_TE = _limit_to_best_groups(selection_TE, config.num_groups, config.top_groups)
-        return ops.top_k_routing(selection_TE, config.top_k)[1]
+        return ops.top_k_experts(selection_TE, config.top_k)
 
     def _weigh(self, scores_TE: Tensor, logits_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
         if self.config.softmax_after_top_k:
@@ -289,7 +289,7 @@ class Router(nn.Module):
             weights_TK = scores_TE.gather(-1, expert_ids_TK)
             if self.config.normalize_top_k and self.config.top_k > 1:
                 weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(1e-20)
-        return weights_TK * self.config.scale
+        return weights_TK if self.config.scale == 1 else weights_TK * self.config.scale
 
     @torch.no_grad()
     def count_for_bias(self, tokens_per_expert_E: Tensor) -> None:

@@ -16,7 +16,14 @@ import torch.distributed as dist
 from tests.chaos.elastic_runs import Kill, elastic_run, finish
 
 STEPS = 8
-COLLECTIVES = ("all_gather", "all_reduce", "all_to_all_single", "broadcast", "all_gather_into_tensor")
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+)
 PATIENCE_S = 60.0
 
 
@@ -33,7 +40,8 @@ class Silent(pl.Callback):
                 time.sleep(0.001)
 
         for name in COLLECTIVES:
-            setattr(dist, name, _silent(getattr(dist, name), until_cut))
+            if hasattr(dist, name):  # some torch have others
+                setattr(dist, name, _silent(getattr(dist, name), until_cut))
 
 
 def _silent(collective: Any, until_cut: Any) -> Any:

@@ -1,0 +1,207 @@
+"""The kernels of one MoE layer on one GPU, forward and backward, and what each costs by `roofline`. All is modelled.
+
+Shapes: T tokens, K choices, E experts, M = T*K rows, D model width, F expert width, H = 2F (SwiGLU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from moe_lightning.algorithms.roofline import (
+    Cost,
+    Device,
+    Matmul,
+    fp32_matmul_cost,
+    matmul_cost,
+    rows_cost,
+    scan_cost,
+    tile_for,
+)
+
+_HALF, _SINGLE, _INDEX = 2, 4, 8
+"""Bytes of bf16, fp32 and int64."""
+
+_SORT_TILE = 8192
+"""Elements of a block of the counting sort, see `kernels.triton_routing`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Sizes of a layer of SwiGLU experts."""
+
+    tokens: int
+    d_model: int
+    d_expert: int
+    experts: int
+    top_k: int
+
+    @property
+    def rows(self) -> int:
+        """M: assignments, none dropped."""
+        return self.tokens * self.top_k
+
+    @property
+    def forward_flops(self) -> float:
+        """Of the experts; the router counts as cost alone."""
+        return 6.0 * self.rows * self.d_model * self.d_expert
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """How the kernels of a layer are made.
+
+    Attributes:
+        gathers_in_load: the up projection reads tokens by index; else a permute writes them in order first.
+        fuses_activation: into the up projection's epilogue, and its gradient into that of the down projection's.
+        is_persistent: matmuls walk over tiles with the copy engine ahead of them.
+        scans_in_parallel: the sort's counts of blocks are summed by a tree.
+        casts_weights: parameters are fp32 and are rounded to bf16 in every forward.
+        launches: small kernels of routing and bookkeeping, (forward, backward), beside those that are named.
+    """
+
+    gathers_in_load: bool = False
+    fuses_activation: bool = False
+    is_persistent: bool = False
+    scans_in_parallel: bool = False
+    casts_weights: bool = False
+    launches: tuple[int, int] = (30, 30)
+
+
+DESIGNS = {
+    "separate": Design(scans_in_parallel=True),
+    "rows": Design(fuses_activation=True, is_persistent=True, scans_in_parallel=True, launches=(22, 16)),
+    "fused": Design(
+        gathers_in_load=True, fuses_activation=True, is_persistent=True, scans_in_parallel=True, launches=(16, 14)
+    ),
+}
+"""Kernels of their own for every operation; those of several ranks, whose rows arrive by an exchange (which is left
+out); and those of one rank.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A named kernel of the layer; flops count towards the experts' rate."""
+
+    name: str
+    cost: Cost
+    flops: float = 0.0
+
+
+def forward_kernels(shape: LayerShape, design: Design, device: Device) -> list[Kernel]:
+    """In the order of their launches."""
+    tokens, rows, width, hidden = shape.tokens, shape.rows, shape.d_model, shape.d_expert
+    scores = tokens * shape.experts * _SINGLE
+    kernels = [
+        Kernel(name="router, fp32", cost=_router(shape, device)),
+        Kernel(name="scores and top-k", cost=rows_cost(6 * scores, device, launches=6)),
+        _sort(shape, design, device),
+        Kernel(name="other small kernels", cost=rows_cost(scores, device, design.launches[0])),
+    ]
+    if design.casts_weights:
+        weights = 3.0 * shape.experts * width * hidden
+        kernels.append(Kernel(name="cast of weights", cost=rows_cost(weights * (_SINGLE + _HALF), device, launches=2)))
+    if not design.gathers_in_load:
+        kernels.append(Kernel(name="permute", cost=rows_cost((tokens + rows) * width * _HALF, device)))
+    kept = 1.5 if design.fuses_activation else 1.0  # h, and the activation of half its width
+    kernels.append(
+        _matmul("up projection", shape, design, device, (rows, 2 * hidden, width), gathers=True, output_factor=kept)
+    )
+    if not design.fuses_activation:
+        kernels.append(Kernel(name="activation", cost=rows_cost(3 * rows * hidden * _HALF, device)))
+    kernels.append(_matmul("down projection", shape, design, device, (rows, width, hidden)))
+    combined = (rows + tokens) * width * _HALF + rows * (_INDEX + _SINGLE)
+    return [*kernels, Kernel(name="combine", cost=rows_cost(combined, device))]
+
+
+def backward_kernels(shape: LayerShape, design: Design, device: Device) -> list[Kernel]:
+    """In the order of their launches."""
+    tokens, rows, width, hidden = shape.tokens, shape.rows, shape.d_model, shape.d_expert
+    kernels = []
+    if not design.gathers_in_load:  # else rows are gathered in the loads, and weighed in the epilogue
+        spread = 3 * rows * width * _HALF + rows * (_INDEX + _SINGLE)
+        kernels.append(Kernel(name="spread of the gradient", cost=rows_cost(spread, device)))
+    extra = rows * hidden * 2 * _HALF if design.fuses_activation else 0.0  # h is read by the epilogue
+    factor = 3.0 if design.fuses_activation else 1.0  # the gradient of h, and the activation for the weights' gradient
+    kernels.append(
+        _matmul(
+            "gradient of down's input", shape, design, device, (rows, hidden, width),
+            gathers=True, output_factor=factor, extra_bytes=extra, columns=128 if design.fuses_activation else None,
+        )
+    )  # fmt: skip
+    if not design.fuses_activation:
+        kernels.append(Kernel(name="gradient of activation", cost=rows_cost(5 * rows * hidden * _HALF, device)))
+    kernels += [
+        _matmul("gradient of down's weights", shape, design, device, (hidden, width, rows), is_wgrad=True),
+        _matmul("gradient of up's input", shape, design, device, (rows, width, 2 * hidden)),
+        _matmul("gradient of up's weights", shape, design, device, (width, 2 * hidden, rows), is_wgrad=True,
+                gathers=True),
+        Kernel(name="sum over choices", cost=rows_cost((rows + tokens) * width * _HALF, device)),
+    ]  # fmt: skip
+    if design.casts_weights:
+        weights = 3.0 * shape.experts * width * hidden
+        kernels.append(
+            Kernel(name="cast of gradients", cost=rows_cost(weights * (_SINGLE + _HALF), device, launches=2))
+        )
+    scores = tokens * shape.experts * _SINGLE
+    return [
+        *kernels,
+        Kernel(name="router, fp32, backward", cost=_router(shape, device, products=2)),
+        Kernel(name="other small kernels", cost=rows_cost(5 * scores, device, design.launches[1])),
+    ]
+
+
+def total_seconds(kernels: list[Kernel]) -> float:
+    """One after the other, as they lie in one stream."""
+    return sum(kernel.cost.seconds for kernel in kernels)
+
+
+def share_of_peak(kernels: list[Kernel], device: Device) -> float:
+    """The experts' flops over what the device's data sheet allows in the time of all kernels."""
+    return sum(kernel.flops for kernel in kernels) / total_seconds(kernels) / device.flops
+
+
+def _matmul(
+    name: str,
+    shape: LayerShape,
+    design: Design,
+    device: Device,
+    sizes: tuple[int, int, int],
+    *,
+    is_wgrad: bool = False,
+    gathers: bool = False,
+    output_factor: float = 1.0,
+    extra_bytes: float = 0.0,
+    columns: int | None = None,
+) -> Kernel:
+    rows, width, inner = sizes
+    tile = tile_for(device, rows if is_wgrad else rows / shape.experts)
+    matmul = Matmul(
+        rows=rows,
+        width=width,
+        inner=inner,
+        groups=shape.experts,
+        tile=tile if columns is None else replace(tile, n=min(tile.n, columns)),
+        is_wgrad=is_wgrad,
+        is_persistent=design.is_persistent and not is_wgrad,
+        gathers=gathers and design.gathers_in_load,
+        output_factor=output_factor,
+        extra_bytes=extra_bytes,
+    )
+    return Kernel(name=name, cost=matmul_cost(matmul, device), flops=matmul.flops)
+
+
+def _router(shape: LayerShape, device: Device, products: int = 1) -> Cost:
+    """The rows are widened to fp32 first, and their gradient is narrowed."""
+    flops = 2.0 * products * shape.tokens * shape.d_model * shape.experts
+    widened = shape.tokens * shape.d_model * (_HALF + _SINGLE)
+    product = fp32_matmul_cost(flops, products * shape.tokens * shape.d_model * _SINGLE, device)
+    return Cost(seconds=product.seconds + rows_cost(widened, device).seconds, bound=product.bound)
+
+
+def _sort(shape: LayerShape, design: Design, device: Device) -> Kernel:
+    blocks = ceil(shape.rows / max(16, _SORT_TILE // shape.experts))
+    moved = 6.0 * shape.rows * _INDEX + 6.0 * blocks * shape.experts * _INDEX
+    cost = rows_cost(moved, device, launches=3) if design.scans_in_parallel else scan_cost(blocks, moved, device)
+    return Kernel(name="sort", cost=cost)

@@ -1,0 +1,111 @@
+"""moe-bench gpu-check: whether everything that needs a GPU works on this machine, in a table and in under two minutes.
+
+Every check has a process of its own, so that none dies of another: a context that is poisoned, a driver that hangs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from moe_lightning.arguments import option
+from moe_lightning.bench.measure import table
+from moe_lightning.errors import ConfigurationError
+
+NAMES = ("routing", "rows", "matmul", "experts", "buffers", "pinned_copy", "training", "communicators")
+_TIMEOUT_S = 100.0
+_AT_ONCE = 4
+_PROBE = """
+import torch, importlib.util
+n = torch.cuda.device_count() if torch.cuda.is_available() else 0
+triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else "none"
+names = ", ".join(torch.cuda.get_device_name(i) for i in range(n))
+print(n, f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}: {names}", sep="|")
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this check."""
+
+    stand_in: bool = option("run the checks on the CPU: tries them, and says nothing of a GPU", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one check ended."""
+
+    name: str
+    verdict: str
+    seconds: float
+    note: str
+
+
+def run(options: Options) -> int:
+    """Print the table; 0 where nothing failed, 1 where something did.
+
+    Raises:
+        ConfigurationError: there is no GPU.
+    """
+    device, num_devices, where = "cpu", 2, "CPU, in the place of a GPU"
+    if not options.stand_in:
+        device, (num_devices, where) = "cuda", _devices()
+        if not num_devices:
+            raise ConfigurationError(
+                f"no GPU here ({where}): nothing was checked; run this where there is one, or try the checks "
+                "themselves with --stand-in"
+            )
+    commands = {
+        name: (sys.executable, "-m", "moe_lightning.bench.gpu_check_worker", name, device)
+        for name in NAMES
+        if name != "communicators" or num_devices > 1
+    }
+    outcomes = outcomes_of(commands)
+    if num_devices < 2:
+        outcomes.append(Outcome(name="communicators", verdict="left out", seconds=0.0, note="needs two GPUs"))
+    rows = [(one.name, one.verdict, f"{one.seconds:.1f}", one.note) for one in outcomes]
+    print(table(("check", "verdict", "seconds", "note"), rows, where))
+    failed = sum(one.verdict == "FAIL" for one in outcomes)
+    print(f"{failed} of {len(outcomes)} checks failed" if failed else "no check failed")
+    print("Please send this table to the project's issues, whatever it says.")
+    return int(failed > 0)
+
+
+def outcomes_of(commands: Mapping[str, Sequence[str]], timeout_s: float = _TIMEOUT_S) -> list[Outcome]:
+    """Run each command in a process of its own, some at once; one that ends well prints its note last."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(partial(_outcome, timeout_s=timeout_s), commands, commands.values()))
+
+
+def _outcome(name: str, command: Sequence[str], timeout_s: float) -> Outcome:
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        verdict = "FAIL" if done.returncode else "pass"
+        note = _last_line(done.stderr if done.returncode else done.stdout)
+        if done.returncode < 0:
+            note = f"ended by signal {-done.returncode}: {note}"
+    except subprocess.TimeoutExpired:
+        verdict, note = "FAIL", f"no end after {timeout_s:.0f} s"
+    return Outcome(name=name, verdict=verdict, seconds=time.perf_counter() - began, note=note[:160])
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "said nothing")
+
+
+def _devices() -> tuple[int, str]:
+    """GPUs of this machine and a line on them; asked in another process, since a broken driver may end it."""
+    try:
+        done = subprocess.run((sys.executable, "-c", _PROBE), capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return 0, f"asking for GPUs did not end in {_TIMEOUT_S:.0f} s"
+    if done.returncode:
+        return 0, _last_line(done.stderr)
+    number, where = _last_line(done.stdout).split("|", 1)
+    return int(number), where

@@ -1,0 +1,165 @@
+"""An accelerator that is not there: tensors that lie on the CPU and say that they do not, and a count of what a real
+one would have to do for them.
+
+Operations run on the CPU's data, so values are real. Triton's kernels run in its interpreter. What is counted is what a
+CUDA device would see: launches, host waits, and copies from the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+NAME = "fake"
+_WITHOUT_A_KERNEL = {
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
+    "as_strided", "alias", "detach", "split", "split_with_sizes", "unbind", "_reshape_alias", "lift_fresh", "empty",
+    "empty_like", "new_empty", "empty_strided", "new_empty_strided", "is_same_size",
+}  # fmt: skip
+_HOST_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal"}
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+class _Module(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+
+def set_up() -> torch.device:
+    """Make the device known to this process."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    return torch.device(NAME, 0)
+
+
+class OnDevice(Tensor):
+    """Looks as if it lay on the device; `host` holds the data."""
+
+    host: Tensor
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> OnDevice:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
+            device=torch.device(NAME, 0),
+        )  # fmt: skip
+        made.host = host
+        return made
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _active().run(func, args, kwargs or {})
+
+
+@dataclasses.dataclass
+class Counts:
+    """What the device was asked to do; `waits` of the host and `uploads` that block it name their operations."""
+
+    launches: Counter[str] = dataclasses.field(default_factory=Counter)
+    waits: list[str] = dataclasses.field(default_factory=list)
+    uploads: list[str] = dataclasses.field(default_factory=list)
+
+
+class FakeDevice(TorchDispatchMode):
+    """Inside, tensors can be made on the device, and what happens to them is counted in `counts`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+
+    def __enter__(self) -> FakeDevice:
+        _running.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _running.pop()
+
+    def take(self) -> Counts:
+        """What was counted since the last time."""
+        counts, self.counts = self.counts, Counts()
+        return counts
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], data: Tensor, *arguments: Any, **meta: Any) -> None:
+        """In the place of `triton_launch.launch`."""
+        if all(grid):
+            self.counts.launches[kernel.__name__] += 1
+            kernel[grid](*map(_host, arguments), **meta)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        asked = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+        is_here = any(isinstance(leaf, OnDevice) for leaf in leaves)
+        name = func.overloadpacket.__name__
+        if not is_here and asked != NAME:
+            return func(*args, **kwargs)
+        self._count(name, args, kwargs, asked)
+        stays = asked in (None, NAME)
+        if asked is not None:
+            kwargs = {**kwargs, "device": "cpu"}
+        result = func(*tree_map(_host, args), **tree_map(_host, kwargs))
+        if name == "copy_" or (name.endswith("_") and not name.startswith("_")):
+            return args[0]
+        if "out" in kwargs:
+            return kwargs["out"]
+        return tree_map(_wrapped, result) if stays else result
+
+    def _count(self, name: str, args: Any, kwargs: dict[str, Any], asked: str | None) -> None:
+        blocks = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        if name in ("_to_copy", "copy_"):
+            source = args[0] if name == "_to_copy" else args[1]
+            target_is_here = asked in (None, NAME) if name == "_to_copy" else isinstance(args[0], OnDevice)
+            if not isinstance(source, OnDevice):
+                if blocks:
+                    self.counts.uploads.append(f"{name} {list(source.shape)}")
+            elif target_is_here:
+                self.counts.launches[name] += 1
+            elif blocks:
+                self.counts.waits.append(name)
+            return
+        if name in _INDEXING and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1] if i is not None):
+            self.counts.waits.append(f"{name} by mask")
+        if name in _HOST_WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            self.counts.waits.append(name)
+        if name == "bincount":  # looks at the smallest and the largest value first
+            self.counts.waits += ["bincount"] * 2
+        if name not in _WITHOUT_A_KERNEL and name != "_local_scalar_dense":
+            self.counts.launches[name] += 1
+
+
+_running: list[FakeDevice] = []
+
+
+def _active() -> FakeDevice:
+    return _running[-1] if _running else FakeDevice()
+
+
+def _host(value: Any) -> Any:
+    if hasattr(value, "block_shape"):
+        return dataclasses.replace(value, base=_host(value.base))
+    return value.host if isinstance(value, OnDevice) else value
+
+
+def _wrapped(value: Any) -> Any:
+    return OnDevice(value) if isinstance(value, Tensor) and not isinstance(value, OnDevice) else value
+
+
+def unwrapped(function: Any) -> Any:
+    """A collective of `torch.distributed` on the data behind the tensors."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return function(*tree_map(_host, arguments), **tree_map(_host, keywords))
+
+    return call

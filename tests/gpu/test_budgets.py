@@ -1,0 +1,45 @@
+"""What a layer asks of its device, counted on a fake one with real values: host waits, blocking copies, launches."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from typing import Any
+
+import pytest
+
+from tests.programs import ROOT, run_program
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this starts the interpreter's processes"),
+]
+
+
+def counts(ranks: int, aux_loss_coef: float) -> list[dict[str, Any]]:
+    """Of each rank; the layer's values and gradients on the fake device are those of the CPU, or this fails."""
+    done = run_program(
+        "-m", "tests.gpu.fake_layer", str(ranks), str(aux_loss_coef), folder=ROOT,
+        variables={"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_layer_waits_once_and_launches_few_kernels(ranks: int) -> None:
+    for found in counts(ranks, aux_loss_coef=0.0):
+        forward, backward = found["forward"], found["backward"]
+        assert len(forward["waits"]) == 1, forward
+        assert not backward["waits"]
+        assert not forward["uploads"] + backward["uploads"]
+        assert forward["launches"] <= 30, forward["kernels"]
+        assert backward["launches"] <= 30, backward["kernels"]
+
+
+def test_the_balancing_loss_adds_no_wait() -> None:
+    for found in counts(2, aux_loss_coef=0.01):
+        assert len(found["forward"]["waits"]) == 1
+        assert not found["forward"]["uploads"]
+        assert found["forward"]["launches"] <= 36, found["forward"]["kernels"]

@@ -1,0 +1,170 @@
+"""Every Triton kernel compiles for four generations of GPUs without one, and its machine code keeps to a budget.
+
+The interpreter shows that the kernels compute the right values; this shows that the compiler takes them, that they fit
+the device, spill nothing, and use the tensor cores and wide accesses that they are written for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from tests.gpu.compiler import MULTIPROCESSORS, SHARED_BYTES, Compiled, Compiler
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+ALL = tuple(SHARED_BYTES)
+SLOW = [pytest.param(capability, marks=pytest.mark.slow) for capability in ALL]
+TOKENS, TOP_K, EXPERTS, WIDTH, HIDDEN = 16384, 4, 64, 1536, 512
+
+
+@pytest.fixture
+def compiler(request, monkeypatch, tmp_path):
+    """Every launch compiles for the capability that the test was given."""
+    capability = request.getfixturevalue("capability")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from moe_lightning.kernels import triton_matmul, triton_tiles
+    from moe_lightning.kernels.triton_tiles import Limits
+
+    found = Limits(capability=capability, shared=SHARED_BYTES[capability], multiprocessors=MULTIPROCESSORS[capability])
+    compiler = Compiler(capability)
+    for room in rooms():
+        monkeypatch.setattr(room, "launch", compiler)
+    for room in (triton_matmul, triton_tiles):
+        monkeypatch.setattr(room, "limits", lambda device: found)
+    return compiler
+
+
+def rooms():
+    from moe_lightning.kernels import (
+        triton_activation,
+        triton_bytes,
+        triton_matmul,
+        triton_routing,
+        triton_rows,
+        triton_tiles,
+    )
+
+    return (triton_activation, triton_bytes, triton_matmul, triton_routing, triton_rows, triton_tiles)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def experts(gathers: bool, kind: str = "swiglu") -> None:
+    """What an expert MLP launches forward and backward."""
+    from moe_lightning.kernels import triton_matmul as room
+
+    counts = torch.zeros(EXPERTS, dtype=torch.int64)
+    order = torch.zeros(TOKENS * TOP_K, dtype=torch.int64) if gathers else None
+    weights = torch.zeros(TOKENS, TOP_K) if gathers else None
+    x = half(TOKENS if gathers else TOKENS * TOP_K, WIDTH)
+    up, down = half(EXPERTS, WIDTH, 2 * HIDDEN if kind == "swiglu" else HIDDEN), half(EXPERTS, HIDDEN, WIDTH)
+    h, activation = room.up_and_activation(x, up, counts, order, TOP_K, kind)
+    room.grouped_mm(activation, down, counts, None, 1)
+    room.down_gradient(x, down, counts, h, kind, order, weights)
+    room.down_wgrad(activation, x, counts, order, TOP_K)
+    room.grouped_mm(h, up.transpose(1, 2), counts, None, 1)
+    room.grouped_wgrad(x, h, counts, order, TOP_K)
+
+
+def keeps_to_the_budget(kernel: Compiled, capability: int, most_spilled: int = 0) -> None:
+    assert kernel.shared <= SHARED_BYTES[capability], kernel.name
+    spills = f"{kernel.name} spills {kernel.spilled} bytes at {kernel.registers} registers"
+    assert kernel.spilled <= most_spilled, spills
+
+
+def is_a_good_matmul(kernel: Compiled, capability: int) -> None:
+    keeps_to_the_budget(kernel, capability)
+    assert kernel.count(TENSOR_CORES[capability]) > 0, f"{kernel.name} does without the tensor cores"
+    if capability in (90, 100):
+        assert kernel.count("HMMA") == 0, f"{kernel.name} takes the slower path of the tensor cores"
+    assert kernel.count("STG.E.128") >= kernel.count("STG.E") / 2, f"{kernel.name} stores narrowly"
+
+
+@pytest.mark.parametrize(
+    ("capability", "gathers"),
+    [
+        (90, True),
+        *(
+            pytest.param(capability, gathers, marks=pytest.mark.slow)
+            for capability in ALL
+            for gathers in (False, True)
+            if (capability, gathers) != (90, True)
+        ),
+    ],
+)
+def test_matmuls_keep_to_their_budget(capability, gathers, compiler):
+    experts(gathers)
+    matmuls = [kernel for kernel in compiler.kernels if kernel.name != "_tile_kernel"]
+    assert len(matmuls) == 6
+    for kernel in matmuls:
+        is_a_good_matmul(kernel, capability)
+
+
+@pytest.mark.parametrize("capability", SLOW)
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "swiglu_clamped"])
+def test_matmuls_of_other_kinds_keep_to_their_budget(capability, kind, compiler):
+    experts(True, kind)
+    for kernel in compiler.kernels:  # the longer formulas cost a few words in the epilogue of the hidden gradient
+        keeps_to_the_budget(kernel, capability, most_spilled=64)
+
+
+@pytest.mark.parametrize("capability", SLOW)
+def test_few_rows_single_precision_and_odd_widths_fit(capability, compiler):
+    from moe_lightning.kernels import triton_matmul as room
+
+    counts = torch.zeros(EXPERTS, dtype=torch.int64)
+    room.grouped_mm(half(512, WIDTH), half(EXPERTS, WIDTH, HIDDEN), counts, None, 1)
+    room.grouped_mm(torch.empty(8192, WIDTH), torch.empty(EXPERTS, WIDTH, HIDDEN), counts, None, 1)
+    room.grouped_mm(half(8192, 1001), half(EXPERTS, 1001, 77), counts, None, 1)
+    for kernel in compiler.kernels:  # fp32 and odd widths take the paths that need not be fast, and may spill
+        keeps_to_the_budget(kernel, capability, most_spilled=1024)
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100, 120))])
+def test_kernels_of_rows_move_128_bits_at_once(capability, compiler):
+    from moe_lightning.kernels import triton_rows as room
+
+    order, inverse = torch.zeros(TOKENS * TOP_K, dtype=torch.int64), torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+    x, rows, weights = half(TOKENS, WIDTH), half(TOKENS * TOP_K, WIDTH), torch.zeros(TOKENS, TOP_K)
+    room.gather(x, order, TOP_K)
+    room.combine(rows, inverse, weights)
+    room.spread(x, order, rows, weights, want_rows=True)
+    for kernel in compiler.kernels:
+        keeps_to_the_budget(kernel, capability)
+        assert kernel.count("LDG.E.128", "LDG.E.ENL2.256") > 0, kernel.name
+        assert kernel.count("STG.E.128", "STG.E.ENL2.256") > 0, kernel.name
+
+
+@pytest.mark.parametrize("capability", SLOW)
+def test_every_kernel_compiles_and_fits(capability, compiler):
+    from moe_lightning.kernels import triton_activation, triton_bytes, triton_routing, triton_rows
+
+    ids, order = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.zeros(TOKENS * TOP_K, dtype=torch.int64)
+    rows, gate = half(TOKENS * TOP_K, WIDTH), torch.zeros(TOKENS * TOP_K)
+    experts(True)
+    triton_routing.top_k(torch.zeros(TOKENS, EXPERTS), TOP_K)
+    triton_routing.sort_by_expert(ids, EXPERTS, num_rows=ids.numel())
+    triton_routing.chunk_order(torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), 4096)
+    triton_rows.gather(half(TOKENS, WIDTH), order, TOP_K)
+    triton_rows.combine(rows, ids, gate.view(ids.shape))
+    triton_rows.spread(half(TOKENS, WIDTH), order, rows, gate.view(ids.shape), want_rows=True)
+    for kind in ("gelu", "swiglu", "gelu_tanh", "swiglu_clamped"):
+        triton_activation.activation(rows, kind, gate)
+        triton_activation.activation_grad(rows, rows, kind, gate)
+    triton_bytes.xor([torch.zeros(1024, dtype=torch.uint8)] * 4, torch.zeros(1024, dtype=torch.uint8))
+    triton_bytes.sum_in_rank_order(torch.zeros(4, 1024), torch.zeros(1024))
+    for kernel in compiler.kernels:
+        keeps_to_the_budget(kernel, capability)
+    defined = {name for room in rooms() for name in vars(room) if name.endswith("_kernel")}
+    assert {kernel.name for kernel in compiler.kernels} == defined

@@ -1,0 +1,47 @@
+"""`moe-bench gpu-check` where there is no GPU: it says so, tries its checks on the CPU, and survives any of them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+import torch
+
+from moe_lightning.bench.gpu_check import NAMES, Options, outcomes_of, run
+from moe_lightning.bench.gpu_check_worker import CHECKS
+from moe_lightning.cli.bench import main
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpu-check"]) == 2
+    told = capsys.readouterr().err
+    assert "no GPU here" in told
+    assert told.count("\n") == 1
+
+
+def test_every_check_passes_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuple(CHECKS) == NAMES
+    assert run(Options(stand_in=True)) == 0, capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.count("pass") == len(NAMES)
+    assert "no check failed" in told
+
+
+def test_a_check_that_dies_or_hangs_ends_no_other() -> None:
+    python = (sys.executable, "-c")
+    outcomes = outcomes_of(
+        {
+            "killed": (*python, "import os; os.kill(os.getpid(), 9)"),
+            "raises": (*python, "raise ValueError('a wrong value')"),
+            "hangs": (*python, "import signal; signal.pause()"),
+            "fine": (*python, "print('within 1e-7')"),
+        },
+        timeout_s=20.0,
+    )
+    notes = {one.name: (one.verdict, one.note) for one in outcomes}
+    assert notes["killed"] == ("FAIL", f"ended by signal {signal.SIGKILL.value}: said nothing")
+    assert notes["raises"] == ("FAIL", "ValueError: a wrong value")
+    assert notes["hangs"] == ("FAIL", "no end after 20 s")
+    assert notes["fine"] == ("pass", "within 1e-7")
