@@ -23,7 +23,7 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
 """The axes that fold into the ranks among which a stage's experts are dispatched."""
 
-_NOT_BUILT: frozenset[str] = frozenset({"pp", "cp", "tp"})
+_NOT_BUILT: frozenset[str] = frozenset({"cp", "tp"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_lightning.modules.absent_block import AbsentBlock
+
 IGNORED_TARGET = -100
 """A target that is not to be predicted, such as one of a prompt or of padding."""
 
@@ -72,7 +74,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     from moe_lightning.modules.moe_layer import MoELayer
 
-    losses = [m.auxiliary_loss for m in model.modules() if isinstance(m, MoELayer) and m.auxiliary_loss is not None]
+    layers = [m for m in model.modules() if isinstance(m, MoELayer | AbsentBlock)]
+    losses = [layer.auxiliary_loss for layer in layers if layer.auxiliary_loss is not None]
     if not losses:
         return torch.zeros((), device=next(model.parameters()).device)
     return torch.stack(losses).sum()

@@ -25,6 +25,7 @@ from moe_lightning.strategies.dense_rows import DenseRows
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.row_moves import Rows
+from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -40,6 +41,7 @@ class RankState:
     Attributes:
         max_slots: as given.
         rows: the dense parameters, where ranks share them.
+        stages: of a pipeline, those on this rank; None without one.
         optimizers: of the running fit.
         replay: of another rank's optimizer shard; None where none is kept.
         restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
@@ -53,6 +55,7 @@ class RankState:
         self._groups: list[list[list[nn.Parameter]]] = []
         self._shards: DenseSharding | None = None
         self._own_forward: Any = None
+        self.stages: StageState | None = None
         self.rows = DenseRows(self)
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
@@ -78,11 +81,11 @@ class RankState:
     def is_of(self, module: nn.Module) -> bool:
         """Whether the experts are those of a module in the present world."""
         known = self._experts
-        return known is not None and known.module is module and known.world is self._worlds.present
+        return known is not None and known.module is module and known.world is self._worlds.mesh.world
 
-    def take(self, module: pl.LightningModule, experts: PlacedExperts) -> None:
-        """Hold a module whose experts have their places."""
-        self._module, self._experts = module, experts
+    def take(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
+        """Hold a module whose experts have their places, or some stages of it."""
+        self._module, self._experts, self.stages = module, experts, stages
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Hold the optimizers that a fit has made."""
@@ -90,6 +93,8 @@ class RankState:
         for state in (state for optimizer in optimizers for state in optimizer.state.values()):  # made at once: Adagrad
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        if self.stages is not None:
+            self.stages.leave_absent(optimizers)
         self._shard(self._dense_sharding())
 
     def training_state(self) -> TrainingState:
@@ -97,12 +102,13 @@ class RankState:
         ranks = self._worlds.mesh.whole
         return TrainingState(
             self.module,
-            self.experts.stacks,
+            self.experts.stacks if self.stages is None else self.stages.stacks(self.experts),
             list(zip(self.optimizers, self._groups, strict=True)),
             keepers=self._shards.owners if self._shards is not None else {},
             rank=ranks.rank,
             world_size=ranks.size,
             cut=ranks.row_cut,
+            holders=None if self.stages is None else self.stages.holders,
         )
 
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
