@@ -273,8 +273,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         layers = moe_layers(module)
         counts = [layer.statistics.computed_NE.sum(dim=0) for layer in layers if layer.statistics is not None]
         if counts and len(counts) == len(layers):
-            total = torch.stack(counts)
-            self._counts = total if self._counts is None else self._counts + total
+            self._counts = torch.stack(counts) + (0 if self._counts is None else self._counts)
 
     def _record_counts(self) -> None:
         if self._counts is not None and self.checkpoint_ledger is not None:
@@ -285,6 +284,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         """Begin a checkpoint now, between two steps; every rank must call it."""
         strategy = trainer.strategy
         assert isinstance(strategy, ExpertParallelStrategy)
+        self._counts = strategy.state.counts_of_all(self._counts)
         if self._experts_moved:
             self._experts_moved = False
             self._reassign(strategy)

@@ -127,7 +127,7 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
     Collective."""
     optimizer, _ = state.optimizers[index]
     mine: dict[str, Tensor] = {}
-    names = {parameter: name for name, parameter in state.dense.items()}
+    names = {parameter: name for name, parameter in state.module.named_parameters()}
     for number, parameter in enumerate(state.numbered(index)):
         stack = state.stack_of.get(parameter)
         for name, value in optimizer.state.get(parameter, {}).items():

@@ -111,6 +111,10 @@ class RankState:
             holders=None if self.stages is None else self.stages.holders,
         )
 
+    def counts_of_all(self, counts_LE: Tensor | None) -> Tensor | None:
+        """Of the MoE layers of all stages, from those of this rank's; collective where there are several."""
+        return counts_LE if self.stages is None else self.stages.counts_of_all(counts_LE)
+
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let other parameters take the places, and the states, of some in the optimizers."""
         for optimizer in self.optimizers:

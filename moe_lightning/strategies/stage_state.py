@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.comm.mesh import Mesh
+from moe_lightning.comm.world import all_reduce_
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stage_cut import StageCut
@@ -77,6 +79,17 @@ class StageState:
                 )
             )
         return found
+
+    def counts_of_all(self, own_LE: Tensor | None) -> Tensor | None:
+        """A number for each expert, int64 [L, E], from those of the layers here; None where all are 0. Collective."""
+        experts = max((layer.num_experts for layer, _ in self._layers), default=0)
+        device = self._mesh.whole.device
+        all_LE = torch.zeros(len(self._layers), experts, dtype=torch.int64, device=device)
+        if own_LE is not None:
+            here = [index for index, (_, stage) in enumerate(self._layers) if stage in self.cut.stages]
+            all_LE[here] = own_LE.to(device)
+        all_reduce_(all_LE, self._mesh.pipe)
+        return all_LE if bool(all_LE.any()) else None
 
     # ------------------------------------------------------------------ optimizers
 

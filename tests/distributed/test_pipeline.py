@@ -5,6 +5,7 @@ on one rank.
 from __future__ import annotations
 
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
+from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
@@ -24,7 +26,9 @@ from moe_lightning.modules.stream import StreamDropout
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
+from tests.distributed.test_cut_parameters import tensors
 from tests.distributed.training import TINY, RandomTokens, make_trainer, replicas_of
+from tests.distributed.training import train as train_tiny
 
 STEPS = 20
 MICROS = 4
@@ -242,6 +246,69 @@ def test_evaluation_and_prediction_run_through_the_stages() -> None:
         assert found_second == pytest.approx(second, abs=TOLERANCE)
         assert found.shape == predicted.shape
         np.testing.assert_array_equal(found, ranks[0][2])
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+FOUR = {"num_layers": 4, "tie_embeddings": False}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ddp": (2, {"copies": 2}),
+    "fsdp": (2, {"dense": "fsdp"}),
+    "stages": (2, {"mesh": {"pp": 2}, "micro_batches": 2}),
+    "four": (4, {"mesh": {"pp": 2}, "schedule": "interleaved", "copies": 2}),
+}
+
+
+def save(rank: int, world_size: int, strategy: dict[str, Any], folder: str) -> None:
+    saver = PartialExpertsCheckpoint(f"{folder}/steps", every_n_steps=3)
+    train_tiny(rank, world_size, model=FOUR, strategy=strategy, steps=3, callbacks=[saver],
+               trainer={"enable_checkpointing": True}, save_to=f"{folder}/one.ckpt")  # fmt: skip
+
+
+def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, target: str) -> None:
+    """Resume at the last step, so that nothing is trained, and save."""
+    train_tiny(rank, world_size, model=FOUR, strategy=strategy, steps=3, ckpt_path=source, save_to=target)
+
+
+@pytest.mark.parametrize(
+    ("writer", "readers"),
+    [
+        ("stages", ["one", "four", "fsdp"]),
+        ("ddp", ["stages"]),
+        pytest.param("four", ["one", "ddp", "stages"], marks=pytest.mark.slow),
+        pytest.param("one", ["stages", "four"], marks=pytest.mark.slow),
+        pytest.param("fsdp", ["stages", "four"], marks=pytest.mark.slow),
+    ],
+)
+def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
+    ranks, strategy = MESHES[writer]
+    run_ranks(ranks, partial(save, strategy=strategy, folder=str(tmp_path)))
+    written = tensors(tmp_path / "one.ckpt")
+    assert sum(name.endswith("/exp_avg") for name in written) == len(torch.load(tmp_path / "one.ckpt")["state_dict"])
+    for reader in readers:
+        for source in ("one.ckpt", "steps"):
+            ranks, strategy = MESHES[reader]
+            target = tmp_path / f"{reader}.ckpt"
+            run_ranks(ranks, partial(load, strategy=strategy, source=str(tmp_path / source), target=str(target)))
+            read = tensors(target)
+            assert read.keys() == written.keys()
+            assert all(torch.equal(read[name], tensor) for name, tensor in written.items()), (reader, source)
+
+
+def alone(rank: int, world_size: int, path: str) -> list[str]:
+    """What stock Lightning says of a checkpoint on one device."""
+    module = GPTModule.load_from_checkpoint(path, weights_only=True)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.validate(module, DataLoader(RandomTokens(30), batch_size=10), verbose=False)
+    return list(module.state_dict())
+
+
+def test_one_file_is_stock_lightnings(tmp_path: Path) -> None:
+    ranks, strategy = MESHES["four"]
+    run_ranks(ranks, partial(save, strategy=strategy, folder=str(tmp_path)))
+    (names,) = run_ranks(1, partial(alone, path=str(tmp_path / "one.ckpt")))
+    assert names == list(torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"])
 
 
 # ---------------------------------------------------------------------- refusals
