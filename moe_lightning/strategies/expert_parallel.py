@@ -176,7 +176,7 @@ class ExpertParallelStrategy(SavingStrategy):
                 self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds.mesh)
             stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds.mesh)
             self.state.take(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)
-            self._kept = KeptExperts(self.experts)
+            self._kept = KeptExperts(self.experts, stages)
         elif self._pipeline is not None:
             self._pipeline.cut.apply(self.root_device)
         assert self._kept is not None
@@ -224,7 +224,7 @@ class ExpertParallelStrategy(SavingStrategy):
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else experts were refused their places, and the user shall see that error
         if self._pipeline is not None:
-            self._pipeline.cut.undo()
+            self.state.replace_parameters(self._pipeline.cut.hand_back())
 
     # ------------------------------------------------------------------ placement
 
@@ -245,6 +245,7 @@ class ExpertParallelStrategy(SavingStrategy):
         Raises:
             ConfigurationError: a placement that does not fit the world, a dispatch group or the slots.
         """
+        self.state.require_one_stage("replace_experts")
         self.worlds.leave()
         return self.experts.replace(placements, self.optimizers, self.node_of)
 
@@ -261,6 +262,7 @@ class ExpertParallelStrategy(SavingStrategy):
                 steps have no stated end.
         """
         self.steps.require_stated_end("shadows")
+        self.state.require_one_stage("visit_experts")
         self.experts.visit(plans, self.flight_dtype, early_shares or [1.0] * len(plans))
 
     @property
@@ -281,6 +283,7 @@ class ExpertParallelStrategy(SavingStrategy):
 
     def share_samples(self, speeds: IntArray | None, most: int | None = None) -> None:
         """Cut training batches by the speeds of the ranks from the next one on, see `StepData.share_by`."""
+        self.state.require_one_stage("share_samples")
         self.step_data.share_by(speeds, most, self.state.trainer.train_dataloader)
 
     @property

@@ -11,6 +11,7 @@ _NOT_YET = {
     "LoadBalancer": "moves experts over all ranks",
     "SpeedFollower": "shares work out over all ranks",
     "FaultRecovery": "recovers worlds of one stage",
+    "RoutingRecorder": "records the layers of whole models",
     "CompileDense": "compiles whole modules",
 }
 """Callbacks that know of one stage only, and what they do."""
@@ -55,7 +56,7 @@ def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule, *, is_el
     """
     if is_elastic:
         raise ConfigurationError(
-            "mesh.pp cannot yet change its world, as elastic runs do: start it without --elastic, or use mesh.pp=1"
+            "mesh.pp cannot yet change its world, as elastic runs do: say elastic.enabled=false, or use mesh.pp=1"
         )
     if not module.automatic_optimization:
         raise ConfigurationError(

@@ -111,6 +111,14 @@ class RankState:
             holders=None if self.stages is None else self.stages.holders,
         )
 
+    def require_one_stage(self, what: str) -> None:
+        """
+        Raises:
+            ConfigurationError: a pipeline, whose ranks know the loads of their own layers only.
+        """
+        if self.stages is not None:
+            raise ConfigurationError(f"{what} cannot work with mesh.pp yet: drop it, or use mesh.pp=1")
+
     def counts_of_all(self, counts_LE: Tensor | None) -> Tensor | None:
         """Of the MoE layers of all stages, from those of this rank's; collective where there are several."""
         return counts_LE if self.stages is None else self.stages.counts_of_all(counts_LE)

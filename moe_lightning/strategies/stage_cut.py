@@ -9,7 +9,7 @@ blocks are zeros without memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ class StageCut:
 
     Attributes:
         module: as given.
+        kept: dense values of other stages, by part and name, for `hand_back`.
         bounds: where the blocks of each stage begin, and their end.
 
     Raises:
@@ -59,6 +60,7 @@ class StageCut:
         self._absent = [AbsentBlock() for _ in self._blocks]
         self._placeholders: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.flow = _Flow(self)
+        self.kept: dict[tuple[nn.Module, str], Tensor] = {}
         self._is_applied, self._device = False, torch.device("cpu")
 
     # ------------------------------------------------------------------ who holds what
@@ -147,6 +149,35 @@ class StageCut:
                     gated.__dict__["forward"] = gate.replaced
             self._list._modules[str(index)] = block
         self._is_applied = False
+
+    def dense(self) -> Iterator[tuple[nn.Module, str, nn.Parameter, int]]:
+        """(part, name, parameter, stage) of every dense parameter of the whole; inside `whole`."""
+        for part, stage in self._stage_of.items():
+            for name, parameter in part.named_parameters(recurse=False) if not isinstance(part, Experts) else ():
+                yield part, name, parameter, stage
+
+    def hand_back(self) -> dict[nn.Parameter, nn.Parameter]:
+        """The Trainer has ended: all parts are there again, with the values that were kept of other stages.
+
+        Returns:
+            Parameters that took the place of others.
+        """
+        self.undo()
+        others: dict[nn.Parameter, nn.Parameter] = {}
+
+        def put(part: nn.Module, name: str, values: Tensor) -> None:
+            before = part.get_parameter(name)
+            others[before] = nn.Parameter(values, requires_grad=before.requires_grad)
+            setattr(part, name, others[before])
+
+        for part, stage in self._stage_of.items():
+            if isinstance(part, Experts) and stage not in self.stages:
+                for name, parameter in part.stacked_parameters().items():  # of no expert, which others fill or miss
+                    put(part, name, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype))
+        for (part, name), values in self.kept.items():
+            put(part, name, values)
+        self.kept = {}
+        return others
 
     @contextmanager
     def whole(self) -> Generator[None, None, None]:

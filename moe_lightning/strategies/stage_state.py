@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import full_model_state
+from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.mesh import Mesh
-from moe_lightning.comm.world import all_reduce_
+from moe_lightning.comm.world import World, all_reduce_, broadcast_
+from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stage_cut import StageCut
@@ -90,6 +93,35 @@ class StageState:
             all_LE[here] = own_LE.to(device)
         all_reduce_(all_LE, self._mesh.pipe)
         return all_LE if bool(all_LE.any()) else None
+
+    @property
+    def layers(self) -> list[MoELayer]:
+        """Of all stages."""
+        return [layer for layer, _ in self._layers]
+
+    @property
+    def whole(self) -> World:
+        """The ranks of all stages."""
+        return self._mesh.whole
+
+    # ------------------------------------------------------------------ after training
+
+    @torch.no_grad()
+    def gather(self, most_bytes: int) -> None:
+        """Keep the dense values of all stages on every rank, where they take no more than this on any; collective."""
+        with self.cut.whole():
+            entries = list(self.cut.dense())
+        if sum(p.numel() * p.element_size() for *_, p, _ in entries) > min(all_gather_json(most_bytes, self.whole)):
+            rank_zero_warn(
+                "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
+                "has those of its stages only, so go on from a checkpoint"
+            )
+            return
+        for part, name, parameter, stage in entries:
+            values = torch.empty_like(parameter, device=self.whole.device) if parameter.is_meta else parameter.detach()
+            broadcast_(values, self._ranks_of(stage)[0], self.whole)
+            if parameter.is_meta:
+                self.cut.kept[part, name] = values.cpu()
 
     # ------------------------------------------------------------------ optimizers
 

@@ -66,8 +66,10 @@ class StepData:
             )
         if is_alone:
             return loader
+        ranks = self._world["world_size"]
         raise ConfigurationError(
-            f"a loader of type {type(loader).__name__} cannot be cut over {self._world['world_size']} ranks: "
+            f"a loader of type {type(loader).__name__} cannot be cut "
+            f"{f'over {ranks} ranks' if ranks > 1 or self._is_elastic else 'into micro-batches'}: "
             "return a torch DataLoader or a StepLoader"
         )
 

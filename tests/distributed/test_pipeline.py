@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.comm import exchange
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
@@ -87,7 +88,7 @@ def train(
         "losses": watch.losses,
         "validations": watch.validations,
         "gradient_norms": watch.norms,
-        "state": {name: tensor.numpy() for name, tensor in state.items()},
+        "state": {name: tensor.float().numpy() for name, tensor in state.items()},
         "replicas": replicas_of(module),
         "logged": {name: float(value) for name, value in fit.callback_metrics.items()},
         "step": fit.global_step,
@@ -143,6 +144,26 @@ def test_accumulated_batches_are_computed_in_micro_batches_too() -> None:
     expected = run_ranks(1, partial(train, batch_size=24, accumulate=6, steps=10))[0]
     found = in_stages(4, 2, micros=2, batch_size=24, accumulate=3, steps=10)
     assert_same_training(expected | {"validations": []}, [result | {"validations": []} for result in found])
+
+
+def exchanges(rank: int, world_size: int, schedule: str) -> int:
+    """Exchanges of a step on this rank."""
+    count, own = 0, exchange._all_to_all
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        return own(*arguments, **named)
+
+    exchange._all_to_all = counted  # type: ignore[assignment]
+    train(rank, world_size, strategy={"mesh": {"pp": 2}, "schedule": schedule}, steps=1)
+    return count
+
+
+def test_schedules_exchange_as_often() -> None:
+    plain, interleaved = (run_ranks(4, partial(exchanges, schedule=name)) for name in ("1f1b", "interleaved"))
+    assert plain == interleaved
+    assert min(plain) > 0
 
 
 # ---------------------------------------------------------------------- what callbacks and loggers see
@@ -309,6 +330,29 @@ def test_one_file_is_stock_lightnings(tmp_path: Path) -> None:
     run_ranks(ranks, partial(save, strategy=strategy, folder=str(tmp_path)))
     (names,) = run_ranks(1, partial(alone, path=str(tmp_path / "one.ckpt")))
     assert names == list(torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"])
+
+
+# ---------------------------------------------------------------------- after training
+
+
+def fit_twice(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[Any, float]:
+    """What each rank computes by itself after training, and the loss after training on with another Trainer."""
+    module, loader = Own(), DataLoader(RandomTokens(), batch_size=12)
+    make_trainer(rank, world_size, strategy, max_steps=3).fit(module, loader)
+    with torch.no_grad():
+        logits = module.eval()(torch.arange(16)[None])
+    again = make_trainer(rank, world_size, strategy, max_steps=6)
+    again.fit(module.train(), loader)
+    return logits.numpy(), float(again.callback_metrics["train/loss"])
+
+
+def test_a_module_is_whole_after_training_and_trains_again() -> None:
+    ranks = run_ranks(4, partial(fit_twice, strategy={"mesh": {"pp": 2}, "micro_batches": 2}))
+    ((expected, loss),) = run_ranks(1, partial(fit_twice, strategy={}))
+    for logits, found in ranks:
+        np.testing.assert_array_equal(logits, ranks[0][0])
+        np.testing.assert_allclose(logits, expected, atol=0.05)  # auxiliary losses are of micro-batches
+        assert found == pytest.approx(loss, abs=0.01)
 
 
 # ---------------------------------------------------------------------- refusals
