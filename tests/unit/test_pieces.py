@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 def test_a_batch_is_cut_by_its_samples() -> None:
     batch = {"pair": Pair(torch.arange(10).view(5, 2), list("abcde")), "scale": 2.0, "more": [torch.arange(5)]}
     first, second = batch_pieces(batch, [3, 2])
-    assert first["pair"].names, second["pair"].names == (["a", "b", "c"], ["d", "e"])
+    assert (first["pair"].names, second["pair"].names) == (["a", "b", "c"], ["d", "e"])
     torch.testing.assert_close(second["pair"].x, torch.tensor([[6, 7], [8, 9]]))
     torch.testing.assert_close(first["more"][0], torch.arange(3))
     assert first["scale"] == second["scale"] == 2.0
