@@ -68,6 +68,8 @@ class StepLogs:
             metric = ""
             if isinstance(value, Metric):
                 metric = next(path for path, part in module.named_modules() if part is value)
+            if not count and "batch_size" in options:  # a stand-in counts for nothing
+                options["batch_size"] = 0
             weight: Tensor | float | None = options.get("batch_size")
             if weight is None and not options.get("sync_dist"):
                 weight = shared_weight()
@@ -118,7 +120,7 @@ def log_again(module: pl.LightningModule, told: list[Any], count: int) -> None:
         else:
             value = values[0]
         sizes = [entry[4]["batch_size"] for entry in entries if "batch_size" in entry[4]]
-        module.log(name, value, **options | {"batch_size": sum(sizes) if sizes else max(1, count)})
+        module.log(name, value, **options | {"batch_size": max(1, sum(sizes) if sizes else count)})
 
 
 def _plain(option: str, value: Any) -> Any:

@@ -132,7 +132,7 @@ def in_stages(ranks: int, pp: int, *, schedule: str = "1f1b", micros: int = MICR
         ("gpt2", 2, 2, {"schedule": "interleaved"}),
         ("noisy", 4, 2, {"schedule": "interleaved"}),
         pytest.param("uneven", 4, 2, {"schedule": "interleaved"}, marks=pytest.mark.slow),
-        pytest.param("llama", 8, 2, {}, marks=pytest.mark.slow),
+        pytest.param("uneven", 8, 2, {}, marks=pytest.mark.slow),
         pytest.param("noisy", 8, 4, {}, marks=pytest.mark.slow),
     ],
 )
