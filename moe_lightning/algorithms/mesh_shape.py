@@ -23,8 +23,6 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
 """The axes that fold into the ranks among which a stage's experts are dispatched."""
 
-_NOT_BUILT: frozenset[str] = frozenset({"pp"})
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
@@ -119,7 +117,7 @@ def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
     """The axes as a user chose them; dp is left at 1.
 
     Raises:
-        ConfigurationError: an unknown axis, or a number of ranks that is no positive integer.
+        ConfigurationError: an unknown axis, a number of ranks that is no positive integer, or several axes.
     """
     chosen = dict(mesh or {})
     for axis, size in chosen.items():
@@ -128,6 +126,8 @@ def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
             raise ConfigurationError(f"mesh.{axis}={size!r} is no axis to choose: {cure}")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigurationError(f"mesh.{axis}={size!r} is not an integer of at least 1: set it to one")
-        if size > 1 and axis in _NOT_BUILT:
-            raise ConfigurationError(f"mesh.{axis}={size} is more than 1, and no model can be cut along {axis} yet")
+    several = {axis: size for axis, size in chosen.items() if size > 1}
+    if len(several) > 1:
+        named = " and ".join(f"mesh.{axis}={size}" for axis, size in several.items())
+        raise ConfigurationError(f"{named} do not go together yet: use one of them beside data parallelism")
     return MeshShape(**chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -27,6 +28,7 @@ from moe_lightning.data.text import TextData
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.values import validated
 
 _WIDE = 100
@@ -152,8 +154,10 @@ def _fitting(parts: Sequence[str], room: int) -> str:
 
 def describe(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     """The headline: parameters, experts, ranks, data."""
-    layers = moe_layers(module)
-    size = model_size(module)
+    strategy = trainer.strategy
+    stages = strategy.state.stages if isinstance(strategy, ExpertParallelStrategy) else None
+    with nullcontext() if stages is None else stages.cut.whole():
+        layers, size = moe_layers(module), model_size(module)
     lines = [f"model  {_short(size.whole)} parameters"]
     if layers:
         blocks = next((f" of {len(m.blocks)}" for m in module.modules() if isinstance(m, GPT)), "")

@@ -67,6 +67,11 @@ def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str |
             f"{type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot be exported: "
             "use ExpertParallelStrategy"
         )
+    if isinstance(trainer.strategy, ExpertParallelStrategy) and trainer.strategy.state.stages is not None:
+        raise ConfigurationError(
+            "mesh.pp leaves every rank some blocks of the model only: save a checkpoint, load it with mesh.pp=1, and "
+            "export there"
+        )
     export = plan_export(module.architecture, module.model, dtype)
     _check(trainer, path)
     dense, stacks = module.model.state_dict(), _stacks(trainer, module, export)

@@ -66,22 +66,26 @@ def full_model_state(
     world: World,
     *,
     cuts: Mapping[str, TensorCut] = _NO_CUTS,
+    spoken: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A module's state_dict with full expert stacks and whole dense tensors, on rank 0; empty on the other ranks.
     Collective.
 
     Args:
         state: the local state_dict.
-        experts: which of its keys are expert stacks.
+        experts: which of its keys, or of those of other ranks, are expert stacks.
         cuts: of the dense tensors of which this rank holds a part, by key.
+        spoken: of the rest, what this rank speaks for; None: every rank has it all.
     """
     mine = {f"{key}/{e}": state[key][slot] for key, stack in experts.items() for slot, e in stack.owned()}
+    mine |= {f"{key}/whole": value for key, value in (spoken or {}).items() if isinstance(value, Tensor)}
     if world.speaks_for_rows:
         mine |= {f"{key}/rows/{world.row_cut.part}": local(state[key]) for key in cuts}
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
-    whole = dict(state) | {key: _joined(collected, key, cut, world) for key, cut in cuts.items()}
+    told = {key.removesuffix("/whole"): value for key, value in collected.items() if key.endswith("/whole")}
+    whole = dict(state) | told | {key: _joined(collected, key, cut, world) for key, cut in cuts.items()}
     return whole | {key: _stack(collected, key, stack) for key, stack in experts.items()}
 
 
@@ -143,6 +147,7 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
     Collective."""
     optimizer, _ = state.optimizers[index]
     mine: dict[str, Tensor] = {}
+    names = {parameter: name for name, parameter in state.module.named_parameters()}
     for number, parameter in enumerate(state.numbered(index)):
         stack = state.stack_of.get(parameter)
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -152,7 +157,7 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
                 mine |= {f"{number}/{name}/{e}": value[slot] for slot, e in stack.owned()}
             elif is_cut(parameter) and value.ndim:
                 mine |= {f"{number}/{name}/rows/{state.cut.part}": value} if world.speaks_for_rows else {}
-            elif state.keepers.get(parameter, 0) == world.rank:
+            elif state.keepers.get(parameter, state.holders(names.get(parameter, ""))[0]) == world.rank:
                 mine[f"{number}/{name}"] = value
     collected = collect_on_root(mine, world)
     if world.rank:

@@ -326,14 +326,15 @@ class CheckpointSession:
         """
         report, status = self._snapshotter.finish(), self.status()
         committed = report is not None and status.committed_session == self._session
-        times = [int(committed), report.copy_s if report else 0.0, status.persist_s, overlap_s, step_s]
+        experts = self._state.num_experts
+        own_bytes = [self._state.rank_bytes(k)[self._world.rank] for k in range(1, experts + 1)]
+        times = [int(committed), report.copy_s if report else 0.0, status.persist_s, overlap_s, step_s, own_bytes]
         gathered = all_gather_json(times, self._world)
         if not all(entry[0] for entry in gathered):
             return False
         copy_s, persist_s, step_s = (max(entry[i] for entry in gathered) for i in (1, 2, 4))
         overlap_s = min(entry[3] for entry in gathered)
-        experts = self._state.num_experts
-        copied: dict[int, float] = {k: max(self._state.rank_bytes(k)) for k in range(1, experts + 1)}
+        copied: dict[int, float] = {k: max(entry[5][k - 1] for entry in gathered) for k in range(1, experts + 1)}
         written, is_lossless = copied, self._settings.lossless
         if is_lossless:
             windows = {k: self._state.window_bytes(k, self._computed_in) for k in copied}

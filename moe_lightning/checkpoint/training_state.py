@@ -89,7 +89,7 @@ class TrainingState(State):
             if piece.block.sizes != piece.block.whole:
                 own = piece.share(self.rank)
                 load[self.rank] += own.tensor.nbytes if own is not None else 0
-            elif piece.is_moment:
+            elif not piece.key.endswith("/buffer"):
                 load[piece.holders[0]] += piece.tensor.nbytes
         return tuple(load)
 

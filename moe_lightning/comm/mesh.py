@@ -11,13 +11,11 @@ from datetime import timedelta
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_lightning.algorithms.mesh_shape import AXES, STAGE, MeshShape
+from moe_lightning.algorithms.mesh_shape import AXES, MeshShape
 from moe_lightning.algorithms.pairs import IntArray
-from moe_lightning.comm.exchange_clock import ExchangeClock
-from moe_lightning.comm.world import World
+from moe_lightning.comm.world import World, with_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +39,14 @@ class Mesh:
 
     @classmethod
     def of(cls, world: World, node_of: tuple[int, ...]) -> Mesh:
-        """One stage: no groups beside the world's."""
-        return cls(shape=world.shape or MeshShape(dp=world.size), whole=world, world=world, node_of=node_of)
+        """As the world's groups were built."""
+        shape = world.shape or MeshShape(dp=world.size)
+        return cls(shape=shape, whole=world, world=world.stage or world, node_of=node_of)
 
     @classmethod
     def build(cls, whole: World, shape: MeshShape, node_of: tuple[int, ...], timeout: timedelta) -> Mesh:
         """Build the groups of the stages; collective over the whole, which is torch's default group."""
-        if shape.pp == 1:
-            return cls(shape=shape, whole=whole, world=whole, node_of=node_of)
-        return cls(shape=shape, whole=whole, world=_stage(whole, shape, timeout), node_of=node_of)
+        return cls.of(replace(with_stage(whole, shape, timeout) if shape.pp > 1 else whole, shape=shape), node_of)
 
     @property
     def stage(self) -> int:
@@ -85,6 +82,12 @@ class Mesh:
         return tuple(rank for rank, node in enumerate(self.node_of) if node == mine)
 
     @cached_property
+    def pipe(self) -> World:
+        """The ranks that hold the other stages for this rank's samples, by stage."""
+        group = self.whole.axis_groups.get("pp")
+        return World(rank=self.stage, size=self.shape.pp, device=self.whole.device, dense=group, background=group)
+
+    @cached_property
     def devices(self) -> DeviceMesh:
         """torch's view of the mesh, for its parallel parts; collective over the whole the first time."""
         layout = torch.arange(self.whole.size).view(self.shape.sizes)
@@ -92,23 +95,4 @@ class Mesh:
 
     def close(self) -> None:
         """Give back the groups made for this mesh and its worlds; the default group belongs to who made it."""
-        if self.world is not self.whole:
-            self.world.close()
-            if self.world.dense is not None and dist.is_initialized():
-                dist.destroy_process_group(self.world.dense)
         self.whole.close()
-
-
-def _stage(whole: World, shape: MeshShape, timeout: timedelta) -> World:
-    """The world of this rank's stage; every rank of the whole builds the groups of all stages in one order."""
-    found: World | None = None
-    for ranks in shape.groups(STAGE):
-        groups = {}
-        if len(ranks) > 1:
-            for purpose in ("dense", "compute", "background"):
-                groups[purpose] = dist.new_group(list(ranks), timeout=timeout, group_desc=purpose)
-        if whole.rank in ranks:
-            place = {"rank": ranks.index(whole.rank), "size": len(ranks), "exchanges": ExchangeClock()}
-            found = replace(whole, **{"dense": None, "compute": None, "background": None, **place, **groups})
-    assert found is not None
-    return found

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, ProcessGroup  # type: ignore[attr-defined]
 
 from moe_lightning.algorithms.dense_shards import Groups, RowCut
-from moe_lightning.algorithms.mesh_shape import AXES, Axis, Layout, MeshShape
+from moe_lightning.algorithms.mesh_shape import AXES, STAGE, Axis, Layout, MeshShape
 from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.comm.nccl import background_options, first_group_options, has_failed, prepare_environment
 from moe_lightning.comm.private_folder import PrivateFolder, checked_folder, find_folder
@@ -57,6 +57,7 @@ class World:
         shape: ranks along the axes of the mesh; None: all of them are data-parallel.
         axis_groups: this rank's group along each axis but dp that has several ranks.
         is_cut: whether somebody has cut the connections of this world.
+        stage: the ranks of this rank's pipeline stage; None where there is one stage.
         exchanges: the clock of this rank's exchanges on the compute group.
     """
 
@@ -72,6 +73,7 @@ class World:
     shape: MeshShape | None = field(default=None, repr=False)
     axis_groups: Mapping[Axis, ProcessGroup] = field(default_factory=dict, repr=False)
     is_cut: Callable[[], bool] = field(default=_never, repr=False, compare=False)
+    stage: World | None = field(default=None, repr=False)
     exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
@@ -135,7 +137,7 @@ class World:
     def groups(self) -> list[ProcessGroup]:
         """All that this rank is in, torch's default group first."""
         own = (self.dense, self.compute, self.background, self.shard_group, self.copy_group)
-        known = (*own, *self.axis_groups.values())
+        known = (*own, *self.axis_groups.values(), *(self.stage.groups if self.stage is not None else ()))
         return list(dict.fromkeys(group for group in known if group is not None))
 
     @cached_property
@@ -184,7 +186,20 @@ class World:
 def _with_axes(world: World, shape: MeshShape, timeout: timedelta) -> World:
     several: list[Axis] = [axis for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1 and axis != "dp"]
     groups = {axis: _own_group(shape.groups({axis}), world.rank, timeout, axis) for axis in several}
-    return replace(world, shape=shape, axis_groups=groups)
+    world = replace(world, shape=shape, axis_groups=groups)
+    return world if shape.pp == 1 else with_stage(world, shape, timeout)
+
+
+def with_stage(whole: World, shape: MeshShape, timeout: timedelta) -> World:
+    """The same ranks, and those of this rank's stage; every rank builds the groups of all stages in one order."""
+    stages = shape.groups(STAGE)
+    ranks = next(ranks for ranks in stages if whole.rank in ranks)
+    groups: dict[str, ProcessGroup | None] = dict.fromkeys(("dense", "compute", "background"))
+    if len(ranks) > 1:
+        groups = {purpose: _own_group(stages, whole.rank, timeout, purpose) for purpose in groups}
+    place = {"rank": ranks.index(whole.rank), "size": len(ranks), "exchanges": ExchangeClock()}
+    stage = replace(whole, axis_groups={}, **place, **groups)  # type: ignore[arg-type]
+    return replace(whole, stage=stage)
 
 
 def _own_group(groups: Groups, rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:

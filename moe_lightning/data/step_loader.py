@@ -80,6 +80,7 @@ class StepLoader:
         *,
         rank: int,
         world_size: int,
+        pieces: int = 1,
         num_micros: int = 1,
         seed: int = 0,
         training: bool,
@@ -106,6 +107,7 @@ class StepLoader:
             num_micros=num_micros,
             rank=rank,
             world_size=world_size,
+            pieces=pieces,
             seed=seed,
             shuffle=bool(shuffle),
             drop_last=batches.drop_last,
@@ -198,9 +200,9 @@ class StepLoader:
         self.step_sampler.load_state_dict(state_dict)
         self.current = None
 
-    def bind(self, *, rank: int | None = None, world_size: int | None = None, num_micros: int | None = None) -> None:
-        """Cut the same stream for another world; raises ConfigurationError as StepSampler.bind."""
-        self.step_sampler.bind(rank=rank, world_size=world_size, num_micros=num_micros)
+    def bind(self, **place: int) -> None:
+        """Cut the same stream for another world; as StepSampler.bind."""
+        self.step_sampler.bind(**place)
         self.current = None
 
     def bind_to(self, trainer: Trainer) -> None:
@@ -261,7 +263,7 @@ class _SeenIndices(seams.BatchIndices):
     def __next__(self) -> list[int]:
         indices = super().__next__()
         if isinstance(indices, StandIn):
-            self.seen_batch_indices[-1] = []
+            self.seen_batch_indices[-1] = list(indices.of_samples)
         return indices
 
 

@@ -14,7 +14,7 @@ nothing there, so that they can take part in the collectives of the model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,22 @@ class StepSlice:
         """Of the step."""
         return self.count / (self.step_total * self.parts)
 
+    pieces: tuple[StepSlice, ...] = ()  # of a batch that a pipeline computes in several: each a micro-batch of the step
+
+    @property
+    def rows(self) -> int:
+        """Samples in the rank's batch, stand-ins included."""
+        return sum(piece.rows for piece in self.pieces) if self.pieces else max(1, self.count)
+
 
 class StandIn(list[int]):
-    """Index of a sample that another rank computes, for a rank that has none of its own."""
+    """Indices of which some are samples that another rank computes, for a rank that has none of its own.
+
+    Attributes:
+        of_samples: the others.
+    """
+
+    of_samples: Sequence[int] = ()
 
 
 @validated
@@ -71,6 +84,7 @@ class StepSampler(Sampler[list[int]]):
         global_batch_size: samples of one optimizer step over all ranks and micro-batches.
         num_micros: micro-batches of one step (gradient accumulation). An evaluation accumulates nothing: there it is 1.
         rank, world_size: whose slices are drawn.
+        pieces: micro-batches that a rank gets at once, as a pipeline wants them; each is cut over the ranks by itself.
         seed: with the epoch's number it decides the permutation.
         shuffle: permute each epoch; otherwise samples come in their order.
         drop_last: whole steps only, so an epoch leaves out up to `global_batch_size - 1` samples; else they are its
@@ -96,6 +110,7 @@ class StepSampler(Sampler[list[int]]):
         num_micros: PositiveInt = 1,
         rank: int = 0,
         world_size: PositiveInt = 1,
+        pieces: PositiveInt = 1,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
@@ -131,7 +146,7 @@ class StepSampler(Sampler[list[int]]):
         self._speeds: IntArray | None = None
         self._most: int | None = None  # samples of a rank in a micro-batch, where speeds are given
         self._cuts: dict[tuple[int, int], tuple[int, ...]] = {}  # of micro-batches, by their size and the ranks
-        self._set_world(rank, world_size, num_micros)
+        self._set_world(rank, world_size, num_micros, pieces)
 
     # ------------------------------------------------------------------ the pure map from position to samples
 
@@ -151,18 +166,24 @@ class StepSampler(Sampler[list[int]]):
         Raises:
             ConfigurationError: no micro-batch begins there under the current `num_micros`.
         """
-        return self._slice(consumed, self.rank, self.world_size, self.num_micros)
+        return self._slice(consumed, self.rank, self.world_size, self.num_micros, self.pieces)
 
     def indices_at(self, consumed: int) -> list[int]:
         """The data set's indices of `slice_at(consumed)`, in the order of the global batch; a StandIn where it is
-        empty.
+        empty. A piece that is empty takes one index, as a stand-in for it.
         """
         here = self.slice_at(consumed)
         epoch, inside = divmod(consumed, self.epoch_size)
-        first = inside - inside % self.global_batch_size + here.offset
-        if here.count == 0:
-            return StandIn(self._indices(epoch, inside, 1))
-        return self._indices(epoch, first, here.count)
+        step_began = inside - inside % self.global_batch_size
+        found, own = list[int](), list[int]()
+        for piece in here.pieces or (here,):
+            found += (some := self._indices(epoch, step_began + piece.offset if piece.count else inside, piece.rows))
+            own += some if piece.count else []
+        if len(own) == len(found):
+            return found
+        stand_in = StandIn(found)
+        stand_in.of_samples = own
+        return stand_in
 
     def _indices(self, epoch: int, first: int, count: int) -> list[int]:
         if self._given_order is None and not self.shuffle:
@@ -175,7 +196,15 @@ class StepSampler(Sampler[list[int]]):
         whole = cut(self.global_batch_size, num_micros)
         return *(start for start in whole if start < step_total), step_total
 
-    def _slice(self, consumed: int, rank: int, world_size: int, num_micros: int) -> StepSlice:
+    def _piece_bounds(self, begin: int, end: int, num_micros: int, pieces: int) -> tuple[int, ...]:
+        """Where the pieces of the micro-batch of a step from `begin` to `end` begin, and its end: one of few samples
+        has the first of them only.
+        """
+        whole = cut(self.global_batch_size, num_micros)
+        size = next(last - first for first, last in itertools.pairwise(whole) if first == begin)
+        return *(begin + start for start in cut(size, pieces) if begin + start < end), end
+
+    def _slice(self, consumed: int, rank: int, world_size: int, num_micros: int, pieces: int) -> StepSlice:
         epoch, inside = divmod(consumed, self.epoch_size)
         step, inside_step = divmod(inside, self.global_batch_size)
         step_total = min(self.global_batch_size, self.epoch_size - step * self.global_batch_size)
@@ -186,17 +215,35 @@ class StepSampler(Sampler[list[int]]):
                 f"{num_micros} micro-batches begins; resume with the accumulation and global batch it was saved with, "
                 "or from a checkpoint taken after a whole step."
             )
-        micro = bounds.index(inside_step)
-        micro_total = bounds[micro + 1] - bounds[micro]
-        first, last = self._cut(micro_total, world_size)[rank : rank + 2]
+        micro, number = bounds.index(inside_step), epoch * self.epoch_steps + step
+
+        def part(micro: int, begin: int, end: int, num_micros: int) -> StepSlice:
+            first, last = self._cut(end - begin, world_size)[rank : rank + 2]
+            return StepSlice(
+                step=number,
+                micro=micro,
+                num_micros=num_micros,
+                offset=begin + first,
+                count=last - first,
+                micro_total=end - begin,
+                step_total=step_total,
+            )
+
+        if pieces == 1:
+            return part(micro, bounds[micro], bounds[micro + 1], len(bounds) - 1)
+        borders = [self._piece_bounds(*pair, num_micros, pieces) for pair in itertools.pairwise(bounds)]
+        before, of_step = (sum(len(b) - 1 for b in some) for some in (borders[:micro], borders))
+        pairs = itertools.pairwise(borders[micro])
+        parts = tuple(part(before + at, begin, end, of_step) for at, (begin, end) in enumerate(pairs))
         return StepSlice(
-            step=epoch * self.epoch_steps + step,
+            step=number,
             micro=micro,
             num_micros=len(bounds) - 1,
-            offset=bounds[micro] + first,
-            count=last - first,
-            micro_total=micro_total,
+            offset=parts[0].offset,
+            count=sum(piece.count for piece in parts),
+            micro_total=bounds[micro + 1] - bounds[micro],
             step_total=step_total,
+            pieces=parts,
         )
 
     def _cut(self, total: int, world_size: int) -> tuple[int, ...]:
@@ -264,7 +311,14 @@ class StepSampler(Sampler[list[int]]):
         self._restored_at = consumed
         self.moves += 1
 
-    def bind(self, *, rank: int | None = None, world_size: int | None = None, num_micros: int | None = None) -> None:
+    def bind(
+        self,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        num_micros: int | None = None,
+        pieces: int | None = None,
+    ) -> None:
         """Cut the same stream for another world, from the same position; what is None stays as it is.
 
         Raises:
@@ -275,6 +329,7 @@ class StepSampler(Sampler[list[int]]):
             self.rank if rank is None else rank,
             self.world_size if world_size is None else world_size,
             self.num_micros if num_micros is None else num_micros,
+            self.pieces if pieces is None else pieces,
         )
         self.moves += 1
 
@@ -315,23 +370,24 @@ class StepSampler(Sampler[list[int]]):
         """Itself: where a Trainer looks for `set_epoch`."""
         return self
 
-    def _set_world(self, rank: int, world_size: int, num_micros: int) -> None:
+    def _set_world(self, rank: int, world_size: int, num_micros: int, pieces: int) -> None:
         num_micros = 1 if self.evaluation else num_micros
         _require_at_least("num_micros", num_micros, 1)
         _require_at_least("world_size", world_size, 1)
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank={rank} is outside 0..{world_size - 1}; give the rank inside its world.")
-        if not self.evaluation and self.global_batch_size // num_micros < world_size:
+        micros = num_micros * pieces
+        if not self.evaluation and self.global_batch_size // micros < world_size:
             raise ConfigurationError(
-                f"global_batch_size={self.global_batch_size} in {num_micros} micro-batches leaves "
-                f"{self.global_batch_size // num_micros} samples for {world_size} ranks; set it to at least "
-                f"{num_micros * world_size}, or use fewer ranks or "
-                "micro-batches (accumulate_grad_batches, num_micros)."
+                f"global_batch_size={self.global_batch_size} in {micros} micro-batches leaves "
+                f"{self.global_batch_size // micros} samples for {world_size} ranks; set it to at least "
+                f"{micros * world_size}, or use fewer ranks or micro-batches (accumulate_grad_batches, num_micros"
+                + (", pieces: the strategy's micro_batches)." if pieces > 1 else ").")
             )
-        self._slice(self.consumed, rank, world_size, num_micros)
+        self._slice(self.consumed, rank, world_size, num_micros, pieces)
         if world_size != getattr(self, "world_size", world_size):
             self._speeds, self._cuts = None, {}
-        self.rank, self.world_size, self.num_micros = rank, world_size, num_micros
+        self.rank, self.world_size, self.num_micros, self.pieces = rank, world_size, num_micros, pieces
 
 
 def _require_at_least(name: str, value: int, least: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moe_lightning.comm.tensor_ranks import TensorRanks
 from moe_lightning.kernels.buffers import upload
+from moe_lightning.modules.absent_block import AbsentBlock
 
 IGNORED_TARGET = -100
 """A target that is not to be predicted, such as one of a prompt or of padding."""
@@ -75,7 +76,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     from moe_lightning.modules.moe_layer import MoELayer
 
-    losses = [m.auxiliary_loss for m in model.modules() if isinstance(m, MoELayer) and m.auxiliary_loss is not None]
+    layers = [m for m in model.modules() if isinstance(m, MoELayer | AbsentBlock)]
+    losses = [layer.auxiliary_loss for layer in layers if layer.auxiliary_loss is not None]
     if not losses:
         return torch.zeros((), device=next(model.parameters()).device)
     return torch.stack(losses).sum()

@@ -8,7 +8,7 @@ it; nobody else knows what a run consists of. Keys are those of `pieces.py` and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class State:
         cut: which parts of the dense parameters that are cut a rank holds, with their optimizer states; None: no
             parameter is cut.
         rank, world_size: of this process.
+        holders: of the module's parameters and buffers that are not cut, by name; None: every rank.
 
     Attributes:
         dense: parameters by name that every rank has.
@@ -52,10 +53,12 @@ class State:
         rank: int,
         world_size: int,
         cut: RowCut | None = None,
+        holders: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
         self.module, self.stacks, self.optimizers, self.keepers = module, stacks, optimizers, keepers
         self.rank, self.world_size = rank, world_size
         self.cut = cut or RowCut.whole(world_size)
+        self.holders = holders or (lambda _: tuple(range(world_size)))
         self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
         self.dense = {name: p for name, p in module.named_parameters() if p not in self.stack_of}
 
@@ -77,11 +80,11 @@ class State:
         for index, stack in enumerate(self.stacks):
             for slot, expert in stack.held():
                 yield from self.rows(index, slot, expert, stack.placement.holders(expert))
-        everyone = tuple(range(self.world_size))
         for name, parameter in self.dense.items():
             if is_cut(parameter):
                 yield from self._blocks(name, parameter)
                 continue
+            everyone = self.holders(name)
             yield StatePiece.of(f"dense/{name}/weight", parameter.detach(), everyone)
             holders = (self.keepers[parameter],) if parameter in self.keepers else everyone
             for scope, tensor in self.moments(parameter).items():
@@ -89,7 +92,7 @@ class State:
         saved = set() if transient else set(self.module.state_dict(keep_vars=True))
         for name, buffer in self.module.named_buffers():
             if transient or name in saved:
-                yield StatePiece.of(f"dense/{name}/buffer", buffer, everyone)
+                yield StatePiece.of(f"dense/{name}/buffer", buffer, self.holders(name))
 
     def _blocks(self, name: str, parameter: nn.Parameter) -> Iterator[StatePiece]:
         """The pieces of a parameter that is cut; none where this rank has nothing of it."""

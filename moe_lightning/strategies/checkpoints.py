@@ -60,6 +60,8 @@ class Checkpoints:
         """The whole model on rank 0, expert stacks [E, ...], of the ranks' own; empty on the others. Collective."""
         if self._without_state:
             return {}
+        if self._state.stages is not None:
+            return self._state.stages.full_model_state(local(), self._state.training_state().stacks)
         module = self._state.module
         keys, cuts = self._state.experts.keys(module), cuts_of(module)
         return full_model_state(local(), keys, self._worlds.present, cuts=cuts)
@@ -146,9 +148,10 @@ class Checkpoints:
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
         module = self._state.module
-        keys = self._state.experts.keys(module)
+        keys, stages = self._state.experts.keys(module), self._state.stages
         cut, cuts = self._worlds.present.row_cut, cuts_of(module)
-        local = local_model_state(checkpoint["state_dict"], module.state_dict(), keys, cut, cuts=cuts, strict=strict)
+        whole = checkpoint["state_dict"] if stages is None else stages.own_part(checkpoint["state_dict"], strict=strict)
+        local = local_model_state(whole, module.state_dict(), keys, cut, cuts=cuts, strict=strict)
         module.load_state_dict(local, strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +20,7 @@ from moe_lightning.algorithms.mesh_shape import chosen_axes
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dispatcher import QuotaPolicy
+from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.modules.experts import deferred_experts
@@ -28,13 +29,16 @@ from moe_lightning.state.row_blocks import updating_blocks
 from moe_lightning.strategies.checkpoints import Checkpoints
 from moe_lightning.strategies.dense_shardings import dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.evaluating import EvaluatingStrategy
 from moe_lightning.strategies.expert_updates import require_separate_updates
 from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
 from moe_lightning.strategies.module_checks import check_module, cut_parameters, identical_buffers
+from moe_lightning.strategies.pipeline import Pipeline
+from moe_lightning.strategies.pipeline_checks import check_for_pipeline, chosen_micro_batches
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import RankState
-from moe_lightning.strategies.saving import SavingStrategy
+from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
@@ -42,7 +46,7 @@ from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
 @validated
-class ExpertParallelStrategy(SavingStrategy):
+class ExpertParallelStrategy(EvaluatingStrategy):
     """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
     placement.
 
@@ -67,6 +71,8 @@ class ExpertParallelStrategy(SavingStrategy):
         zero1: short for dense="zero1".
         mesh: ranks along the axes beside data parallelism: pp (pipeline stages), cp (parts of sequences, see
             `modules.context`), tp (parts of layers). None: one each; data parallelism takes what they leave.
+        schedule: of a pipeline: "1f1b", or "interleaved" with two stages on every rank, whose bubbles are half as long.
+        micro_batches: in which a pipeline computes a batch. None: two for each rank of the pipeline.
         seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything,
             else 0.
         timeout_s: longest wait for a peer in any collective.
@@ -99,6 +105,8 @@ class ExpertParallelStrategy(SavingStrategy):
         shard_size: PositiveInt | None = None,
         zero1: bool = False,
         mesh: Mapping[str, int] | None = None,
+        schedule: ScheduleName = "1f1b",
+        micro_batches: PositiveInt | None = None,
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
         check_replicas_every: NonNegativeInt = 100,
@@ -110,6 +118,8 @@ class ExpertParallelStrategy(SavingStrategy):
         )
         self._seed = seed
         self.worlds.axes = chosen_axes(mesh)
+        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp, dense)
+        self._schedule: ScheduleName = schedule
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
         check_parts(self.worlds.axes, dense)
         self.state = RankState(self.worlds, dense=dense, shard_size=shard_size, max_slots=slots)
@@ -118,6 +128,7 @@ class ExpertParallelStrategy(SavingStrategy):
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
         self._kept: KeptExperts | None = None
+        self._pipeline: Pipeline | None = None
         self._data: StepData | None = None
 
     # ------------------------------------------------------------------ world
@@ -166,8 +177,14 @@ class ExpertParallelStrategy(SavingStrategy):
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module)
         if not self.state.is_of(module):
-            self.state.take(module, self.placing.place(module, self.world))
-            self._kept = KeptExperts(self.experts)
+            if self.worlds.axes.pp > 1:
+                check_for_pipeline(trainer, module, is_elastic=self.elastic is not None)
+                self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds.mesh)
+            stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds.mesh)
+            self.state.take(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)
+            self._kept = KeptExperts(self.experts, stages)
+        elif self._pipeline is not None:
+            self._pipeline.cut.apply(self.root_device)
         assert self._kept is not None
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
         self.state.parts.stream = self.steps.stream
@@ -175,13 +192,16 @@ class ExpertParallelStrategy(SavingStrategy):
             self.state.parts.begin(self.world)
         self._keep_from_ddp()
         super().setup(trainer)
+        if self._pipeline is not None:
+            self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
         seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
         if self.elastic is not None and self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        with nullcontext() if self._pipeline is None else self._pipeline.cut.whole():
+            super().setup_optimizers(trainer)
         if self.world.size > 1 or self.elastic is not None:
             require_separate_updates(self.optimizers, self.experts.stack_of)
         self.state.take_optimizers(self.optimizers)
@@ -193,7 +213,7 @@ class ExpertParallelStrategy(SavingStrategy):
         self.state.parts.draw_noise(self.world)
         if self.world.shards and self.worlds.axes.tp == 1:
             self.state.rows.begin(self.world)
-        else:
+        elif self._pipeline is None:
             super().configure_ddp()
 
     def _keep_from_ddp(self) -> None:
@@ -217,9 +237,10 @@ class ExpertParallelStrategy(SavingStrategy):
             self._kept.hand_out()
             self.state.rows.give_step_up(self.world)
         seams.unclip(self.precision_plugin)
-        if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
-            return  # experts were refused their places: nothing is allocated, and the user shall see that error
-        super().teardown()
+        if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
+            super().teardown()  # else experts were refused their places, and the user shall see that error
+        if self._pipeline is not None:
+            self.state.replace_parameters(self._pipeline.cut.hand_back())
 
     # ------------------------------------------------------------------ placement
 
@@ -240,6 +261,7 @@ class ExpertParallelStrategy(SavingStrategy):
         Raises:
             ConfigurationError: a placement that does not fit the world, a dispatch group or the slots.
         """
+        self.state.require_one_stage("replace_experts")
         self.worlds.leave()
         return self.experts.replace(placements, self.optimizers, self.node_of)
 
@@ -256,6 +278,7 @@ class ExpertParallelStrategy(SavingStrategy):
                 steps have no stated end.
         """
         self.steps.require_stated_end("shadows")
+        self.state.require_one_stage("visit_experts")
         self.experts.visit(plans, self.flight_dtype, early_shares or [1.0] * len(plans))
 
     @property
@@ -276,13 +299,15 @@ class ExpertParallelStrategy(SavingStrategy):
 
     def share_samples(self, speeds: IntArray | None, most: int | None = None) -> None:
         """Cut training batches by the speeds of their slices from the next one on, see `StepData.share_by`."""
+        self.state.require_one_stage("share_samples")
         self.step_data.share_by(speeds, most, self.state.trainer.train_dataloader)
 
     @property
     @override
     def step_data(self) -> StepData:
         if self._data is None:
-            place = {"rank": self.worlds.mesh.data_rank, "world_size": self.worlds.mesh.data_size}
+            mesh = self.worlds.mesh
+            place = {"rank": mesh.data_rank, "world_size": mesh.data_size, "pieces": self._micro_batches}
             shares = self.worlds.axes.num_ranks > 1 or self.elastic is not None
             self._data = StepData(**place, seed=self._run_seed(), must_cut=shares)
         return self._data
@@ -300,19 +325,9 @@ class ExpertParallelStrategy(SavingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.steps.training(args):
+            if self._pipeline is not None:
+                return self._pipeline.train(self.precision_plugin.train_step_context, args)
             return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.steps.evaluate(super().validation_step, self.state.trainer.val_dataloaders, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.steps.evaluate(super().test_step, self.state.trainer.test_dataloaders, *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.steps.predict(super().predict_step, self.state.trainer.predict_dataloaders, *args, **kwargs)
 
     @property
     def is_stand_in(self) -> bool:
@@ -328,11 +343,14 @@ class ExpertParallelStrategy(SavingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Gradients of the mean over the global batch, summed over replicas before any hook sees them."""
         module, precision = self.state.module, self.precision_plugin
-        weighted = self.steps.weighted(closure_loss)
+        weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
         with self.steps.summing():
             self.pre_backward(closure_loss)
             loss = precision.pre_backward(weighted, module)
-            precision.backward(loss, module, optimizer, *args, **kwargs)
+            if self._pipeline is not None:
+                self._pipeline.backward(self.experts.stack_of, is_last=not self.steps.is_blocked)
+            else:
+                precision.backward(loss, module, optimizer, *args, **kwargs)
         precision.post_backward(loss, module)
         self.post_backward(closure_loss)
         return closure_loss

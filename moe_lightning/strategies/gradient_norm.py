@@ -15,7 +15,10 @@ from moe_lightning.state.row_blocks import is_cut, local
 
 @torch.no_grad()
 def global_gradient_norm(
-    parameters: Iterable[nn.Parameter], stack_of: Mapping[nn.Parameter, ExpertStack], world: World
+    parameters: Iterable[nn.Parameter],
+    stack_of: Mapping[nn.Parameter, ExpertStack],
+    world: World,
+    pipe: World | None = None,
 ) -> Tensor:
     """The 2-norm over the model, bit-identical on every rank.
 
@@ -26,6 +29,8 @@ def global_gradient_norm(
         parameters: all parameters of the optimizer on all ranks, expert stacks included, in an order that all ranks
             share.
         stack_of: those that are expert stacks.
+        world: who shares the parameters.
+        pipe: the stages of a pipeline, each with parameters of its own; None: there is one.
 
     Returns:
         A float32 scalar on the world's device.
@@ -44,6 +49,11 @@ def global_gradient_norm(
         squares = torch.cat(spread)
         all_reduce_(squares, world)
         total = total + squares.sum()
+    if pipe is not None and pipe.size > 1:
+        squares = torch.zeros(pipe.size, device=world.device)
+        squares[pipe.rank] = total
+        all_reduce_(squares, pipe)
+        total = squares.sum()
     return total.sqrt()
 
 

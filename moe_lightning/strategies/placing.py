@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.stage_state import StageState
 
 
 class Placing:
@@ -68,11 +70,19 @@ class Placing:
             self._copies = min(nodes, world_size)
         return self._copies or 1
 
-    def place(self, module: nn.Module, world: World) -> PlacedExperts:
-        """Put a module's experts into slots; collective."""
-        placements = resolve_placements(
-            module, world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
-        )
+    def place(self, module: nn.Module, world: World, stages: StageState | None = None) -> PlacedExperts:
+        """Put a module's experts into slots; collective.
+
+        Args:
+            world: the ranks, of each stage of a pipeline.
+            stages: those on this rank; None: there is one.
+        """
+        with nullcontext() if stages is None else stages.cut.whole():
+            placements = resolve_placements(
+                module, world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement
+            )
+        if stages is not None:
+            placements = stages.take_placements(placements)
         return PlacedExperts(
             module,
             placements,

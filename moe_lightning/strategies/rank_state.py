@@ -28,6 +28,7 @@ from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
+from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.tensor_parts import TensorParts
 from moe_lightning.strategies.worlds import Worlds
 
@@ -45,6 +46,7 @@ class RankState:
         max_slots: as given.
         rows: the dense parameters, where ranks share them.
         parts: the dense parameters, where ranks compute parts of layers.
+        stages: of a pipeline, those on this rank; None without one.
         optimizers: of the running fit.
         replay: of another rank's optimizer shard; None where none is kept.
         restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
@@ -60,6 +62,7 @@ class RankState:
         self._shards: DenseSharding | None = None
         self._entrusted: dict[str, dict[str, Tensor]] = {}
         self._own_forward: Any = None
+        self.stages: StageState | None = None
         self.rows, self.parts = DenseRows(self), TensorParts(self, worlds)
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
@@ -86,11 +89,11 @@ class RankState:
     def is_of(self, module: nn.Module) -> bool:
         """Whether the experts are those of a module in the present world."""
         known = self._experts
-        return known is not None and known.module is module and known.world is self._worlds.present
+        return known is not None and known.module is module and known.world is self._worlds.mesh.world
 
-    def take(self, module: pl.LightningModule, experts: PlacedExperts) -> None:
-        """Hold a module whose experts have their places."""
-        self._module, self._experts = module, experts
+    def take(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
+        """Hold a module whose experts have their places, or some stages of it."""
+        self._module, self._experts, self.stages = module, experts, stages
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Hold the optimizers that a fit has made."""
@@ -98,6 +101,8 @@ class RankState:
         for state in (state for optimizer in optimizers for state in optimizer.state.values()):  # made at once: Adagrad
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        if self.stages is not None:
+            self.stages.leave_absent(optimizers)
         self._shard(self._dense_sharding())
 
     def training_state(self) -> TrainingState:
@@ -105,13 +110,26 @@ class RankState:
         ranks = self._worlds.mesh.whole
         return TrainingState(
             self.module,
-            self.experts.stacks,
+            self.experts.stacks if self.stages is None else self.stages.stacks(self.experts),
             list(zip(self.optimizers, self._groups, strict=True)),
             keepers=self._shards.owners if self._shards is not None else {},
             rank=ranks.rank,
             world_size=ranks.size,
             cut=ranks.row_cut,
+            holders=None if self.stages is None else self.stages.holders,
         )
+
+    def require_one_stage(self, what: str) -> None:
+        """
+        Raises:
+            ConfigurationError: a pipeline, whose ranks know the loads of their own layers only.
+        """
+        if self.stages is not None:
+            raise ConfigurationError(f"{what} cannot work with mesh.pp yet: drop it, or use mesh.pp=1")
+
+    def counts_of_all(self, counts_LE: Tensor | None) -> Tensor | None:
+        """Of the MoE layers of all stages, from those of this rank's; collective where there are several."""
+        return counts_LE if self.stages is None else self.stages.counts_of_all(counts_LE)
 
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let other parameters take the places, and the states, of some in the optimizers."""

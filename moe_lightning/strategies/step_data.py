@@ -24,12 +24,13 @@ class StepData:
 
     Args:
         rank, world_size: whose slices.
+        pieces: micro-batches that a rank gets at once.
         seed: of the order of stock loaders.
         must_cut: other ranks may join, or share this rank's samples.
     """
 
-    def __init__(self, *, rank: int, world_size: int, seed: int, must_cut: bool) -> None:
-        self._world = {"rank": rank, "world_size": world_size}
+    def __init__(self, *, rank: int, world_size: int, pieces: int = 1, seed: int, must_cut: bool) -> None:
+        self._world = {"rank": rank, "world_size": world_size, "pieces": pieces}
         self._must_cut = must_cut
         self._seed = seed
         self._restored: list[dict[str, Any]] = []
@@ -55,7 +56,7 @@ class StepData:
         if isinstance(loader, StepLoader):
             loader.bind(**self._world)
             return loader
-        is_alone = self._world["world_size"] == 1 and not self._must_cut
+        is_alone = self._world["world_size"] == self._world["pieces"] == 1 and not self._must_cut
         if isinstance(loader, DataLoader):
             if is_alone and reason_not_to_cut(loader) is not None:
                 return loader
@@ -65,14 +66,16 @@ class StepData:
             )
         if is_alone:
             return loader
+        ranks = self._world["world_size"]
         raise ConfigurationError(
-            f"a loader of type {type(loader).__name__} cannot be cut over {self._world['world_size']} ranks: "
+            f"a loader of type {type(loader).__name__} cannot be cut "
+            f"{f'over {ranks} ranks' if ranks > 1 or self._must_cut else 'into micro-batches'}: "
             "return a torch DataLoader or a StepLoader"
         )
 
     def enter_world(self, *, rank: int, world_size: int, loaders: object) -> None:
         """Cut for other ranks from now on, also what is under way."""
-        self._world, self._speeds = {"rank": rank, "world_size": world_size}, None
+        self._world, self._speeds = self._world | {"rank": rank, "world_size": world_size}, None
         for loader in seams.tree_leaves(loaders):
             if isinstance(loader, StepLoader):
                 loader.bind(**self._world)

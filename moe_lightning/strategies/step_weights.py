@@ -4,6 +4,7 @@ over.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,18 +27,21 @@ class StepWeights:
 
     A micro-batch of weight W counts for W / sum(W) of the step. The sum is known with the last one only: until then
     gradients are scaled by the first W, and `finish` brings them to the sum's.
+
+    Attributes:
+        of_batch: W of the running micro-batch; None where it was not given.
     """
 
     def __init__(self) -> None:
         self._of_step: list[Tensor] = []
-        self._of_batch: Tensor | None = None
+        self.of_batch: Tensor | None = None
         self._is_told = False
         self._watched = 0
 
-    def begin(self, here: StepSlice | None) -> None:
-        """Enter a micro-batch; with the first one, a step."""
-        self._of_batch = None
-        if here is None or here.micro == 0:
+    def begin(self, here: StepSlice | None, *, is_training: bool = True) -> None:
+        """Enter a micro-batch; in training with the first one, a step."""
+        self.of_batch = None
+        if is_training and (here is None or here.micro == 0):
             self._of_step = []
 
     def weigh(self, loss: Tensor, weight: Tensor | float, here: StepSlice | None, world: World) -> Tensor:
@@ -53,11 +57,11 @@ class StepWeights:
         own = own if here.count else torch.zeros_like(own)
         counted = torch.where(own > 0, loss, torch.zeros_like(loss))
         if world.size == 1:
-            self._of_batch = own
+            self.of_batch = own
             return counted
         totals = torch.stack([counted.detach().double() * own, own])
         all_reduce_(totals, world)
-        self._of_batch = totals[1]
+        self.of_batch = totals[1]
         share = own / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
         part = counted * (share * _all_shares(here)).to(loss.dtype)
         mean = totals[0] / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
@@ -76,17 +80,21 @@ class StepWeights:
         Raises:
             ConfigurationError: a weight was given in some micro-batches of the step only.
         """
-        if here.micro and (self._of_batch is not None) != bool(self._of_step):
+        if here.micro and (self.of_batch is not None) != bool(self._of_step):
             raise ConfigurationError(
                 "global_mean was called in some micro-batches of a step and not in others, so they have no common "
                 "weight: call it in each, with weight=0 where nothing is to be learned"
             )
-        if self._of_batch is None or here.num_micros == 1:
+        if self.of_batch is None or here.num_micros == 1:
             return here.step_share
-        self._of_step.append(self._of_batch)
+        self._of_step.append(self.of_batch)
         first = self._of_step[0]
-        scale = torch.where(first > 0, self._of_batch / first, self._of_batch) / here.num_micros
+        scale = torch.where(first > 0, self.of_batch / first, self.of_batch) / here.num_micros
         return scale * here.micro_share
+
+    def take(self, weights: Sequence[float], device: torch.device) -> None:
+        """Of further micro-batches of the step, which another rank has weighed."""
+        self._of_step += [torch.tensor(weight, dtype=torch.float64, device=device) for weight in weights]
 
     @torch.no_grad()
     def finish(self, module: nn.Module) -> None:

@@ -4,7 +4,7 @@ mean over all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -39,6 +39,7 @@ class Steps:
         stream: what keyed randomness follows.
         sequences: which part of each sample's positions is this rank's.
         batch: which samples the running batch holds; None where the loader does not know, and between batches.
+        is_blocked: others follow the running micro-batch in its step: nothing is summed over ranks yet.
         is_stand_in: the batch that runs, or ran last, is no sample of this rank.
         last_gradient_norm: of the last clipped step, over the whole model.
     """
@@ -47,7 +48,7 @@ class Steps:
         self._worlds, self._state = worlds, state
         self._check_replicas_every, self._compared_step = check_replicas_every, -1
         self._weights = StepWeights()
-        self._is_blocked = False
+        self.is_blocked = False
         self.stream = SampleStream()
         self.sequences = SequenceParts(worlds, self.stream)
         self.batch: StepSlice | None = None
@@ -56,7 +57,7 @@ class Steps:
 
     def leave_world(self) -> None:
         """The step that runs will not end. Newcomers have not compared replicas yet, and all do it together."""
-        self._is_blocked, self.batch, self._compared_step = False, None, -1
+        self.is_blocked, self.batch, self._compared_step = False, None, -1
         self.sequences.leave_world()
 
     # ------------------------------------------------------------------ batches
@@ -68,7 +69,7 @@ class Steps:
         self._compare_replicas(trainer.global_step)
         self._state.rows.take_buffers(self._worlds.present)
         self.sequences.require_targets(arguments)
-        self._enter(training_slice(trainer.train_dataloader))
+        self.enter(training_slice(trainer.train_dataloader))
         seams.forget_restart(trainer)
         self._weights.begin(self.batch)
         traces = without_traces(module) if self.stream.is_stand_in else nullcontext()
@@ -87,7 +88,7 @@ class Steps:
     def predict(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
         """A batch outside of training; the prediction of a stand-in has no rows."""
         index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
-        self._enter(running_slice(loaders, index))
+        self.enter(running_slice(loaders, index))
         try:
             if not self.stream.is_stand_in:
                 with self.sequences.watched(training=False):
@@ -98,7 +99,12 @@ class Steps:
             self._leave()
             self._state.rows.rest()
 
-    def _enter(self, batch: StepSlice | None) -> None:
+    def enter_piece(self, piece: StepSlice, *, is_training: bool) -> None:
+        """Enter a micro-batch of the running batch."""
+        self.enter(piece)
+        self._weights.begin(piece, is_training=is_training)
+
+    def enter(self, batch: StepSlice | None) -> None:
         """Learn which samples the running batch holds, and let keyed randomness follow them."""
         self.batch = batch = batch and replace(batch, parts=self._worlds.mesh.sharers)
         self.is_stand_in = batch is not None and batch.count == 0
@@ -141,12 +147,26 @@ class Steps:
 
     def weigh(self, loss: Tensor, weight: Tensor | float) -> Tensor:
         """See `moe_lightning.modules.losses.global_mean`; collective."""
-        return self._weights.weigh(loss, weight, self.batch, self._worlds.present)
+        return self._weights.weigh(loss, weight, self.batch, self._worlds.mesh.world)
 
     def scale_sum(self, loss: Tensor) -> Tensor:
         """See `moe_lightning.modules.losses.global_sum`."""
         copies = 1 if self.batch is None else self._worlds.mesh.shape.tp  # ranks that have summed the same
-        return self._weights.scale_sum(loss, self.batch, self._worlds.present) / copies
+        return self._weights.scale_sum(loss, self.batch, self._worlds.mesh.world) / copies
+
+    def share(self) -> float | Tensor:
+        """What the loss of the running micro-batch counts for in the step."""
+        assert self.batch is not None
+        return self._weights.share(self.batch)
+
+    @property
+    def weight_of_batch(self) -> Tensor | None:
+        """Of the running micro-batch over all ranks, where the step has said it."""
+        return self._weights.of_batch
+
+    def take_weights(self, weights: Sequence[float]) -> None:
+        """Of micro-batches whose losses another rank has weighed."""
+        self._weights.take(weights, self._worlds.present.device)
 
     def share_of_mean(self, value: Tensor, *, is_of_all: bool) -> tuple[Tensor, str]:
         """What of a mean over samples comes from this rank, and whether ranks give their "sum" or "mean".
@@ -156,7 +176,7 @@ class Steps:
         """
         if not value.is_floating_point():
             value = value.double()  # DDP would cut the fraction, and with it Lightning's counts of samples
-        if not is_of_all or self.batch is None or self._worlds.present.size == 1:
+        if not is_of_all or self.batch is None or self._worlds.mesh.world.size == 1:
             return value, "mean"
         return value * self.batch.micro_share, "sum"
 
@@ -174,11 +194,11 @@ class Steps:
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:
         """Around micro-batches that others of the same step follow: nothing is summed over ranks yet."""
-        self._is_blocked = True
+        self.is_blocked = True
         try:
             yield
         finally:
-            self._is_blocked = False
+            self.is_blocked = False
 
     @contextmanager
     def summing(self) -> Generator[None, None, None]:
@@ -189,12 +209,12 @@ class Steps:
         module, experts = self._state.module, self._state.experts
         earlier = {} if module.automatic_optimization else _take_gradients(module)
         if experts.visits is not None:
-            experts.visits.is_last_backward = not self._is_blocked
+            experts.visits.is_last_backward = not self.is_blocked
         yield
         self._state.rows.drop_frozen()
         if module.automatic_optimization:
             self._leave()
-        if not self._is_blocked:
+        if not self.is_blocked:
             experts.sum_replica_gradients()
             self._state.rows.sum_scalars(self._worlds.present)
             self._state.parts.sum_gradients(self._worlds.present)
@@ -211,7 +231,8 @@ class Steps:
     def clip(self, optimizer: Optimizer, most: float) -> None:
         """Clip an optimizer's gradients by the norm of the whole model; collective."""
         parameters = self._state.parameters_of(optimizer)
-        norm = global_gradient_norm(parameters, self._state.experts.stack_of, self._worlds.present)
+        mesh = self._worlds.mesh
+        norm = global_gradient_norm(parameters, self._state.experts.stack_of, mesh.world, mesh.pipe)
         self.last_gradient_norm = norm
         scale_gradients(parameters, norm, float(most))
 

@@ -50,9 +50,6 @@ def check_parts(axes: MeshShape, dense: str) -> None:
     """
     if axes.tp > 1 and dense != "ddp":
         raise ConfigurationError(f"mesh.tp={axes.tp} deals dense parameters out itself: use dense=ddp, not {dense}")
-    for axis, size in (("pp", axes.pp), ("cp", axes.cp)):
-        if axes.tp > 1 and size > 1:
-            raise ConfigurationError(f"mesh.tp={axes.tp} does not go with mesh.{axis}={size} yet: use one of them")
 
 
 class TensorParts:

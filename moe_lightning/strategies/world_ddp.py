@@ -27,7 +27,7 @@ from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.decision_check import check_versions
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.object_collectives import carry_objects_without_pickle
-from moe_lightning.comm.world import World, join_local_world
+from moe_lightning.comm.world import World, all_reduce_, join_local_world
 from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.elastic.settings import ElasticTask, membership_from_environment
@@ -243,6 +243,23 @@ class WorldDDPStrategy(DDPStrategy):
         return decided(look, self.reachable)
 
     @override
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        """As in DDP; without a group over the ranks of a pipeline stage, because other stages log the same values."""
+        stage = self.worlds.mesh.world if self.worlds.is_joined else None
+        if group is None and stage is not None and stage is not self.world:
+            if stage.size == 1:
+                return tensor
+            group = stage.dense
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """As in DDP: over all ranks."""
+        agreed = torch.tensor(int(decision), device=self.root_device)
+        all_reduce_(agreed, self.reachable)
+        return int(agreed) == self.reachable.size if all else bool(agreed)
+
+    @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.world_size > 1:
             super().barrier(*args, **kwargs)
@@ -255,10 +272,11 @@ class WorldDDPStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if self._has_comm_hook:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
-        if self.world.is_connected or trainer.state.fn == TrainerFn.FITTING:
+        has_alike = self.world.is_connected and self.world.stage is None
+        if has_alike or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
-        assert self.accelerator is not None  # DDP's own would look for a process group
+        assert self.accelerator is not None  # DDP's own would look for a process group, and for one module on all ranks
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)

@@ -1,0 +1,294 @@
+"""Steps in a pipeline: every stage runs the user's step on every micro-batch, as far as its blocks, and the last one to
+its end. Gradients, losses and logged values are those of as many micro-batches of accumulated gradients.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from moe_lightning import seams
+from moe_lightning.comm.collect import broadcast_object
+from moe_lightning.comm.mesh import Mesh
+from moe_lightning.comm.pipeline import STAGES_PER_RANK, Pipe, ScheduleName
+from moe_lightning.comm.world import World, all_reduce_, broadcast_
+from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import LayerStatistics, MoELayer
+from moe_lightning.strategies.batch_pieces import batch_pieces, joined
+from moe_lightning.strategies.stage_cut import Left, StageCut
+from moe_lightning.strategies.stand_ins import without_traces
+from moe_lightning.strategies.step_logs import StepLogs, log_again
+from moe_lightning.strategies.steps import Steps
+
+_KEPT_SHAPES = 8
+"""Schedules that are kept for batches of other shapes."""
+
+_BUCKET_NUMBERS = 1 << 23
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class _Run:
+    """One batch on its way.
+
+    Attributes:
+        step: of the user's module.
+        context: around its forward passes.
+        calls: its arguments for each micro-batch.
+        pieces: which samples those are.
+        is_training: backward passes follow.
+        wire: numbers that travel of a micro-batch.
+        is_watched: the first run of its kind is looked at closely.
+        outcomes, weights, logs: of the last stage.
+        statistics: of the layers here, of each micro-batch.
+    """
+
+    step: Callable[..., Any]
+    context: Context
+    calls: list[tuple[Any, ...]]
+    pieces: tuple[StepSlice, ...]
+    is_training: bool
+    wire: int = 0
+    is_watched: bool = True
+    outcomes: list[Any] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    logs: StepLogs = field(default_factory=StepLogs)
+    statistics: dict[MoELayer, list[LayerStatistics]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Pipeline:
+    """Runs the steps of a module through the stages.
+
+    Args:
+        module: the user's.
+        schedule: the order of micro-batches.
+        steps: follows them.
+        mesh: who has which stage.
+
+    Attributes:
+        cut: the parts of the module that are here.
+    """
+
+    def __init__(self, module: pl.LightningModule, schedule: ScheduleName, steps: Steps, mesh: Mesh) -> None:
+        per_rank, ranks = STAGES_PER_RANK[schedule], mesh.shape.pp
+        self.cut = StageCut(module, range(mesh.stage, ranks * per_rank, ranks), ranks * per_rank)
+        self._module, self._schedule, self._steps, self._mesh = module, schedule, steps, mesh
+        self._is_last = self.cut.stages[-1] == self.cut.num_stages - 1
+        self._pipes: OrderedDict[Any, tuple[Pipe, int]] = OrderedDict()
+        self._run: _Run | None = None
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self.cut.apply(mesh.whole.device)
+
+    # ------------------------------------------------------------------ steps
+
+    def train(self, context: Context, arguments: Sequence[Any]) -> Any:
+        """Forward and backward of a batch; gradients wait for `backward`, because Lightning clears them before that.
+
+        Returns:
+            What the step returns, as the mean over its micro-batches.
+        """
+        parameters = list(self._module.parameters())
+        before = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        outcome = self._through(self._module.training_step, context, arguments, backward=True)
+        self._gradients = {p: p.grad for p in parameters if p.grad is not None}
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        return outcome
+
+    def evaluate(self, step: Callable[..., Any], context: Context, arguments: Sequence[Any]) -> Any:
+        """Forward of a batch: what the step returns of all micro-batches, joined."""
+        return self._through(step, context, arguments, backward=False)
+
+    def backward(self, experts: Collection[nn.Parameter], *, is_last: bool) -> None:
+        """Add the gradients of the batch to those before it.
+
+        Args:
+            experts: parameters whose gradients somebody else sums over ranks.
+            is_last: of the optimizer step: dense gradients are then summed over the ranks of the stage. Collective.
+        """
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._gradients = {}
+        if is_last and self._mesh.world.size > 1:
+            dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts]
+            sum_gradients(dense, self._mesh.world)
+
+    def forget_step(self) -> None:
+        """The step that runs will not end."""
+        self._run, self._gradients = None, {}
+        self._pipes.clear()
+
+    @torch.no_grad()
+    def settle(self, experts: Collection[nn.Parameter], precision: str) -> None:
+        """Begin with the dense values of the first rank of the stage, in the precision they have by now; collective."""
+        for tensor in [*self._module.parameters(), *self._module.buffers()]:
+            if tensor not in experts:
+                broadcast_(tensor.detach(), 0, self._mesh.world)
+        converted = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
+        if precision.endswith("-true") and len(converted) == 1:
+            self.cut.convert(converted.pop())
+
+    # ------------------------------------------------------------------ a batch
+
+    def _through(self, step: Callable[..., Any], context: Context, arguments: Sequence[Any], *, backward: bool) -> Any:
+        steps, batch, module = self._steps, self._steps.batch, self._module
+        if batch is None or not batch.pieces:
+            raise ConfigurationError(
+                "mesh.pp needs batches that can be cut over ranks: return a torch DataLoader or a StepLoader"
+            )
+        parts = batch_pieces(arguments[0], [piece.rows for piece in batch.pieces])
+        run = _Run(step, context, [(part, *arguments[1:]) for part in parts], batch.pieces, is_training=backward)
+        pipe = self._pipe(run)
+        self._run = run
+        try:
+            with self.cut.flow.watching() if run.is_watched else nullcontext():
+                pipe.run(backward=backward)
+        finally:
+            self._run = None
+            steps.enter(batch)
+        for layer, seen in run.statistics.items():
+            layer.statistics = LayerStatistics(
+                tokens_NE=torch.stack([one.tokens_NE for one in seen]).sum(0),
+                computed_NE=torch.stack([one.computed_NE for one in seen]).sum(0),
+            )
+        outcome, logs, weights = broadcast_object(
+            self._told(run) if self._is_last else None, self._mesh.shape.pp - 1, self._mesh.pipe
+        )
+        if not self._is_last:
+            steps.take_weights(weights)
+        with nullcontext() if batch.count else without_traces(module):
+            log_again(module, logs, batch.count)
+        return outcome
+
+    def _told(self, run: _Run) -> list[Any]:
+        """What the last stage tells the others."""
+        counts, weights = [piece.count for piece in run.pieces], [float(weight) for weight in run.weights]
+        outcome = joined(run.outcomes, counts, weights or [float(count) for count in counts])
+        return [outcome, run.logs.told(), weights]
+
+    def _pipe(self, run: _Run) -> Pipe:
+        """For batches of the shapes of this one."""
+        leaves = [leaf for call in run.calls for leaf in seams.tree_leaves(call)]
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+        rows = tuple(piece.rows for piece in run.pieces)
+        key = run.is_training, run.step.__name__, rows, shapes, torch.is_inference_mode_enabled()
+        if key not in self._pipes:
+            hidden = self._probe(run)
+            size, rest = divmod(hidden.numel(), rows[0])
+            if rest:
+                raise ConfigurationError(
+                    f"{rows[0]} samples make hidden states of shape {list(hidden.shape)}, and mesh.pp cannot tell how "
+                    "many another number makes: let each sample make as many, or drop mesh.pp"
+                )
+            own: dict[str, Any] = {"device": self._mesh.whole.device, "requires_grad": run.is_training}
+            sent = torch.empty(size * max(rows), dtype=hidden.dtype, **own), torch.empty(1, **own)
+            pipe = Pipe(self._schedule, len(rows), sent, self._compute, self._mesh.pipe)
+            self._pipes[key] = pipe, size * max(rows)
+            while len(self._pipes) > _KEPT_SHAPES:
+                self._pipes.popitem(last=False)
+        else:
+            run.is_watched = False
+        self._pipes.move_to_end(key)
+        pipe, run.wire = self._pipes[key]
+        return pipe
+
+    def _probe(self, run: _Run) -> Tensor:
+        """The hidden states that come to the first block of the first micro-batch, or what has their shape."""
+        quiet = StepLogs().taking(self._module, 0, lambda: None)
+        self._steps.enter_piece(run.pieces[0], is_training=run.is_training)
+        with without_traces(self._module), torch.random.fork_rng(), torch.no_grad(), quiet, run.context():
+            try:
+                with self.cut.flow.probing():
+                    run.step(*run.calls[0])
+            except Left as left:
+                return left.hidden
+        raise ConfigurationError(
+            f"{run.step.__name__} calls none of the blocks at which mesh.pp cuts the model: drop mesh.pp"
+        )
+
+    def _compute(self, stage: int, micro: int, arrived: tuple[Tensor, ...]) -> Any:
+        """One stage's part of a micro-batch."""
+        run = self._run
+        assert run is not None
+        piece, is_last = run.pieces[micro], stage == self.cut.num_stages - 1
+        hidden, auxiliary = arrived if stage else (None, torch.zeros(1, device=self._mesh.whole.device))
+        layers = self.cut.chunk_layers(stage)
+        if is_last:
+            self.cut.block_before(stage).auxiliary_loss = auxiliary.squeeze(0)
+        self._steps.enter_piece(piece, is_training=run.is_training)
+        logs = run.logs if is_last else StepLogs()
+        taking = logs.taking(self._module, piece.count, lambda: self._steps.weight_of_batch)
+        traces = nullcontext() if piece.count else without_traces(self._module)
+        with traces, self.cut.flow.of(stage, hidden), taking, run.context():
+            try:
+                outcome = run.step(*run.calls[micro])
+            except Left as left:
+                outcome = left.hidden
+        for layer in layers:
+            if layer.statistics is not None:
+                run.statistics[layer].append(layer.statistics)
+        if not is_last:
+            return self._sent(outcome, auxiliary, layers, run.wire)
+        self.cut.block_before(stage).auxiliary_loss = None
+        return self._loss(run, outcome, auxiliary)
+
+    def _sent(self, hidden: Tensor, auxiliary: Tensor, layers: Sequence[MoELayer], wire: int) -> tuple[Tensor, Tensor]:
+        """What the next stage gets: hidden states, and the auxiliary losses so far."""
+        for layer in layers:
+            if layer.auxiliary_loss is not None:
+                auxiliary = auxiliary + layer.auxiliary_loss
+                layer.auxiliary_loss = None
+        flat = hidden.reshape(-1)
+        return pad(flat, (0, wire - flat.numel())) if flat.numel() < wire else flat, auxiliary
+
+    def _loss(self, run: _Run, outcome: Any, auxiliary: Tensor) -> Tensor:
+        """The loss of a micro-batch, weighed; zero where nothing is to be learned."""
+        loss = outcome.get("loss") if isinstance(outcome, dict) else outcome
+        run.outcomes.append(seams.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, outcome))
+        if not run.is_training:
+            return torch.zeros((), device=self._mesh.whole.device)
+        if not isinstance(loss, Tensor):
+            raise ConfigurationError(
+                f"training_step returns {outcome!r} of a micro-batch, and mesh.pp needs a loss of each: return one"
+            )
+        share = torch.as_tensor(self._steps.share(), dtype=loss.dtype, device=loss.device)
+        weight = self._steps.weight_of_batch
+        run.weights += [] if weight is None else [weight]
+        return loss * share + 0.0 * auxiliary.squeeze(0)  # every stage gets a gradient back
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
+    """Sum gradients over ranks; one that no rank has stays away. Collective."""
+    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=world.device)
+    all_reduce_(has, world)
+    found = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
+    for bucket in _buckets(found):
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        all_reduce_(flat, world)
+        for parameter, values in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+            parameter.grad = values.view_as(parameter)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        bucket: list[nn.Parameter] = []
+        for parameter in (p for p in parameters if p.dtype == dtype):
+            if bucket and sum(p.numel() for p in bucket) + parameter.numel() > _BUCKET_NUMBERS:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket

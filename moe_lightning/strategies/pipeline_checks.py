@@ -1,0 +1,80 @@
+"""What a pipeline refuses, before it trains."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from moe_lightning.comm.pipeline import ScheduleName
+from moe_lightning.errors import ConfigurationError
+
+_NOT_YET = {
+    "LoadBalancer": "moves experts over all ranks",
+    "SpeedFollower": "shares work out over all ranks",
+    "FaultRecovery": "recovers worlds of one stage",
+    "RoutingRecorder": "records the layers of whole models",
+    "RoutingReplay": "keeps the choices of whole models",
+    "CompileDense": "compiles whole modules",
+    "RecomputeDense": "takes whole modules",
+}
+"""Callbacks that know of one stage only, and what they do."""
+
+
+def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int, dense: str) -> int:
+    """Micro-batches of a batch; 1 without a pipeline.
+
+    Args:
+        wanted: by the user.
+        ranks: of the pipeline.
+        dense: who keeps dense parameters.
+
+    Raises:
+        ConfigurationError: a schedule that cannot run so many, or what has no meaning without a pipeline.
+    """
+    if ranks == 1:
+        if wanted is not None or schedule != "1f1b":
+            raise ConfigurationError(
+                f"schedule={schedule} and micro_batches={wanted} are for pipelines, and mesh.pp is 1: drop them"
+            )
+        return 1
+    if dense != "ddp":
+        raise ConfigurationError(f"dense={dense} shares parameters that mesh.pp={ranks} cuts: use dense=ddp")
+    micros = 2 * ranks if wanted is None else wanted
+    if micros < ranks:
+        raise ConfigurationError(
+            f"micro_batches={micros} cannot fill the {ranks} stages of mesh.pp: use at least {ranks}"
+        )
+    if schedule == "interleaved" and micros % ranks:
+        raise ConfigurationError(
+            f"schedule=interleaved needs a multiple of mesh.pp={ranks} micro-batches, not micro_batches={micros}: use "
+            f"{micros // ranks * ranks} or {(micros // ranks + 1) * ranks}"
+        )
+    return micros
+
+
+def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule, *, is_elastic: bool) -> None:
+    """
+    Raises:
+        ConfigurationError: what cannot be trained in stages.
+    """
+    if is_elastic:
+        raise ConfigurationError(
+            "mesh.pp cannot yet change its world, as elastic runs do: say elastic.enabled=false, or use mesh.pp=1"
+        )
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "manual optimization calls backward inside of a step, which mesh.pp cuts in stages: use automatic "
+            "optimization, or mesh.pp=1"
+        )
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        for kind in type(callback).__mro__:
+            if kind.__name__ in _NOT_YET:
+                raise ConfigurationError(
+                    f"{kind.__name__} {_NOT_YET[kind.__name__]}, and cannot work with mesh.pp yet: drop it, or use "
+                    "mesh.pp=1"
+                )
+        if getattr(getattr(callback, "settings", None), "lossless", False):
+            raise ConfigurationError(
+                "lossless windows replace the weights of all layers, and mesh.pp keeps those of other stages elsewhere: "
+                "use lossless=false, or mesh.pp=1"
+            )

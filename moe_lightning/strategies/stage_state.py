@@ -1,0 +1,160 @@
+"""The state of a run in stages: who holds what of the whole, so that keys and numbers in checkpoints are those of a run
+without a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.checkpoint.full_state import full_model_state
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.mesh import Mesh
+from moe_lightning.comm.world import World, all_reduce_, broadcast_
+from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.stage_cut import StageCut
+
+
+class StageState:
+    """Of the stages on this rank.
+
+    Args:
+        cut: which parts they are.
+        mesh: who has which stage.
+    """
+
+    def __init__(self, cut: StageCut, mesh: Mesh) -> None:
+        self.cut, self._mesh = cut, mesh
+        self._layers = cut.layers()
+        self._placements: list[Placement] = []
+        with cut.whole():
+            self._names = list(cut.module.state_dict(keep_vars=True))
+            self._stage_of = {
+                f"{prefix}.{name}".lstrip("."): cut.stage_of(part)
+                for prefix, part in cut.module.named_modules(remove_duplicate=False)
+                for name in (*part._parameters, *part._buffers)
+            }
+            self._shared = {name for name, _ in cut.module.named_buffers() if cut.shares_buffer(name)}
+
+    def _ranks_of(self, stage: int) -> tuple[int, ...]:
+        size = self._mesh.world.size
+        first = stage % self._mesh.shape.pp * size
+        return tuple(range(first, first + size))
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The ranks of the whole that hold a parameter or buffer. All have a buffer outside of blocks, and the last
+        stage, which runs whole steps, has the right one.
+        """
+        return self._ranks_of(self.cut.num_stages - 1 if name in self._shared else self._stage_of.get(name, 0))
+
+    # ------------------------------------------------------------------ experts
+
+    def take_placements(self, placements: Sequence[Placement]) -> list[Placement]:
+        """Of the layers that are here, out of those of all layers."""
+        self._placements = list(placements)
+        return [p for p, (_, stage) in zip(placements, self._layers, strict=True) if stage in self.cut.stages]
+
+    def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
+        """Of all layers, over all ranks; nothing lies here of those of other stages."""
+        own = iter(experts.stacks)
+        found = []
+        for (layer, stage), first in zip(self._layers, self._placements, strict=True):
+            stack = next(own) if stage in self.cut.stages else None
+            here = first if stack is None else stack.placement
+            ranks = self._ranks_of(stage)
+            replicas = np.zeros((here.num_experts, self._mesh.whole.size), dtype=np.int64)
+            replicas[:, ranks[0] : ranks[-1] + 1] = here.replicas
+            found.append(
+                ExpertStack(
+                    parameters=layer.experts.stacked_parameters() if stack is None else stack.parameters,
+                    slot_experts=() if stack is None else stack.slot_experts,
+                    placement=Placement(replicas=replicas),
+                    rank=self._mesh.whole.rank,
+                )
+            )
+        return found
+
+    def counts_of_all(self, own_LE: Tensor | None) -> Tensor | None:
+        """A number for each expert, int64 [L, E], from those of the layers here; None where all are 0. Collective."""
+        experts = max((layer.num_experts for layer, _ in self._layers), default=0)
+        device = self._mesh.whole.device
+        all_LE = torch.zeros(len(self._layers), experts, dtype=torch.int64, device=device)
+        if own_LE is not None:
+            here = [index for index, (_, stage) in enumerate(self._layers) if stage in self.cut.stages]
+            all_LE[here] = own_LE.to(device)
+        all_reduce_(all_LE, self._mesh.pipe)
+        return all_LE if bool(all_LE.any()) else None
+
+    @property
+    def layers(self) -> list[MoELayer]:
+        """Of all stages."""
+        return [layer for layer, _ in self._layers]
+
+    @property
+    def whole(self) -> World:
+        """The ranks of all stages."""
+        return self._mesh.whole
+
+    # ------------------------------------------------------------------ after training
+
+    @torch.no_grad()
+    def gather(self, most_bytes: int) -> None:
+        """Keep the dense values of all stages on every rank, where they take no more than this on any; collective."""
+        with self.cut.whole():
+            entries = list(self.cut.dense())
+        if sum(p.numel() * p.element_size() for *_, p, _ in entries) > min(all_gather_json(most_bytes, self.whole)):
+            rank_zero_warn(
+                "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
+                "has those of its stages only, so go on from a checkpoint"
+            )
+            return
+        for part, name, parameter, stage in entries:
+            values = torch.empty_like(parameter, device=self.whole.device) if parameter.is_meta else parameter.detach()
+            broadcast_(values, self._ranks_of(stage)[0], self.whole)
+            if parameter.is_meta:
+                self.cut.kept[part, name] = values.cpu()
+
+    # ------------------------------------------------------------------ optimizers
+
+    def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leave optimizers, which were made for all parameters, those that are here."""
+        here = set(self.cut.module.parameters())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter not in here:
+                        optimizer.state.pop(parameter, None)
+                group["params"] = [p for p in group["params"] if p in here]
+
+    # ------------------------------------------------------------------ one file
+
+    def full_model_state(self, state: Mapping[str, Any], stacks: Sequence[ExpertStack]) -> dict[str, Any]:
+        """The whole module's state_dict on rank 0; empty on the others. Collective.
+
+        Args:
+            state: of this rank's parts.
+            stacks: of all layers.
+        """
+        owners: dict[nn.Parameter, ExpertStack] = {p: stack for stack in stacks for p in stack.parameters.values()}
+        with self.cut.whole():
+            named = self.cut.module.named_parameters(remove_duplicate=False)
+            experts = {name: owners[parameter] for name, parameter in named if parameter in owners}
+        own = {name: v for name, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
+        rank = self._mesh.whole.rank
+        spoken = {name: v for name, v in own.items() if name not in experts and self.holders(name)[0] == rank}
+        whole = full_model_state(own, experts, self._mesh.whole, spoken=spoken)
+        return {name: whole[name] for name in self._names} if whole else {}
+
+    def own_part(self, full: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
+        """What a whole state_dict has for this rank, and what is in no stage."""
+        others = set(self._names) - set(self.cut.module.state_dict(keep_vars=True))
+        return {name: value for name, value in full.items() if name not in others}
