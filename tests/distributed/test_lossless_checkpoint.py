@@ -190,11 +190,11 @@ def assert_equal(folder: Path, calm: Path, world_size: int) -> None:
 def test_everything_is_killed_at_random_moments_and_nothing_is_lost(
     root: Path, calm: Callable[..., Path], kills: int
 ) -> None:
-    steps = 12 * kills
+    steps = min(12 * kills, 600)
     reference = calm(2, steps=steps)
-    schedule, replayed, at, last = random.Random(kills), 0, None, 0
-    for _ in range(kills):
-        room = 2 * (steps - last) - 2
+    schedule, done, replayed, at, last = random.Random(kills), 0, 0, None, 0
+    while done < kills and (room := 2 * (steps - last) - 2) > 0:
+        done += 1
         deadline = min(room, schedule.randrange(6, 70)), schedule.random() * 0.02
         lose_everything(root, 2, [saver(root), KillLater(*deadline)], trainer=TRAINER, ckpt_path=at, steps=steps)
         checkpoint = newest(root)
@@ -202,7 +202,8 @@ def test_everything_is_killed_at_random_moments_and_nothing_is_lost(
             at, last = str(root), checkpoint.step
             replayed += checkpoint.first_step < checkpoint.step
     finish(root, 2, [saver(root)], trainer=TRAINER, ckpt_path=at, steps=steps)
-    assert replayed > kills // 3
+    print(f"{done} kills, {replayed} of them followed by a replay")
+    assert replayed > done // 3
     assert_equal(root.parent, reference, 2)
 
 
