@@ -202,7 +202,6 @@ def test_everything_is_killed_at_random_moments_and_nothing_is_lost(
             at, last = str(root), checkpoint.step
             replayed += checkpoint.first_step < checkpoint.step
     finish(root, 2, [saver(root)], trainer=TRAINER, ckpt_path=at, steps=steps)
-    print(f"{done} kills, {replayed} of them followed by a replay")
     assert replayed > done // 3
     assert_equal(root.parent, reference, 2)
 
