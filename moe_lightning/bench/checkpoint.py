@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 
 from moe_lightning.algorithms.selection import full_selection, sequential_selection
 from moe_lightning.arguments import Count, OutputFolder, option
+from moe_lightning.bench.checkpoint_windows import WINDOWS, room_of, window_stalls, window_table
 from moe_lightning.bench.measure import interleaved, machine, table
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
@@ -50,6 +51,7 @@ class Options:
     rounds: Count = option("rounds of each contender, in turns", 5)
     ranks: Count = option("processes with a state each", 2)
     gigabytes: Annotated[float, Range(above=0, most=1e6)] = option("state of each rank", 0.5)
+    lossless: bool = option("also lossless windows: bytes and stall of their steps, and a replay", False)
     directory: OutputFolder | None = option("where to write (default: the temporary directory)", None)
 
 
@@ -60,7 +62,9 @@ def run(options: Options) -> int:
         options.directory.mkdir(parents=True, exist_ok=True)
     print(f"{machine()}; {options.ranks} ranks of {options.gigabytes:g} GB, medians of {options.rounds} rounds")
     scratch = Path(tempfile.mkdtemp(prefix="moe-bench-", dir=options.directory))
-    sizes = [t.numel() * t.element_size() for t in _state(0, options.gigabytes).values()]
+    sizes = [
+        piece.tensor.nbytes for piece in room_of(_state(0, options.gigabytes), with_windows=options.lossless).values()
+    ]
     needed = options.ranks * (arena_bytes(capacity_of(sizes), 1 << 20) + (32 << 20))
     arenas = arena_directory(f"bench-{os.getpid()}", needed_bytes=needed, fallback=scratch)
     ranks: list[_Rank] = []
@@ -70,6 +74,8 @@ def run(options: Options) -> int:
         print(_stall_table(ranks, options.rounds))
         print(_step_table(ranks, options.rounds))
         print(_persist_table(ranks, options.rounds, arenas, scratch))
+        if options.lossless:
+            print(_windows(ranks, options.rounds, arenas, scratch))
     finally:
         for rank in ranks:
             rank.close()
@@ -87,7 +93,7 @@ class _Rank:
     def __init__(self, rank: int, options: Options, arenas: Path, scratch: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        arguments = (rank, options.ranks, options.gigabytes, arenas, scratch, theirs)
+        arguments = (rank, options, arenas, scratch, theirs)
         self._process = context.Process(target=_rank_main, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -174,6 +180,15 @@ def _persist_table(ranks: list[_Rank], rounds: int, arenas: Path, scratch: Path)
     return f"{text}\nbytes of a checkpoint of K = E/4: {written / nbytes:.4f} of a full one, predicted {predicted:.4f}"
 
 
+def _windows(ranks: list[_Rank], rounds: int, arenas: Path, scratch: Path) -> str:
+    """Lossless windows against full snapshots."""
+    _all(ranks, "window_whole")  # warms up
+    medians = _medians(ranks, ("snapshot", *WINDOWS), rounds)
+    _all(ranks, "window_whole")
+    _persist(Agent(arenas, scratch / "windows", keep_last=1))
+    return window_table(medians, checkpoints(scratch / "windows")[0][0])
+
+
 def _persist(agent: Agent) -> None:
     """Let the agent work until nothing waits."""
     while agent.serve_once():
@@ -202,9 +217,9 @@ def _state(rank: int, gigabytes: float) -> dict[str, torch.Tensor]:
     return state
 
 
-def _rank_main(rank: int, size: int, gigabytes: float, arenas: Path, scratch: Path, pipe: Connection[Any, Any]) -> None:
+def _rank_main(rank: int, options: Options, arenas: Path, scratch: Path, pipe: Connection[Any, Any]) -> None:
     torch.set_num_threads(1)
-    contenders = _Contenders(rank, size, gigabytes, arenas, scratch)
+    contenders = _Contenders(rank, options, arenas, scratch)
     while True:
         try:
             name = pipe.recv()
@@ -218,14 +233,19 @@ class _Contenders:
     """Ways to save one rank's state; every method returns the seconds that training would wait, `safetensors` those
     until it is on disk."""
 
-    def __init__(self, rank: int, size: int, gigabytes: float, arenas: Path, scratch: Path) -> None:
-        self.rank, self.scratch = rank, scratch
-        self.state = _state(rank, gigabytes)
+    def __init__(self, rank: int, options: Options, arenas: Path, scratch: Path) -> None:
+        self.rank, self.size, self.scratch = rank, options.ranks, scratch
+        self.state = _state(rank, options.gigabytes)
         self.copy = {key: torch.zeros_like(tensor) for key, tensor in self.state.items()}
         self.step_number = 0
         self.matrix = torch.rand(1024, 1024)
         self.snapshotter = Snapshotter(
-            arena_path(arenas, rank), run="bench", session="1", rank=rank, world_size=size, state=self.state
+            arena_path(arenas, rank),
+            run="bench",
+            session="1",
+            rank=rank,
+            world_size=options.ranks,
+            state=room_of(self.state, with_windows=options.lossless),
         )
         # Competitors are named where they are used, so that nothing else of the benchmarks depends on them.
         self.dcp = importlib.import_module("torch.distributed.checkpoint")
@@ -265,6 +285,21 @@ class _Contenders:
         }
         self._started = time.perf_counter()
         self.snapshotter.start(self.step_number, self.state, fresh=fresh)
+
+    def window_longest(self) -> float:
+        return max(self._window())
+
+    def window_mean(self) -> float:
+        return statistics.mean(self._window())
+
+    def window_whole(self) -> float:
+        return sum(self._window())
+
+    def _window(self) -> list[float]:
+        """The stall of each step of a window."""
+        stalls = window_stalls(self.snapshotter, self.state, self.step_number + 1, ranks=self.size)
+        self.step_number += len(stalls)
+        return stalls
 
     def async_save(self) -> float:
         target = self.scratch / f"async{self.rank}"

@@ -66,7 +66,7 @@ class CheckpointSession:
     Attributes:
         k_snapshot, k_persist: in force now; 0 for a dense model.
         adapted: what the measured times suggested; None before.
-        predicted_bytes: of this rank in a partial checkpoint.
+        predicted_bytes: of this rank in a partial checkpoint; of all steps of a lossless window, the mean rank's.
         windows: what schedules the copies; None where they go on at any time.
         world_number: under which this session saves.
         has_saved: whether a checkpoint was begun.
@@ -105,7 +105,9 @@ class CheckpointSession:
         self._ever = {key: p for key, p in self._pieces.items() if not (rows and p.is_replaceable)} | rows
         if settings.lossless and experts:
             self._ever |= most_frozen_pieces(self._ever, experts, self.k_snapshot, computed_in)
-        self.predicted_bytes = state.rank_bytes(self.k_persist)[world.rank]
+            self.predicted_bytes = round(sum(state.window_bytes(self.k_snapshot, computed_in)) / world.size)
+        else:
+            self.predicted_bytes = state.rank_bytes(self.k_persist)[world.rank]
         self._is_next_full, self.has_saved = True, False
         self.was_partial = False
         self._agent: AgentHandle | None = None

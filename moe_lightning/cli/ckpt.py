@@ -108,7 +108,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
             "committed",
             f"{datetime.fromtimestamp(summary.created_s, UTC):%Y-%m-%d %H:%M:%S} UTC by {summary.world_size} ranks",
         ),
-        ("carries on", summary.previous or "nothing: every expert is of this session's first checkpoint"),
+        ("carries on", _carries_on(summary)),
         ("state", f"{_size(summary.payload_bytes)}, {_size(summary.new_bytes)} of it new"),
         ("on disk", f"{_size(summary.disk_bytes)} in {summary.files} files"),
         ("lost tokens (PLT)", "not recorded" if summary.plt is None else f"{100 * summary.plt:.4f} %"),
@@ -129,6 +129,12 @@ def _taken(summary: inspect.Summary) -> str:
         f"{summary.step}, lossless: a restore goes back to step {summary.first_step} and runs "
         f"{summary.step - summary.first_step} steps again, then nothing is lost"
     )
+
+
+def _carries_on(summary: inspect.Summary) -> str:
+    if summary.first_step < summary.step:
+        return "nothing: every expert was written anew"
+    return summary.previous or "nothing: every expert is of this session's first checkpoint"
 
 
 def _facts() -> Table:

@@ -32,8 +32,8 @@ class Checkpoint:
     path: Path
     step: int
 
-    def check(self) -> None:
-        """Compare it with its checksums.
+    def check(self) -> int:
+        """Compare it with its checksums; the step that training goes on from.
 
         Raises:
             CheckpointError: it is damaged.
@@ -41,9 +41,11 @@ class Checkpoint:
         if self.path.is_dir():
             from moe_lightning.checkpoint import loader  # imports torch
 
-            loader.Checkpoint(self.path).verify()
-        else:
-            check_file(self.path)
+            checkpoint = loader.Checkpoint(self.path)
+            checkpoint.verify()
+            return checkpoint.first_step
+        check_file(self.path)
+        return self.step
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,12 @@ class RunDirectory:
         return None
 
     def has_reached(self, step: int) -> Checkpoint | None:
-        """A whole checkpoint of this step or a later one, or None."""
+        """A whole checkpoint of this step or a later one, or None; a lossless window counts as its first step."""
         for checkpoint in checkpoints(self.checkpoints):
             if checkpoint.step >= step:
                 with contextlib.suppress(CheckpointError):
-                    checkpoint.check()
-                    return checkpoint
+                    if checkpoint.check() >= step:
+                        return checkpoint
         return None
 
     def holds_run(self) -> bool:

@@ -175,8 +175,8 @@ class RankState:
             return
         if 0 <= most < restored.step:
             raise ConfigurationError(
-                f"max_steps={most} ends within the steps {restored.first_step + 1} to {restored.step} of "
-                f"{restored.path.name}, whose state is whole after all of them: raise max_steps to {restored.step}"
+                f"max_steps={most} ends before the state of {restored.path.name} is whole, whose steps "
+                f"{restored.first_step + 1} to {restored.step} are run again: raise max_steps to {restored.step}"
             )
         self.window_replay = WindowReplay(restored)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moe_lightning.callbacks.load_balancer import LoadBalancer
 from tests.chaos.elastic_runs import ElasticRun, Hold, Kill, assert_same_losses, elastic_run, reference
 
 STEPS = 18
@@ -82,3 +83,51 @@ def test_a_window_outlives_its_node(tmp_path: Path, protection: str, word: str) 
         run.supervise(restart=range(3), lose=range(3))
         assert any(f"step 2: 8 experts from arenas, 4 from {word}" in said for said in restored(run)), restored(run)
         assert_nothing_is_lost(run, kills=2)
+
+
+def test_all_nodes_are_lost_and_storage_gives_the_window_back(tmp_path: Path) -> None:
+    """Agents of two nodes agree on windows; steps that are run again end an epoch and are validated."""
+    options: dict[str, Any] = {
+        "kills": [Kill(worker=worker, step=16, place="backward") for worker in range(2)],
+        "holds": [Hold(step=15, stored=True)],
+        "validate": True,
+    }
+    with elastic_run(tmp_path, workers=2, steps=STEPS, saving=WINDOWS, **options) as run:
+        run.supervise(restart=range(2), lose=range(2), together=True)
+        assert any("12 experts from storage" in said for said in restored(run)), restored(run)
+        assert all(report["stale_experts"] == 0 for report in run.reports())
+        assert_same_losses(run, reference(STEPS, validate=True))
+
+
+@pytest.mark.parametrize("place", ["update", "committed"])
+def test_a_rank_dies_while_others_end_the_replay(tmp_path: Path, place: str) -> None:
+    """After the last update of a replay the state of some ranks is whole, that of others is not."""
+    options: dict[str, Any] = {
+        "recovery": {"min_replicas": 1, "protection": "none"},
+        "kills": [Kill(worker=1, step=10, place="backward"), Kill(worker=2, step=6, place=place, visit=2)],
+    }
+    with elastic_run(
+        tmp_path, workers=3, workers_a_node=3, steps=STEPS, stores_late=True, saving=WINDOWS, **options
+    ) as run:
+        run.supervise(restart=range(3))
+        assert sum("step 2: 12 experts from arenas" in said for said in restored(run)) >= 2, restored(run)
+        assert_nothing_is_lost(run, kills=2)
+
+
+def balancer(folder: Path) -> list[Any]:
+    return [LoadBalancer(rebalance_every=3, min_replicas=1)]
+
+
+def test_experts_stay_while_steps_are_run_again_from_memory(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "recovery": {"min_replicas": 1, "protection": "none"},
+        "kills": [Kill(worker=1, step=10, place="backward")],
+        "strategy": {"slots": 4},
+        "callbacks": balancer,
+    }
+    saving = {**WINDOWS, "k_snapshot": 3}
+    with elastic_run(
+        tmp_path, workers=3, workers_a_node=3, steps=STEPS, stores_late=True, saving=saving, **options
+    ) as run:
+        run.supervise(restart=range(3))
+        assert_nothing_is_lost(run, kills=1)

@@ -190,11 +190,11 @@ def assert_equal(folder: Path, calm: Path, world_size: int) -> None:
 def test_everything_is_killed_at_random_moments_and_nothing_is_lost(
     root: Path, calm: Callable[..., Path], kills: int
 ) -> None:
-    steps = 12 * kills
+    steps = min(12 * kills, 600)
     reference = calm(2, steps=steps)
-    schedule, replayed, at, last = random.Random(kills), 0, None, 0
-    for _ in range(kills):
-        room = 2 * (steps - last) - 2
+    schedule, done, replayed, at, last = random.Random(kills), 0, 0, None, 0
+    while done < kills and (room := 2 * (steps - last) - 2) > 0:
+        done += 1
         deadline = min(room, schedule.randrange(6, 70)), schedule.random() * 0.02
         lose_everything(root, 2, [saver(root), KillLater(*deadline)], trainer=TRAINER, ckpt_path=at, steps=steps)
         checkpoint = newest(root)
@@ -202,7 +202,7 @@ def test_everything_is_killed_at_random_moments_and_nothing_is_lost(
             at, last = str(root), checkpoint.step
             replayed += checkpoint.first_step < checkpoint.step
     finish(root, 2, [saver(root)], trainer=TRAINER, ckpt_path=at, steps=steps)
-    assert replayed > kills // 3
+    assert replayed > done // 3
     assert_equal(root.parent, reference, 2)
 
 
@@ -253,7 +253,7 @@ def test_a_window_resumes_on_other_ranks(root: Path, calm: Callable[..., Path]) 
 def test_what_may_not_end_or_be_saved_while_steps_are_run_again(root: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"trainer": SMALL, "draws": False}
     lose_everything(root, 2, [saver(root, **WINDOW), KillLater(9, 0.0)], is_written=True, steps=12, **options)
-    with pytest.raises(RankFailure, match="max_steps=6 ends within the steps 6 to 7 of step-00000007"):
+    with pytest.raises(RankFailure, match="max_steps=6 ends before the state of step-00000007 is whole"):
         live(root.parent, 2, [], ckpt_path=str(root), steps=6, **options)
     files = tmp_path / "files"
     keeper = ModelCheckpoint(files, every_n_train_steps=1, save_top_k=-1)

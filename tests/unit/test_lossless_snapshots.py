@@ -20,6 +20,7 @@ from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.checkpoint.window_pieces import file_group, most_frozen_pieces, window_pieces
 from moe_lightning.cli.ckpt import main
+from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import StatePiece, is_replayed
 from tests.unit.checkpoint_state import EXPERTS, LAYERS, whole_state
@@ -146,6 +147,14 @@ def test_the_command_line_says_what_a_window_is(root: Path, tmp_path: Path, caps
         wanted = whole_state(1)[key]
         torch.testing.assert_close(tensor, wanted.bfloat16().float() if frozen else wanted, rtol=0, atol=0)
     assert main(["verify", str(root)]) == 0
+
+
+def test_a_run_that_ends_with_a_window_has_steps_to_run_again(root: Path) -> None:
+    directory = RunDirectory(root.parent)
+    assert directory.has_reached(LAST) is None
+    reached = directory.has_reached(1)
+    assert reached is not None
+    assert reached.step == LAST
 
 
 def test_a_window_never_claims_to_begin_after_its_end(root: Path) -> None:

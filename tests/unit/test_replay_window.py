@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,6 +114,16 @@ def test_the_newest_window_is_chosen_whole() -> None:
 def test_a_window_goes_before_live_state_that_lost_an_expert() -> None:
     plan = plan_recovery(inventories((5, 7), live=9), None, num_layers=1, num_experts=2)
     assert (plan.level, plan.resumes_at, plan.stale) == ("memory", 5, {})
+
+
+def test_a_shard_that_is_lost_does_not_come_from_the_first_step_of_a_window() -> None:
+    """What is no expert is older in a window than the step that it is called."""
+    (mine,) = inventories((5, 7), live=7)
+    shards = {"sharded_dense": ("head",), "experts": ((0, 0), (0, 1))}
+    plan = plan_recovery([replace(mine, **shards)], None, num_layers=1, num_experts=2)
+    assert (plan.level, plan.resumes_at, plan.stale) == ("memory", 5, {})
+    kept = plan_recovery([replace(mine, **shards, owned_dense=("head",))], None, num_layers=1, num_experts=2)
+    assert (kept.level, kept.resumes_at) == ("live", 7)
 
 
 def test_a_window_on_storage_loses_nothing() -> None:
