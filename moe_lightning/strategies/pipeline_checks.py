@@ -75,6 +75,6 @@ def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule, *, is_el
                 )
         if getattr(getattr(callback, "settings", None), "lossless", False):
             raise ConfigurationError(
-                "lossless windows replace the weights of all layers, and mesh.pp has those of other stages elsewhere: use "
-                "lossless=false, or mesh.pp=1"
+                "lossless windows replace the weights of all layers, and mesh.pp has those of other stages elsewhere: "
+                "use lossless=false, or mesh.pp=1"
             )

@@ -124,7 +124,7 @@ class StageCut:
             is_own = self.stage_of_block(index) in self.stages
             here = block if is_own else self._absent[index]
             here.forward = _Gate(self.flow, index, here)
-            self._list._modules[str(index)] = here
+            self._list[index] = here
         for part in self.module.modules():
             if part in self._stage_of and self._stage_of[part] not in self.stages:
                 for name, parameter in list(part.named_parameters(recurse=False)):
@@ -147,7 +147,7 @@ class StageCut:
                 gate = gated.__dict__.pop("forward", None)
                 if gate is not None and gate.replaced is not None:
                     gated.__dict__["forward"] = gate.replaced
-            self._list._modules[str(index)] = block
+            self._list[index] = block
         self._is_applied = False
 
     def dense(self) -> Iterator[tuple[nn.Module, str, nn.Parameter, int]]:
