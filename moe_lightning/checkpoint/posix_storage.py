@@ -136,18 +136,18 @@ class PosixStorage:
     def commit(
         self, staging: Place, held: Place, manifest: bytes, files: Collection[str], check: Callable[[], None]
     ) -> Place:
-        if not os.path.exists(held / MANIFEST):
-            write_durably(Path(held / MANIFEST), manifest)
-        with os.scandir(held) as entries:  # parts, and what interrupted attempts left
-            for entry in entries:
-                if entry.name != MANIFEST and entry.name not in files:
-                    os.unlink(entry.path)
-        sync_directory(Path(held))
-        target = self._free_name(staging)
-        check()
         try:
+            if not os.path.exists(held / MANIFEST):
+                write_durably(Path(held / MANIFEST), manifest)
+            with os.scandir(held) as entries:  # parts, and what interrupted attempts left
+                for entry in entries:
+                    if entry.name != MANIFEST and entry.name not in files:
+                        os.unlink(entry.path)
+            sync_directory(Path(held))
+            target = self._free_name(staging)
+            check()
             os.rename(staging, target)
-        except FileNotFoundError:
+        except FileNotFoundError:  # swept by a newer world, which the check says
             check()
             raise
         if not os.path.samefile(target, held):

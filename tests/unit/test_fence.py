@@ -159,6 +159,16 @@ def test_a_directory_that_took_the_name_of_a_swept_one_is_not_committed(root: Pa
     assert committed(root) == []
 
 
+def test_a_swept_directory_is_told_before_its_manifest_is_written(root: Path) -> None:
+    staging = make_staging(root, "s", 5, 1)
+    with STORAGE.held(staging) as held:
+        enter_world(root, 2)
+        shutil.rmtree(staging, ignore_errors=True)
+        with pytest.raises(Superseded):
+            STORAGE.commit(staging, held, b"{}", [], lambda: check_world(root, 1))
+    assert committed(root) == []
+
+
 def test_marks_only_grow_and_a_lower_world_is_refused_in_a_sentence(root: Path) -> None:
     assert newest_world(root) == 0
     enter_world(root, 7)
