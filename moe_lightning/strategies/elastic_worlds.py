@@ -42,7 +42,7 @@ from moe_lightning.strategies.brought_state import (
     share_state,
 )
 from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_up_data
-from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_over, wait_for_ranks
+from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_over, starts_anew, wait_for_ranks
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport, Stopwatch
@@ -254,8 +254,7 @@ class ElasticWorlds:
 
     def _follows_a_lost_world(self) -> bool:
         """Whether this first world of its ranks follows one that nobody survived: what was saved is then taken up."""
-        starts = all_gather_json(self.engine.task.starts, self._worlds.present)
-        return self.planner.sources is not None and max(starts) > 1
+        return starts_anew(self.engine, self._worlds.present, self._timeout, self.planner.sources is not None)
 
     def _recover(self, fault: BaseException | None) -> None:
         began_at, began = time.time(), time.perf_counter()

@@ -78,6 +78,18 @@ def hand_over(
     return world.rank >= world.size - spares
 
 
+def starts_anew(engine: Membership, world: World, timeout: timedelta, can_restore: bool) -> bool:
+    """Whether a first world follows one that nobody survived, whose state can be taken up; collective.
+
+    All ranks then break this world up. They do so when all have heard of it: gloo may never wake one that still listens
+    to connections which others have given up.
+    """
+    is_later = can_restore and max(all_gather_json(engine.task.starts, world)) > 1
+    if is_later and world.is_connected:
+        meet(engine.store, "go back to what was saved", world.size, timeout.total_seconds())
+    return is_later
+
+
 def drop_groups() -> None:
     """Let go of the groups of a world that has ended, and of what is tied to them."""
     if dist.is_initialized():

@@ -403,7 +403,7 @@ class NoBlocks(Own):
 
 
 def refusal(rank: int, world_size: int, module: Any) -> str:
-    strategy = {"mesh": {"pp": 2}, "micro_batches": 2, "timeout_s": 20}
+    strategy = {"mesh": {"pp": 2}, "micro_batches": 2, "timeout_s": 8}
     with pytest.raises((ConfigurationError, RuntimeError)) as caught:
         train(rank, world_size, own_module=module, strategy=strategy, trainer={"gradient_clip_val": None})
     return str(caught.value)
