@@ -54,12 +54,14 @@ def all_gather_counts(counts_E: Tensor, world: World) -> Tensor:
         return counts_E.unsqueeze(0).cpu()
     gathered = counts_E.new_empty(world.size * counts_E.numel())
     with world.exchanges.exchange(counts_E.device):
-        _all_gather(gathered, counts_E.contiguous(), group=world.compute)
+        all_gather_flat(gathered, counts_E.contiguous(), group=world.compute)
     return world.read(gathered).view(world.size, -1)
 
 
-def _all_gather(out: Tensor, tensor: Tensor, group: Any) -> None:
-    """Every rank's tensor behind each other, in one launch, by the name that this torch has for it."""
+def all_gather_flat(out: Tensor, tensor: Tensor, group: Any) -> None:
+    """Every rank's tensor behind each other, in one launch, by the name that this torch has for it (since 2.13 another,
+    and the old one warns).
+    """
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, tensor, group=group)
 

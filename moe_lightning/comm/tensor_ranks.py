@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_lightning.comm.exchange import all_gather_flat
 from moe_lightning.errors import ConfigurationError
 
-# Before torch 2.13 they had other names, which warn there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Before torch 2.13 it had another name, which warns there.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -85,7 +85,7 @@ class TensorRanks:
 def _gathered(x: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     first = x.movedim(dim, 0).contiguous()
     whole = first.new_empty(ranks.size * first.shape[0], *first.shape[1:])
-    _all_gather(whole, first, group=ranks.group)
+    all_gather_flat(whole, first, ranks.group)
     return whole.movedim(0, dim).contiguous()
 
 

@@ -21,8 +21,9 @@ from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.stream import StreamDropout
 from tests.distributed.harness import run_ranks
+from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import TOLERANCE, assert_same_training
-from tests.distributed.test_cut_parameters import load, save, tensors
+from tests.distributed.test_cut_parameters import load, save
 from tests.distributed.test_uneven_ranks import Slices
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
 
@@ -209,18 +210,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     ],
 )
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
-    ranks, strategy = MESHES[writer]
-    run_ranks(ranks, partial(save, strategy=strategy, folder=str(tmp_path)))
-    written = tensors(tmp_path / "one.ckpt")
+    written = write(MESHES, writer, save, tmp_path)
     assert sum(name.endswith("/exp_avg") for name in written) > 10
-    for reader in readers:
-        for source in ("one.ckpt", "steps"):
-            ranks, strategy = MESHES[reader]
-            target = tmp_path / f"{reader}.ckpt"
-            run_ranks(ranks, partial(load, strategy=strategy, source=str(tmp_path / source), target=str(target)))
-            read = tensors(target)
-            assert read.keys() == written.keys()
-            assert all(torch.equal(read[name], tensor) for name, tensor in written.items()), (reader, source)
+    assert_read_to_the_bit(MESHES, readers, load, tmp_path, written)
 
 
 # ---------------------------------------------------------------------- refusals

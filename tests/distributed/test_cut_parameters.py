@@ -24,6 +24,7 @@ from moe_lightning.state.row_blocks import is_cut, local
 from moe_lightning.strategies import expert_parallel, fully_sharded
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
+from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.training import TINY, RandomTokens, make_trainer, train
@@ -226,13 +227,6 @@ def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, targ
     train(rank, world_size, strategy=strategy, steps=3, ckpt_path=source, save_to=target)
 
 
-def tensors(path: Path) -> dict[str, Tensor]:
-    checkpoint = torch.load(path, weights_only=True)
-    (optimizer,) = checkpoint["optimizer_states"]
-    moments = {f"{n}/{k}": v for n, state in optimizer["state"].items() for k, v in state.items()}
-    return {**checkpoint["state_dict"], **moments}
-
-
 @pytest.mark.parametrize(
     ("writer", "readers"),
     [
@@ -244,18 +238,9 @@ def tensors(path: Path) -> dict[str, Tensor]:
     ],
 )
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
-    ranks, strategy = MESHES[writer]
-    run_ranks(ranks, partial(save, strategy=strategy, folder=str(tmp_path)))
-    written = tensors(tmp_path / "one.ckpt")
+    written = write(MESHES, writer, save, tmp_path)
     assert sum(name.endswith("/exp_avg") for name in written) > 10
-    for reader in readers:
-        for source in ("one.ckpt", "steps"):
-            ranks, strategy = MESHES[reader]
-            target = tmp_path / f"{reader}.ckpt"
-            run_ranks(ranks, partial(load, strategy=strategy, source=str(tmp_path / source), target=str(target)))
-            read = tensors(target)
-            assert read.keys() == written.keys()
-            assert all(torch.equal(read[name], tensor) for name, tensor in written.items()), (reader, source)
+    assert_read_to_the_bit(MESHES, readers, load, tmp_path, written)
 
 
 # ---------------------------------------------------------------------- from world to world

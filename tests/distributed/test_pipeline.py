@@ -25,9 +25,9 @@ from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.stream import StreamDropout
 from tests.distributed.harness import run_ranks
+from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
-from tests.distributed.test_cut_parameters import tensors
 from tests.distributed.training import TINY, RandomTokens, make_trainer, replicas_of
 from tests.distributed.training import train as train_tiny
 
@@ -303,18 +303,9 @@ def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, targ
     ],
 )
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
-    ranks, strategy = MESHES[writer]
-    run_ranks(ranks, partial(save, strategy=strategy, folder=str(tmp_path)))
-    written = tensors(tmp_path / "one.ckpt")
+    written = write(MESHES, writer, save, tmp_path)
     assert sum(name.endswith("/exp_avg") for name in written) == len(torch.load(tmp_path / "one.ckpt")["state_dict"])
-    for reader in readers:
-        for source in ("one.ckpt", "steps"):
-            ranks, strategy = MESHES[reader]
-            target = tmp_path / f"{reader}.ckpt"
-            run_ranks(ranks, partial(load, strategy=strategy, source=str(tmp_path / source), target=str(target)))
-            read = tensors(target)
-            assert read.keys() == written.keys()
-            assert all(torch.equal(read[name], tensor) for name, tensor in written.items()), (reader, source)
+    assert_read_to_the_bit(MESHES, readers, load, tmp_path, written)
 
 
 def alone(rank: int, world_size: int, path: str) -> list[str]:
