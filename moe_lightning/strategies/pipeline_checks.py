@@ -73,8 +73,3 @@ def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule, *, is_el
                     f"{kind.__name__} {_NOT_YET[kind.__name__]}, and cannot work with mesh.pp yet: drop it, or use "
                     "mesh.pp=1"
                 )
-        if getattr(getattr(callback, "settings", None), "lossless", False):
-            raise ConfigurationError(
-                "lossless windows replace the weights of all layers, and mesh.pp has those of other stages elsewhere: "
-                "use lossless=false, or mesh.pp=1"
-            )

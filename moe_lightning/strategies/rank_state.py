@@ -155,6 +155,7 @@ class RankState:
         Raises:
             ConfigurationError: steps that cannot be run again with some experts frozen, to the bit.
         """
+        self.require_one_stage("lossless=True")
         if not self.module.automatic_optimization:
             raise ConfigurationError(
                 "lossless=True runs steps again, whose bounds manual optimization does not state: use automatic "

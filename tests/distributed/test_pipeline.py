@@ -393,6 +393,18 @@ class NoBlocks(Own):
         self.body = nn.Sequential(*self.body)  # type: ignore[assignment]
 
 
+def lossless(rank: int, world_size: int) -> str:
+    saver = PartialExpertsCheckpoint("steps", lossless=True, k_snapshot=1)
+    with pytest.raises(ConfigurationError) as caught:
+        train_tiny(rank, world_size, model=FOUR, strategy=MESHES["stages"][1], steps=1, callbacks=[saver],
+                   trainer={"enable_checkpointing": True})  # fmt: skip
+    return str(caught.value)
+
+
+def test_windows_of_one_stage_are_refused() -> None:
+    assert set(run_ranks(2, lossless)) == {"lossless=True cannot work with mesh.pp yet: drop it, or use mesh.pp=1"}
+
+
 def refusal(rank: int, world_size: int, module: Any) -> str:
     strategy = {"mesh": {"pp": 2}, "micro_batches": 2, "timeout_s": 8}
     with pytest.raises((ConfigurationError, RuntimeError)) as caught:
