@@ -20,6 +20,12 @@ Axis = Literal["pp", "dp", "cp", "tp"]
 
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
+_NOT_TOGETHER: tuple[tuple[Axis, Axis], ...] = (
+    ("pp", "cp"),
+    ("pp", "tp"),
+    ("cp", "tp"),
+)
+
 STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
 """The axes that fold into the ranks among which a stage's experts are dispatched."""
 
@@ -117,7 +123,7 @@ def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
     """The axes as a user chose them; dp is left at 1.
 
     Raises:
-        ConfigurationError: an unknown axis, a number of ranks that is no positive integer, or several axes.
+        ConfigurationError: an unknown axis, a number of ranks that is not positive, or axes that do not go together.
     """
     chosen = dict(mesh or {})
     for axis, size in chosen.items():
@@ -126,8 +132,8 @@ def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
             raise ConfigurationError(f"mesh.{axis}={size!r} is no axis to choose: {cure}")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigurationError(f"mesh.{axis}={size!r} is not an integer of at least 1: set it to one")
-    several = {axis: size for axis, size in chosen.items() if size > 1}
-    if len(several) > 1:
-        named = " and ".join(f"mesh.{axis}={size}" for axis, size in several.items())
-        raise ConfigurationError(f"{named} do not go together yet: use one of them beside data parallelism")
+    for pair in _NOT_TOGETHER:
+        if all(chosen.get(axis, 1) > 1 for axis in pair):
+            named = " and ".join(f"mesh.{axis}={chosen[axis]}" for axis in pair)
+            raise ConfigurationError(f"{named} do not go together yet: use one of them beside data parallelism")
     return MeshShape(**chosen)

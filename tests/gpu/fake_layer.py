@@ -6,6 +6,7 @@ Prints what each rank's device was asked to do, as JSON; run with TRITON_INTERPR
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -75,7 +76,9 @@ def told(counts: Counts) -> dict[str, Any]:
 
 def main(ranks: int, aux_loss_coef: float) -> None:
     results = [run(0, 1, aux_loss_coef)] if ranks == 1 else run_ranks(ranks, run, aux_loss_coef)
-    print(json.dumps(results))
+    print(json.dumps(results), flush=True)
+    # Autograd's thread for the device asks for Python's lock once more after Python has ended: that aborts the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":
