@@ -37,8 +37,10 @@ from moe_lightning.algorithms.shadows import (
     top_shadows,
 )
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class PlacementPolicy:
     """How replicas are counted, placed and mapped.

@@ -15,6 +15,7 @@ from typing import Literal
 
 from moe_lightning.algorithms.dense_shards import Groups
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.values import validated
 
 Axis = Literal["pp", "dp", "cp", "tp"]
 
@@ -30,6 +31,7 @@ STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
 """The axes that fold into the ranks among which a stage's experts are dispatched."""
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
     """The numbers of ranks along the axes; they multiply to all ranks of the run."""

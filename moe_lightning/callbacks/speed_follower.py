@@ -23,6 +23,7 @@ from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.values import validated
 
 _SLOW, _SLOW_STEPS = 0.8, 20
 """Of the median's speed, and how long a rank must stay below it to be told of."""
@@ -34,6 +35,7 @@ _TOLD_RANKS = 64
 """Metrics of single ranks, at most."""
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class SpeedPolicy:
     """How to treat ranks of unlike speed.

@@ -21,6 +21,7 @@ from typing_extensions import override
 from moe_lightning.checkpoint.object_storage import ObjectStorage
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.values import validated
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ _LONGEST_PAUSE_S = 10.0
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError)
 
 
+@validated
 class FsspecStorage(ObjectStorage):
     """The store of a scheme of URLs. What fails is tried again, with pauses that double.
 
