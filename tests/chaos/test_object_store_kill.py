@@ -83,12 +83,12 @@ def run_schedule(base: Path, seed: int, faults: Faults) -> None:
         made.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_kill_9_while_a_store_fails(seed: int, tmp_path: Path, faults: Faults) -> None:
     run_schedule(tmp_path, seed, faults)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1067))
+@pytest.mark.parametrize("seed", [2, 3, *range(1000, 1067)])
 def test_kill_9_at_200_random_instants(seed: int, tmp_path: Path, faults: Faults) -> None:
     run_schedule(tmp_path, seed, faults)

@@ -10,6 +10,7 @@ import pytest
 
 from moe_lightning.callbacks.dynamic_k import DynamicK
 from tests.chaos.elastic_runs import ElasticRun, Hold, Kill, assert_same_losses, elastic_run, reference
+from tests.parameters import slow
 
 STEPS = 16
 EVERY_STEP = {"every_n_steps": 1}
@@ -36,7 +37,7 @@ def test_experts_of_a_lost_rank_come_from_its_arena(tmp_path: Path) -> None:
         assert run.assert_replicas_equal() > 0
 
 
-@pytest.mark.parametrize(("protection", "word"), [("arc", "copies"), ("aec", "parity")])
+@pytest.mark.parametrize(("protection", "word"), [slow("arc", "copies"), ("aec", "parity")])
 def test_experts_of_a_lost_node_come_from_what_protects_them(tmp_path: Path, protection: str, word: str) -> None:
     """The node's arena goes with the node."""
     options: dict[str, Any] = {
@@ -73,7 +74,7 @@ def recounted(run: ElasticRun, history: dict[int, Any], upto: int, versions: lis
     return lost
 
 
-@pytest.mark.parametrize("all_die", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("all_die", [False, slow(True)])
 def test_beyond_the_protection_storage_is_read_and_lost_tokens_are_counted(tmp_path: Path, all_die: bool) -> None:
     """A node is lost with the only replicas of its experts, of which storage has old versions."""
     victims = range(3) if all_die else [1]

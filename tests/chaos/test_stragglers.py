@@ -16,6 +16,7 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.distributed.test_uneven_ranks import TestClock
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 STEPS, SLOW = 60, 2
 PLAIN = {"calibrate": False, "flops_per_s": 1e9, "bytes_per_s": 1e9}
@@ -61,7 +62,7 @@ def test_a_slow_rank_is_followed_through_a_kill(tmp_path: Path) -> None:
         assert slow[18] == slow[-1] == 2
 
 
-@pytest.mark.parametrize("min_ranks", [1, 3])
+@pytest.mark.parametrize("min_ranks", [1, slow(3)])
 def test_a_straggler_hands_over_and_leaves_unless_too_few_would_be_left(tmp_path: Path, min_ranks: int) -> None:
     with elastic_run(
         tmp_path,

@@ -34,6 +34,7 @@ from tests.agents import agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import train
 from tests.forks import kill
+from tests.parameters import slow
 
 EXPERTS = 8
 NOISY = {
@@ -214,14 +215,13 @@ WINDOW = {"k_snapshot": 3}
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (1, {}),
-        (2, {"strategy": {"dense": "zero1"}}),
-        (2, {"strategy": {"dense": "fsdp"}}),
-        (4, {"strategy": {"dense": "hsdp", "copies": 2}}),
-        (2, {"trainer": SMALL | {"precision": "bf16-mixed"}}),
-        (2, {"saver": {"windows": "scheduled", "k_snapshot": 5}}),
+        slow(1, {}, id="one"),
+        slow(2, {"strategy": {"dense": "zero1"}}, id="zero1"),
+        slow(2, {"strategy": {"dense": "fsdp"}}, id="fsdp"),
+        pytest.param(4, {"strategy": {"dense": "hsdp", "copies": 2}}, id="hsdp"),
+        slow(2, {"trainer": SMALL | {"precision": "bf16-mixed"}}, id="bf16"),
+        pytest.param(2, {"saver": {"windows": "scheduled", "k_snapshot": 5}}, id="scheduled"),
     ],
-    ids=["one", "zero1", "fsdp", "hsdp", "bf16", "scheduled"],
 )
 def test_a_window_is_exact_however_state_is_shared(
     root: Path, calm: Callable[..., Path], world_size: int, options: dict[str, Any]

@@ -22,6 +22,7 @@ from tests.distributed.same_training import (
     reference,
 )
 from tests.distributed.training import train
+from tests.parameters import slow
 
 
 def run(world_size: int, *, steps: int = STEPS, **options: Any) -> list[dict[str, Any]]:
@@ -97,7 +98,7 @@ def test_bf16_mixed_keeps_replicas_identical_and_the_loss_close() -> None:
     np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("writers", [1, 2, 4])
+@pytest.mark.parametrize("writers", [slow(1), slow(2), 4])
 def test_resume_on_another_number_of_ranks(writers: int, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     strategy = {"zero1": writers == 4, "copies": 2 if writers > 1 else 1}

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, OptimizerConfig, auxiliary_loss
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, Recorder, make_trainer, replicas_of
+from tests.parameters import slow
 
 # Rank 0 holds everything, the others a part: the worlds where ranks tend to disagree on what to do.
 LOPSIDED = [[1, 1], [1, 0], [2, 1], [1, 0], [1, 0], [1, 1]]
@@ -83,7 +84,7 @@ def evaluate(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, {}), (4, {"copies": 2}), (2, {"placement": LOPSIDED})])
+@pytest.mark.parametrize(("world_size", "strategy"), [slow(2, {}), (4, {"copies": 2}), (2, {"placement": LOPSIDED})])
 def test_evaluation_sees_every_sample_once(world_size: int, strategy: dict[str, Any]) -> None:
     alone: dict[str, Any] = run_ranks(1, evaluate, {})[0]
     ranks: list[dict[str, Any]] = run_ranks(world_size, evaluate, strategy)
@@ -121,7 +122,7 @@ def fit_validate_fit(rank: int, world_size: int, strategy: dict[str, Any]) -> di
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [(2, {"placement": LOPSIDED}), (2, {"copies": 2, "zero1": True}), (3, {"placement": HOLLOW})],
+    [slow(2, {"placement": LOPSIDED}), slow(2, {"copies": 2, "zero1": True}), (3, {"placement": HOLLOW})],
 )
 def test_fit_then_validate_then_fit(world_size: int, strategy: dict[str, Any]) -> None:
     alone = run_ranks(1, fit_validate_fit, {})[0]
@@ -185,11 +186,11 @@ def manual_reference(algorithm: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("world_size", "strategy", "algorithm"),
     [
-        (2, {}, "norm"),
-        (3, {"copies": 3}, "norm"),
+        slow(2, {}, "norm"),
+        slow(3, {"copies": 3}, "norm"),
         (2, {"copies": 2}, "value"),
         (2, {"copies": 2, "zero1": True}, "norm"),
-        (2, {"copies": 2, "gradient_as_bucket_view": True}, "norm"),
+        slow(2, {"copies": 2, "gradient_as_bucket_view": True}, "norm"),
     ],
 )
 def test_manual_optimization(world_size: int, strategy: dict[str, Any], algorithm: str) -> None:

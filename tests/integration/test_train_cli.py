@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests.commands import TINY, moe_train, write_words
+from tests.parameters import slow
 from tests.programs import Program, Watched, children_of, run_program
 
 COMMAND = ["-m", "moe_lightning.cli.train"]
@@ -235,7 +236,7 @@ def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize(
-    ("running", "number"), [(2, signal.SIGINT), (2, signal.SIGTERM), (1, signal.SIGTERM)], indirect=["running"]
+    ("running", "number"), [(2, signal.SIGINT), slow(2, signal.SIGTERM), (1, signal.SIGTERM)], indirect=["running"]
 )
 def test_a_signal_ends_everything_and_all_is_saved(running: Running, number: signal.Signals) -> None:
     running.program.process.send_signal(number)

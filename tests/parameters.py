@@ -1,0 +1,12 @@
+"""Parameters of tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any, **options: Any) -> Any:
+    """A set of parameters that the default run leaves out: another row of a matrix, not another law."""
+    return pytest.param(*values, marks=pytest.mark.slow, **options)
