@@ -23,7 +23,6 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 _NOT_TOGETHER: tuple[tuple[Axis, Axis], ...] = (
     ("pp", "cp"),
     ("pp", "tp"),
-    ("cp", "tp"),
 )
 
 STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
@@ -86,6 +85,11 @@ class MeshShape:
             for axis, size, index in zip(AXES, self.sizes, indices, strict=True)
         ]
         return tuple(self._rank(chosen) for chosen in product(*ranges))
+
+    def place(self, rank: int, axes: Collection[Axis]) -> tuple[int, int]:
+        """(which of its `peers` a rank is, how many they are)."""
+        peers = self.peers(rank, axes)
+        return peers.index(rank), len(peers)
 
     def groups(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
         """All ranks, cut into the groups that `peers` tells of each, in the order of their first ranks."""

@@ -187,9 +187,9 @@ class ExpertParallelStrategy(EvaluatingStrategy):
             self._pipeline.cut.apply(self.root_device)
         assert self._kept is not None
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
-        self.state.parts.stream = self.steps.stream
         if "tp" in self.world.axis_groups and (is_training or cut_parameters(module)):
             self.state.parts.begin(self.world)
+        self.steps.draw_noise()
         self._keep_from_ddp()
         super().setup(trainer)
         if self._pipeline is not None:
@@ -210,7 +210,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
         self._keep_from_ddp()  # a newcomer has its parts by now
-        self.state.parts.draw_noise(self.world)
+        self.steps.draw_noise()
         if self.world.shards and self.worlds.axes.tp == 1:
             self.state.rows.begin(self.world)
         elif self._pipeline is None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning import seams
+from moe_lightning.algorithms.mesh_shape import Axis
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.stream import SampleStream
@@ -50,7 +51,7 @@ class Steps:
         self._weights = StepWeights()
         self.is_blocked = False
         self.stream = SampleStream()
-        self.sequences = SequenceParts(worlds, self.stream)
+        self.sequences = SequenceParts(worlds)
         self.batch: StepSlice | None = None
         self.is_stand_in = False
         self.last_gradient_norm: Tensor | None = None
@@ -59,6 +60,14 @@ class Steps:
         """The step that runs will not end. Newcomers have not compared replicas yet, and all do it together."""
         self.is_blocked, self.batch, self._compared_step = False, None, -1
         self.sequences.leave_world()
+
+    def draw_noise(self) -> None:
+        """Keyed noise is that of this rank's positions in the present world: its part of each sequence, and where
+        layers are cut, its share of that.
+        """
+        mesh = self._worlds.mesh
+        axes: set[Axis] = {"cp", "tp"} if self._state.parts.is_cut else {"cp"}
+        self.stream.part, self.stream.parts = mesh.shape.place(mesh.whole.rank, axes)
 
     # ------------------------------------------------------------------ batches
 

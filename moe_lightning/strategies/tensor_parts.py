@@ -23,7 +23,6 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.tensor_ranks import TensorRanks
 from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.stream import SampleStream
 from moe_lightning.modules.tensor_parallel import PartedForward, Shares, Style, undo_parts
 from moe_lightning.state.row_blocks import cut_of, hold, is_cut, joined, keep_part
 from moe_lightning.state.table import State
@@ -58,15 +57,11 @@ class TensorParts:
     Args:
         state: of the rank.
         worlds: with the axes of their meshes.
-
-    Attributes:
-        stream: of keyed randomness, which is drawn for this rank's positions while layers are cut.
     """
 
     def __init__(self, state: Holder, worlds: Worlds) -> None:
         self._state, self._worlds = state, worlds
         self._cut: list[nn.Parameter] = []
-        self.stream = SampleStream()
 
     @property
     def is_cut(self) -> bool:
@@ -99,12 +94,6 @@ class TensorParts:
         ranks = TensorRanks(world.axis_groups["tp"], own.part, own.parts)
         for name, style in _styles(module, own.parts):
             PartedForward(module.get_submodule(name), style, ranks)
-        self.draw_noise(world)
-
-    def draw_noise(self, world: World) -> None:
-        """Where layers are cut, keyed noise is that of this rank's positions."""
-        if self.is_cut:
-            self.stream.part, self.stream.parts = world.row_cut.part, world.row_cut.parts
 
     def _cuts(self) -> dict[nn.Parameter, TensorCut]:
         """How the parameters are cut, or will be."""
@@ -154,7 +143,6 @@ class TensorParts:
     def leave(self) -> None:
         """The world has ended: parts stay, and layers compute by themselves."""
         undo_parts(self._state.module)
-        self.stream.part, self.stream.parts = 0, 1
 
     def ways(self) -> dict[str, TensorCut]:
         """How parameters are cut, or will be, by name."""
