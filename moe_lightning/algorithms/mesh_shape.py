@@ -116,7 +116,8 @@ class Layout:
 
     Attributes:
         shape: ranks along the axes.
-        shards: ranks that share one copy of the dense parameters, by copy; empty where every rank has one of its own.
+        shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; empty
+            where every rank has a copy of its own.
     """
 
     shape: MeshShape

@@ -66,7 +66,7 @@ class Steps:
         layers are cut, its share of that.
         """
         mesh = self._worlds.mesh
-        axes: set[Axis] = {"cp", "tp"} if self._state.parts.is_cut else {"cp"}
+        axes: set[Axis] = {"cp", "tp"} if self._state.parts.layers_are_cut else {"cp"}
         self.stream.part, self.stream.parts = mesh.shape.place(mesh.whole.rank, axes)
 
     # ------------------------------------------------------------------ batches
@@ -76,7 +76,7 @@ class Steps:
         """Around the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
         self._compare_replicas(trainer.global_step)
-        self._state.rows.take_buffers(self._worlds.present)
+        self._state.parts.take_buffers(self._worlds.present)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
         seams.forget_restart(trainer)
@@ -106,7 +106,7 @@ class Steps:
                 return nothing_of(self.sequences.whole(step(*args, **kwargs)))
         finally:
             self._leave()
-            self._state.rows.rest()
+            self._state.parts.rest()
 
     def enter_piece(self, piece: StepSlice, *, is_training: bool) -> None:
         """Enter a micro-batch of the running batch."""
@@ -220,13 +220,12 @@ class Steps:
         if experts.visits is not None:
             experts.visits.is_last_backward = not self.is_blocked
         yield
-        self._state.rows.drop_frozen()
+        self._state.parts.drop_frozen()
         if module.automatic_optimization:
             self._leave()
         if not self.is_blocked:
             experts.sum_replica_gradients()
-            self._state.rows.sum_scalars(self._worlds.present)
-            self._state.parts.sum_gradients(self._worlds.present)
+            self._state.parts.sum_rest(self._worlds.present)
             if module.automatic_optimization:
                 self._weights.finish(module)
         _add_gradients(earlier)
