@@ -24,7 +24,6 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 _NOT_TOGETHER: tuple[tuple[Axis, Axis], ...] = (
     ("pp", "cp"),
     ("pp", "tp"),
-    ("cp", "tp"),
 )
 
 STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
@@ -89,6 +88,11 @@ class MeshShape:
         ]
         return tuple(self._rank(chosen) for chosen in product(*ranges))
 
+    def place(self, rank: int, axes: Collection[Axis]) -> tuple[int, int]:
+        """(which of its `peers` a rank is, how many they are)."""
+        peers = self.peers(rank, axes)
+        return peers.index(rank), len(peers)
+
     def groups(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
         """All ranks, cut into the groups that `peers` tells of each, in the order of their first ranks."""
         return tuple(dict.fromkeys(self.peers(rank, axes) for rank in range(self.num_ranks)))
@@ -114,7 +118,8 @@ class Layout:
 
     Attributes:
         shape: ranks along the axes.
-        shards: ranks that share one copy of the dense parameters, by copy; empty where every rank has one of its own.
+        shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; empty
+            where every rank has a copy of its own.
     """
 
     shape: MeshShape

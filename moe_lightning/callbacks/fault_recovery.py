@@ -156,7 +156,7 @@ class FaultRecovery(Callback, RecoveryListener):
     def _replay_next_rank(self, trainer: pl.Trainer) -> None:
         """Begin to repeat the updates of the next rank's shard, from its present state; collective."""
         strategy = _strategy(trainer)
-        if strategy.state.cuts_dense:
+        if strategy.state.parts.is_wished:
             raise ConfigurationError(
                 "optimizer_replay repeats a peer's updates, and under dense=fsdp or hsdp, or mesh.tp, nobody has its "
                 "gradients: use dense=hsdp or mesh.tp, whose copies replace lost parts, without optimizer_replay"

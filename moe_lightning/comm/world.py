@@ -51,8 +51,10 @@ class World:
             rank.
         compute: group of dispatch and combine.
         background: group of transfers that overlap with compute.
-        shards: ranks that share one copy of the dense parameters, by copy; empty where every rank has one of its own.
-        shard_group: this rank's among them; None where nothing is cut.
+        shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; empty
+            where every rank has a copy of its own.
+        shard_group: those among them that have rows of what is this rank's by its tensor index; None where it has all
+            of that.
         copy_group: the ranks that hold the same part of other copies; None where there is one copy.
         shape: ranks along the axes of the mesh; None: all of them are data-parallel.
         axis_groups: this rank's group along each axis but dp that has several ranks.
@@ -120,17 +122,14 @@ class World:
         if layout is None:
             return world
         world, shards = _with_axes(world, layout.shape, timeout), layout.shards
-        if "tp" in world.axis_groups:
-            parts, copies = layout.shape.groups({"tp"}), layout.shape.groups({"dp", "cp"})
-            copy_group = _own_group(copies, world.rank, timeout, "copies") if len(copies[0]) > 1 else None
-            return replace(world, shards=parts, shard_group=world.axis_groups["tp"], copy_group=copy_group)
-        if not shards or len(shards[0]) == 1:
+        if not shards:
             return world
-        if len(shards) == 1:
-            return replace(world, shards=shards, shard_group=world.dense)
-        shard_group, copy_group = (
-            _own_group(groups, world.rank, timeout, "shards") for groups in (shards, tuple(zip(*shards, strict=True)))
-        )
+        size, copies = len(shards[0]) // layout.shape.tp, tuple(zip(*shards, strict=True))
+        rows = [ranks[at : at + size] for ranks in shards for at in range(0, len(ranks), size)]
+        shard_group = world.dense if size == world.size else None
+        if 1 < size < world.size:
+            shard_group = _own_group(rows, world.rank, timeout, "shards")
+        copy_group = _own_group(copies, world.rank, timeout, "copies") if len(shards) > 1 else None
         return replace(world, shards=shards, shard_group=shard_group, copy_group=copy_group)
 
     @property
@@ -143,12 +142,9 @@ class World:
     @cached_property
     def row_cut(self) -> RowCut:
         """How dense parameters are cut here."""
-        return RowCut.among(self.shards, self.rank) if self.shards else RowCut.whole(self.size)
-
-    @property
-    def speaks_for_rows(self) -> bool:
-        """Whether this rank is the first of the holders of its rows of dense parameters."""
-        return self.row_cut.holders[self.row_cut.part][0] == self.rank
+        if not self.shards:
+            return RowCut.whole(self.size)
+        return RowCut.among(self.shards, self.rank, tensors=1 if self.shape is None else self.shape.tp)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """What collectives have left in a tensor, on the host: nothing that other ranks sent is judged or made final
@@ -202,7 +198,7 @@ def with_stage(whole: World, shape: MeshShape, timeout: timedelta) -> World:
     return replace(whole, stage=stage)
 
 
-def _own_group(groups: Groups, rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:
+def _own_group(groups: Sequence[tuple[int, ...]], rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:
     """Of all these groups, which every rank builds in one order, this rank's."""
     own: ProcessGroup | None = None
     for ranks in groups:

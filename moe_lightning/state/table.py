@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.dense_shards import RowCut
+from moe_lightning.algorithms.dense_shards import RowCut, TensorCut
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_partial, parse_expert_key
-from moe_lightning.state.row_blocks import is_cut, local, own_blocks, whole_shape
+from moe_lightning.state.row_blocks import blocks_of, cut_of, is_cut, local, whole_shape
 
 Groups = Sequence[Sequence[nn.Parameter]]
 """The parameters of an optimizer's param_groups before any sharding."""
@@ -81,8 +81,8 @@ class State:
             for slot, expert in stack.held():
                 yield from self.rows(index, slot, expert, stack.placement.holders(expert))
         for name, parameter in self.dense.items():
-            if is_cut(parameter):
-                yield from self._blocks(name, parameter)
+            if (cut := cut_of(parameter)) is not None:
+                yield from self._blocks(name, parameter, cut)
                 continue
             everyone = self.holders(name)
             yield StatePiece.of(f"dense/{name}/weight", parameter.detach(), everyone)
@@ -94,17 +94,19 @@ class State:
             if transient or name in saved:
                 yield StatePiece.of(f"dense/{name}/buffer", buffer, self.holders(name))
 
-    def _blocks(self, name: str, parameter: nn.Parameter) -> Iterator[StatePiece]:
+    def _blocks(self, name: str, parameter: nn.Parameter, cut: TensorCut) -> Iterator[StatePiece]:
         """The pieces of a parameter that is cut; none where this rank has nothing of it."""
-        own, holders = local(parameter.detach()), self.cut.holders[self.cut.part]
+        own, everyone = local(parameter.detach()), self.cut.holders_of(cut)
+        keepers = (self.keepers[parameter],) if parameter in self.keepers else everyone
         for scope, tensor in ({"weight": own} | self.moments(parameter)).items():
             if tensor.shape != own.shape:
                 raise ConfigurationError(
                     f"the optimizer's {scope!r} of {name} has shape {list(tensor.shape)}, which cannot be cut by rows: "
                     "use an optimizer whose states have the shape of the parameter, such as AdamW, or dense=zero1"
                 )
-            for view, block in own_blocks(parameter, tensor, self.cut):
-                yield StatePiece(key=f"dense/{name}/{scope}", tensor=view, block=block, holders=holders)
+            holders = everyone if tensor is own else keepers
+            for here, block in blocks_of(cut, self.cut.part):
+                yield StatePiece(key=f"dense/{name}/{scope}", tensor=tensor[here], block=block, holders=holders)
 
     def rows(self, layer: int, slot: int, expert: int, holders: tuple[int, ...] = ()) -> Iterator[StatePiece]:
         """The pieces of the expert in a slot."""

@@ -38,7 +38,7 @@ def inventory_of(
         live_version=version if counts else -1,
         prepared=counts and is_prepared,
         experts=tuple(held),
-        sharded_dense=sharded if counts or not state.cuts_dense else (),
+        sharded_dense=sharded if counts or not state.parts.is_wished else (),
         owned_dense=owned,
         replayed_dense=state.replay.names if state.replay is not None else (),
         replay_version=state.replay.version if state.replay is not None and counts else -1,
@@ -90,7 +90,7 @@ def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
     source, own = plan.live_ranks[0], state.training_state()
     share_optimizers(own, {*newcomers, *plan.apply_prepared}, world, source)
     if newcomers:
-        broadcast_dense(own, world, source, but=state.shared_names())
+        broadcast_dense(own, world, source, but=state.parts.ways())
 
 
 def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:

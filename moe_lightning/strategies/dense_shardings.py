@@ -149,17 +149,24 @@ DENSE_SHARDINGS: Registry[DenseFactory] = Registry(
 )
 
 
-def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None) -> Groups:
-    """The ranks that share one copy of the dense parameters, by copy; empty where each has one of its own.
+def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None, tensors: int = 1) -> Groups:
+    """The ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; empty where
+    each has a copy of its own.
 
     Args:
         dense: a name of DENSE_SHARDINGS.
         nodes: of each rank.
         wanted: the user's `shard_size`.
+        tensors: neighbouring ranks that compute parts of layers together.
 
     Raises:
         ConfigurationError: a `shard_size` that does not fit the ranks.
     """
     size_of = getattr(DENSE_SHARDINGS.find(dense), "cut_size", None)
-    size = 1 if size_of is None or len(nodes) == 1 else size_of(nodes, wanted)
-    return shard_groups(nodes, size) if size > 1 else ()
+    firsts = nodes[::tensors]
+    least = None if wanted is None else -(-wanted // tensors)
+    size = 1 if size_of is None or len(firsts) == 1 else size_of(firsts, least)
+    if size * tensors == 1:
+        return ()
+    groups = shard_groups(firsts, size)
+    return tuple(tuple(first * tensors + t for t in range(tensors) for first in group) for group in groups)

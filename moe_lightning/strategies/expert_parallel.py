@@ -151,7 +151,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         """Let go of everything that belongs to the groups of the present world; values stay."""
         self.worlds.leave()
         self.model = self.state.module  # DDP's reducer holds a group
-        self.state.shared.leave()
+        self.state.parts.leave()
         self.steps.leave_world()
         self.state.forget_step()
 
@@ -187,9 +187,9 @@ class ExpertParallelStrategy(EvaluatingStrategy):
             self._pipeline.cut.apply(self.root_device)
         assert self._kept is not None
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
-        self.state.parts.stream = self.steps.stream
         if "tp" in self.world.axis_groups and (is_training or cut_parameters(module)):
-            self.state.parts.begin(self.world)
+            self.state.parts.layers.begin(module, self.world)
+        self.steps.draw_noise()
         self._keep_from_ddp()
         super().setup(trainer)
         if self._pipeline is not None:
@@ -210,9 +210,9 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
         self._keep_from_ddp()  # a newcomer has its parts by now
-        self.state.parts.draw_noise(self.world)
-        if self.world.shards and self.worlds.axes.tp == 1:
-            self.state.rows.begin(self.world)
+        self.steps.draw_noise()
+        if self.world.shard_group is not None:
+            self.state.parts.begin(self.world)
         elif self._pipeline is None:
             super().configure_ddp()
 
@@ -227,7 +227,6 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         if self._kept is not None and self.elastic is None and self.world.size > 1:
             room = room_for_experts(self.num_processes)
             self._kept.keep(room)
-            self.state.rows.gather(self.world, room)
             self.state.parts.gather(self.world, room)
 
     @override
@@ -235,7 +234,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         self.checkpoints.release()
         if self._kept is not None:
             self._kept.hand_out()
-            self.state.rows.give_step_up(self.world)
+            self.state.parts.give_step_up(self.world)
         seams.unclip(self.precision_plugin)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else experts were refused their places, and the user shall see that error
@@ -358,7 +357,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with self.steps.accumulating(), super().block_backward_sync(), self.state.rows.summing_later():
+        with self.steps.accumulating(), super().block_backward_sync(), self.state.parts.summing_later():
             yield
 
     @override

@@ -156,8 +156,9 @@ def _device_mesh(world: World) -> DeviceMesh:
     assert world.shard_group is not None
     if world.copy_group is None:
         return DeviceMesh.from_group(world.shard_group, kind, mesh_dim_names=("shard",))
-    groups = [world.copy_group, world.shard_group]
-    return DeviceMesh.from_group(groups, kind, mesh=torch.tensor(world.shards), mesh_dim_names=("copy", "shard"))
+    groups, part = [world.copy_group, world.shard_group], world.row_cut.part
+    mesh = torch.tensor(world.shards).view(-1, part.tensors, part.rows)[:, part.tensor]
+    return DeviceMesh.from_group(groups, kind, mesh=mesh, mesh_dim_names=("copy", "shard"))
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

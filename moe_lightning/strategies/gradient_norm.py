@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.dense_shards import RowCut
+from moe_lightning.algorithms.dense_shards import TensorCut
 from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.state.expert_stacks import ExpertStack
-from moe_lightning.state.row_blocks import is_cut, local
+from moe_lightning.state.row_blocks import cut_of, local
 
 
 @torch.no_grad()
@@ -35,13 +35,13 @@ def global_gradient_norm(
     Returns:
         A float32 scalar on the world's device.
     """
-    dense, spread, cut = [], [], world.row_cut
+    dense, spread = [], []
     for parameter in parameters:
         stack = stack_of.get(parameter)
         if stack is not None:
             spread.append(_squared_norms(parameter, stack))
-        elif is_cut(parameter):
-            spread.append(_squared_rows(parameter, cut, speaks=world.speaks_for_rows))
+        elif (cut := cut_of(parameter)) is not None:
+            spread.append(_squared_part(parameter, cut, world))
         elif parameter.grad is not None:
             dense.append(_norm(parameter.grad).square())
     total = torch.stack(dense).sum() if dense else torch.zeros((), device=world.device)
@@ -73,11 +73,12 @@ def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
     return norm.float()
 
 
-def _squared_rows(parameter: nn.Parameter, cut: RowCut, *, speaks: bool) -> Tensor:
-    """[parts], this rank's at its place where it speaks for its block."""
-    squares = torch.zeros(cut.parts, dtype=torch.float32, device=parameter.device)
-    if speaks and parameter.grad is not None:
-        squares[cut.part] = _norm(local(parameter.grad)).square()
+def _squared_part(parameter: nn.Parameter, cut: TensorCut, world: World) -> Tensor:
+    """[parts], this rank's at its place where it is the first that holds these values."""
+    among = world.row_cut
+    squares = torch.zeros(len(among.holders), dtype=torch.float32, device=parameter.device)
+    if among.holders_of(cut)[0] == world.rank and parameter.grad is not None:
+        squares[among.index] = _norm(local(parameter.grad)).square()
     return squares
 
 

@@ -4,7 +4,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,14 +22,13 @@ from moe_lightning.checkpoint.window_replay import WindowReplay
 from moe_lightning.comm.world import World, agree
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.row_blocks import local, swap_parameters, updating_blocks
-from moe_lightning.strategies.dense_rows import DenseRows
+from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
 from moe_lightning.strategies.stage_state import StageState
-from moe_lightning.strategies.tensor_parts import TensorParts
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -44,8 +43,7 @@ class RankState:
 
     Attributes:
         max_slots: as given.
-        rows: the dense parameters, where ranks share them.
-        parts: the dense parameters, where ranks compute parts of layers.
+        parts: the dense parameters, where ranks share copies of them.
         stages: of a pipeline, those on this rank; None without one.
         optimizers: of the running fit.
         replay: of another rank's optimizer shard; None where none is kept.
@@ -55,7 +53,8 @@ class RankState:
 
     def __init__(self, worlds: Worlds, *, dense: str, shard_size: int | None = None, max_slots: int | None) -> None:
         self._worlds, self._dense, self.max_slots = worlds, dense, max_slots
-        worlds.shards_of = partial(cut_groups, dense, wanted=shard_size)
+        tensors, in_rows = worlds.axes.tp, hasattr(DENSE_SHARDINGS.find(dense), "cut_size")
+        worlds.shards_of = partial(cut_groups, dense, wanted=shard_size, tensors=tensors)
         self._module: pl.LightningModule | None = None
         self._experts: PlacedExperts | None = None
         self._groups: list[list[list[nn.Parameter]]] = []
@@ -63,7 +62,7 @@ class RankState:
         self._entrusted: dict[str, dict[str, Tensor]] = {}
         self._own_forward: Any = None
         self.stages: StageState | None = None
-        self.rows, self.parts = DenseRows(self), TensorParts(self, worlds)
+        self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors)
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
@@ -229,31 +228,15 @@ class RankState:
 
     # ------------------------------------------------------------------ who keeps what of the dense parameters
 
-    @property
-    def cuts_dense(self) -> bool:
-        """Whether ranks share copies of the dense parameters, where there are enough."""
-        return self._worlds.axes.tp > 1 or hasattr(DENSE_SHARDINGS.find(self._dense), "cut_size")
-
-    @property
-    def shared(self) -> DenseRows | TensorParts:
-        """What brings the dense parameters across where ranks share copies of them."""
-        return self.parts if self._worlds.axes.tp > 1 else self.rows
-
-    def shared_names(self) -> Collection[str]:
-        """The parameters of which ranks have parts, or will have, where there are enough."""
-        if not self.cuts_dense:
-            return ()
-        return self.parts.ways() if self._worlds.axes.tp > 1 else self.rows.names()
-
     def dense_parts(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of what some ranks only keep of the dense state, and of what this rank keeps of that.
 
         Args:
             former: the world that this rank comes from.
         """
-        if self.cuts_dense:
+        if self.parts.is_wished:
             names = former.row_cut.names()
-            return names, (names[former.row_cut.part], *self.rows.entrusted)
+            return names, (names[former.row_cut.index], *self.parts.entrusted)
         owners = self.shard_owners
         own = {name for name, owner in owners.items() if owner == former.rank}
         return tuple(sorted(owners)), tuple(sorted(own | self._entrusted.keys()))
@@ -294,9 +277,9 @@ class RankState:
         Args:
             sources: (name, rank) of every part that a rank has.
         """
-        if not self.cuts_dense:
+        if not self.parts.is_wished:
             return None
-        rows = self.shared.fetch(sources, world)
+        rows = self.parts.fetch(sources, world)
         agree(world)  # all have theirs, and go on, or none does
         return rows
 
@@ -308,8 +291,8 @@ class RankState:
                 from elsewhere by who keeps them from now on.
             rows: of the parameters that this rank will hold, where ranks share them; None: they are restored next.
         """
-        if self.cuts_dense:
-            self.shared.install(rows, self._worlds.present)
+        if self.parts.is_wished:
+            self.parts.install(rows, self._worlds.present)
             return
         sharding = self._dense_sharding()
         if not sharding.owners:
@@ -334,7 +317,7 @@ class RankState:
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Before ranks leave: what only they keep of the dense state goes to ranks that stay; collective."""
-        self.rows.hand_over(staying, world)
+        self.parts.hand_over(staying, world)
         owners = self.shard_owners
         lost = sorted(name for name, owner in owners.items() if owner not in staying)
         if lost:

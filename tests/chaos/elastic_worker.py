@@ -255,7 +255,7 @@ def state_digests(strategy: ExpertParallelStrategy) -> dict[str, str]:
         stack = strategy.experts.stack_of.get(parameter)
         for tensor in tensors:
             if stack is None:
-                unit = strategy.world.row_cut.names()[strategy.world.row_cut.part] if is_cut(parameter) else "dense"
+                unit = strategy.world.row_cut.part.name if is_cut(parameter) else "dense"
                 hashes[unit].update(tensor.contiguous().numpy().tobytes())
                 continue
             for slot, expert in stack.held():

@@ -23,7 +23,7 @@ from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.comm.tensor_ranks import TensorRanks
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.tensor_parallel import Columns, Gathered, Parted, PartedForward, Plan, Rows
-from moe_lightning.state.row_blocks import cut_of, joined
+from moe_lightning.state.row_blocks import cut_of
 from moe_lightning.strategies import expert_parallel
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
@@ -354,16 +354,6 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
             np.testing.assert_allclose(result["losses"], calm["losses"][3:], rtol=0, atol=TOLERANCE)
 
 
-def test_parts_join_to_what_was_cut() -> None:
-    from moe_lightning.algorithms.dense_shards import TensorCut
-    from moe_lightning.state.row_blocks import part_of_whole
-
-    whole = torch.arange(48.0).view(8, 6)
-    for cut in (TensorCut(sections=(4, 2, 2)), TensorCut(dim=1, sections=(6,)), TensorCut(sections=(5, 3))):
-        assert torch.equal(joined([part_of_whole(whole, cut, p, 2) for p in range(2)], cut), whole)
-    assert TensorCut(sections=(4, 2, 2)).ranges(1, 2) == ((2, 4), (5, 6), (7, 8))
-
-
 # ---------------------------------------------------------------------- refusals
 
 
@@ -371,6 +361,13 @@ def refusal(rank: int, world_size: int, options: dict[str, Any]) -> str:
     with pytest.raises(ConfigurationError) as caught:
         train(rank, world_size, strategy={"mesh": {"tp": world_size}}, steps=1, **options)
     return str(caught.value)
+
+
+def test_optimizer_states_on_one_rank_each_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"mesh\.tp=2 and dense=zero1 do not go together: use dense=fsdp or hsdp"
+    ):
+        ExpertParallelStrategy(mesh={"tp": 2}, dense="zero1")
 
 
 @pytest.mark.parametrize(
@@ -399,9 +396,3 @@ def test_sequences_that_cannot_be_dealt_out_are_refused() -> None:
     assert all(
         "15 positions of a sequence are no multiple of mesh.tp=2" in found for found in run_ranks(2, odd_sequences)
     )
-
-
-@pytest.mark.parametrize("dense", ["zero1", "fsdp", "hsdp"])
-def test_shared_parameters_are_not_cut_once_more(dense: str) -> None:
-    with pytest.raises(ConfigurationError, match="use dense=ddp"):
-        ExpertParallelStrategy(mesh={"tp": 2}, dense=dense)
