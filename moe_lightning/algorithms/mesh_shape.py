@@ -21,7 +21,6 @@ Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 _NOT_TOGETHER: tuple[tuple[Axis, Axis], ...] = (
-    ("pp", "cp"),
     ("pp", "tp"),
     ("cp", "tp"),
 )
