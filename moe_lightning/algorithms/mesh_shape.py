@@ -20,10 +20,7 @@ Axis = Literal["pp", "dp", "cp", "tp"]
 
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
-_NOT_TOGETHER: tuple[tuple[Axis, Axis], ...] = (
-    ("pp", "tp"),
-    ("cp", "tp"),
-)
+_NOT_TOGETHER: tuple[tuple[Axis, Axis], ...] = (("cp", "tp"),)
 
 STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
 """The axes that fold into the ranks among which a stage's experts are dispatched."""

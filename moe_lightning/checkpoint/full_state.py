@@ -74,13 +74,13 @@ def full_model_state(
     Args:
         state: the local state_dict.
         experts: which of its keys, or of those of other ranks, are expert stacks.
-        cuts: of the dense tensors of which this rank holds a part, by key.
+        cuts: of the dense tensors of which this rank, or one of another stage, holds a part, by key.
         spoken: of the rest, what this rank speaks for; None: every rank has it all.
     """
     mine = {f"{key}/{e}": state[key][slot] for key, stack in experts.items() for slot, e in stack.owned()}
     mine |= {f"{key}/whole": value for key, value in (spoken or {}).items() if isinstance(value, Tensor)}
     if world.speaks_for_rows:
-        mine |= {f"{key}/rows/{world.row_cut.part}": local(state[key]) for key in cuts}
+        mine |= {f"{key}/rows/{world.row_cut.part}": local(state[key]) for key in cuts if key in state}
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}

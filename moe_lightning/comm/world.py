@@ -51,7 +51,8 @@ class World:
             rank.
         compute: group of dispatch and combine.
         background: group of transfers that overlap with compute.
-        shards: ranks that share one copy of the dense parameters, by copy; empty where every rank has one of its own.
+        shards: ranks that share one copy of the dense parameters, by copy, in a pipeline those of this rank's stage;
+            empty where every rank has one of its own.
         shard_group: this rank's among them; None where nothing is cut.
         copy_group: the ranks that hold the same part of other copies; None where there is one copy.
         shape: ranks along the axes of the mesh; None: all of them are data-parallel.
@@ -123,7 +124,7 @@ class World:
         if "tp" in world.axis_groups:
             parts, copies = layout.shape.groups({"tp"}), layout.shape.groups({"dp", "cp"})
             copy_group = _own_group(copies, world.rank, timeout, "copies") if len(copies[0]) > 1 else None
-            return replace(world, shards=parts, shard_group=world.axis_groups["tp"], copy_group=copy_group)
+            return _shared(world, parts, world.axis_groups["tp"], copy_group)
         if not shards or len(shards[0]) == 1:
             return world
         if len(shards) == 1:
@@ -131,7 +132,7 @@ class World:
         shard_group, copy_group = (
             _own_group(groups, world.rank, timeout, "shards") for groups in (shards, tuple(zip(*shards, strict=True)))
         )
-        return replace(world, shards=shards, shard_group=shard_group, copy_group=copy_group)
+        return _shared(world, shards, shard_group, copy_group)
 
     @property
     def groups(self) -> list[ProcessGroup]:
@@ -198,8 +199,21 @@ def with_stage(whole: World, shape: MeshShape, timeout: timedelta) -> World:
     if len(ranks) > 1:
         groups = {purpose: _own_group(stages, whole.rank, timeout, purpose) for purpose in groups}
     place = {"rank": ranks.index(whole.rank), "size": len(ranks), "exchanges": ExchangeClock()}
-    stage = replace(whole, axis_groups={}, **place, **groups)  # type: ignore[arg-type]
+    axes = {axis: group for axis, group in whole.axis_groups.items() if axis in STAGE}
+    stage = replace(whole, shape=replace(shape, pp=1), axis_groups=axes, **place, **groups)  # type: ignore[arg-type]
     return replace(whole, stage=stage)
+
+
+def _shared(world: World, shards: Groups, shard_group: ProcessGroup, copy_group: ProcessGroup | None) -> World:
+    """A world whose ranks share copies of the dense parameters, in a pipeline those of each stage."""
+    given = {"shard_group": shard_group, "copy_group": copy_group}
+    if world.stage is None:
+        return replace(world, shards=shards, **given)  # type: ignore[arg-type]
+    first = world.rank - world.stage.rank
+    ranks = range(first, first + world.stage.size)
+    own = tuple(group for group in shards if group[0] in ranks)
+    counted = tuple(tuple(rank - first for rank in group) for group in own)
+    return replace(world, shards=own, stage=replace(world.stage, shards=counted, **given), **given)  # type: ignore[arg-type]
 
 
 def _own_group(groups: Groups, rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:

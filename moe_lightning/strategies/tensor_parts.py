@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -24,11 +26,12 @@ from moe_lightning.comm.tensor_ranks import TensorRanks
 from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.stream import SampleStream
-from moe_lightning.modules.tensor_parallel import PartedForward, Shares, Style, undo_parts
+from moe_lightning.modules.tensor_parallel import Embedding, Parted, PartedForward, Shares, Style, undo_parts
 from moe_lightning.state.row_blocks import cut_of, hold, is_cut, joined, keep_part
 from moe_lightning.state.table import State
 from moe_lightning.strategies.module_checks import cut_parameters
 from moe_lightning.strategies.row_moves import RowMoves, Rows
+from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -37,6 +40,9 @@ class Holder(Protocol):
 
     @property
     def module(self) -> pl.LightningModule: ...
+
+    @property
+    def stages(self) -> StageState | None: ...
 
     def training_state(self) -> State: ...
 
@@ -73,6 +79,10 @@ class TensorParts:
         """Whether this rank holds parts of layers only."""
         return bool(self._cut)
 
+    def _all_layers(self) -> AbstractContextManager[None]:
+        """Inside, the module has the layers of all stages, because plans are of whole models."""
+        return nullcontext() if self._state.stages is None else self._state.stages.cut.whole()
+
     # ------------------------------------------------------------------ a world that stays
 
     def begin(self, world: World) -> None:
@@ -85,6 +95,9 @@ class TensorParts:
         module, own = self._state.module, world.row_cut
         if not cut_parameters(module):
             for parameter, cut in self._cuts().items():
+                if parameter.is_meta:  # another stage's
+                    hold(parameter, parameter.data, cut)
+                    continue
                 broadcast_(parameter.data, 0, world)
                 keep_part(parameter, cut, own.part, own.parts)
         self._enter(world)
@@ -97,9 +110,19 @@ class TensorParts:
         if not self._cut:
             return
         ranks = TensorRanks(world.axis_groups["tp"], own.part, own.parts)
-        for name, style in _styles(module, own.parts):
-            PartedForward(module.get_submodule(name), style, ranks)
+        with self._all_layers():
+            for name, style in _styles(module, own.parts):
+                self._cut_layer(module.get_submodule(name), style, ranks)
         self.draw_noise(world)
+
+    def _cut_layer(self, part: nn.Module, style: Style, ranks: TensorRanks) -> None:
+        stages = self._state.stages
+        block = None if stages is None else stages.cut.number_of(part)
+        if block is not None and style == Parted():  # the hidden states that come to other stages are parts, too
+            assert stages is not None
+            stages.cut.entering[block] = partial(ranks.own, dim=1)
+        elif not (isinstance(style, Embedding) and part.weight.is_meta):  # else zeros, of which there is no sum to make
+            PartedForward(part, style, ranks)
 
     def draw_noise(self, world: World) -> None:
         """Where layers are cut, keyed noise is that of this rank's positions."""
@@ -109,8 +132,9 @@ class TensorParts:
     def _cuts(self) -> dict[nn.Parameter, TensorCut]:
         """How the parameters are cut, or will be."""
         module, size = self._state.module, self._worlds.axes.tp
-        known = {parameter: cut for parameter in module.parameters() if (cut := cut_of(parameter)) is not None}
-        return known or _cuts(module, dict(_styles(module, size)), size)
+        with self._all_layers():
+            known = {parameter: cut for parameter in module.parameters() if (cut := cut_of(parameter)) is not None}
+            return known or _cuts(module, dict(_styles(module, size)), size)
 
     @torch.no_grad()
     def sum_gradients(self, world: World) -> None:
@@ -147,13 +171,16 @@ class TensorParts:
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     states[name] = _whole(value, cut, world)
             hold(parameter, _whole(parameter.data, cut, world), None)
+        for parameter in self._cuts():
+            hold(parameter, parameter.data, None)  # of other stages
         self._enter(world)
 
     # ------------------------------------------------------------------ from world to world
 
     def leave(self) -> None:
         """The world has ended: parts stay, and layers compute by themselves."""
-        undo_parts(self._state.module)
+        with self._all_layers():
+            undo_parts(self._state.module)
         self.stream.part, self.stream.parts = 0, 1
 
     def ways(self) -> dict[str, TensorCut]:

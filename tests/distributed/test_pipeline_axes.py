@@ -25,7 +25,8 @@ from tests.distributed.training import RandomTokens, make_trainer
 NOISY = KNOWN["noisy"]["model"]
 GROUPED = {**LLAMA, "num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
 CASES: dict[str, dict[str, Any]] = {
-    "short": {"model": GROUPED | NOISY, "batch_size": 26, "steps": 6},  # micro-batches of 7, 7, 6 and 6 samples
+    # micro-batches of 7, 7, 6 and 6 samples
+    "short": {"model": GROUPED | NOISY | {"qk_norm": False}, "batch_size": 26, "steps": 5},
     "gpt2": {"model": {**NOISY, "num_heads": 4}},
     "llama": {"model": GROUPED | NOISY},
     "uneven": {"model": GROUPED, "batch_size": 26},
@@ -50,6 +51,7 @@ def in_stages(key: str, ranks: int, **strategy: Any) -> list[Any]:
 
 
 CP: dict[str, Any] = {"mesh": {"cp": 2}}
+TP: dict[str, Any] = {"mesh": {"tp": 2}}
 INTERLEAVED: dict[str, Any] = {"schedule": "interleaved"}
 
 
@@ -57,9 +59,10 @@ INTERLEAVED: dict[str, Any] = {"schedule": "interleaved"}
     ("key", "ranks", "strategy"),
     [
         ("short", 4, CP),
+        ("short", 4, TP),
         *[
             pytest.param(key, ranks, {**axis, **schedule}, marks=pytest.mark.slow)
-            for axis in (CP,)
+            for axis in (CP, TP)
             for schedule in ({}, INTERLEAVED)
             for key, ranks in (("gpt2", 4), ("llama", 4), ("uneven", 4), ("few", 8), ("accumulated", 4))
         ],
@@ -126,6 +129,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {"dense": "fsdp"}),
     "stages": (2, {"mesh": {"pp": 2}, "micro_batches": 2}),
     "cp": (4, {"mesh": {"pp": 2, "cp": 2}, "schedule": "interleaved"}),
+    "tp": (4, {"mesh": {"pp": 2, "tp": 2}, "micro_batches": 2}),
+    "interleaved tp": (8, {"mesh": {"pp": 2, "tp": 2}, "schedule": "interleaved", "copies": 2}),
 }
 
 
@@ -133,7 +138,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     ("writer", "readers"),
     [
         pytest.param("cp", ["one", "fsdp", "stages"], marks=pytest.mark.slow),
-        pytest.param("fsdp", ["cp"], marks=pytest.mark.slow),
+        pytest.param("tp", ["one", "stages", "interleaved tp"], marks=pytest.mark.slow),
+        pytest.param("interleaved tp", ["fsdp", "tp"], marks=pytest.mark.slow),
+        pytest.param("fsdp", ["cp", "tp"], marks=pytest.mark.slow),
     ],
 )
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
