@@ -21,10 +21,6 @@ Axis = Literal["pp", "dp", "cp", "tp"]
 
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
-_NOT_TOGETHER: tuple[tuple[Axis, Axis], ...] = (
-    ("pp", "cp"),
-    ("pp", "tp"),
-)
 
 STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
 """The axes that fold into the ranks among which a stage's experts are dispatched."""
@@ -130,7 +126,7 @@ def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
     """The axes as a user chose them; dp is left at 1.
 
     Raises:
-        ConfigurationError: an unknown axis, a number of ranks that is not positive, or axes that do not go together.
+        ConfigurationError: an unknown axis, a number of ranks that is not positive.
     """
     chosen = dict(mesh or {})
     for axis, size in chosen.items():
@@ -139,8 +135,4 @@ def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
             raise ConfigurationError(f"mesh.{axis}={size!r} is no axis to choose: {cure}")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigurationError(f"mesh.{axis}={size!r} is not an integer of at least 1: set it to one")
-    for pair in _NOT_TOGETHER:
-        if all(chosen.get(axis, 1) > 1 for axis in pair):
-            named = " and ".join(f"mesh.{axis}={chosen[axis]}" for axis in pair)
-            raise ConfigurationError(f"{named} do not go together yet: use one of them beside data parallelism")
     return MeshShape(**chosen)

@@ -71,7 +71,7 @@ def full_model_state(
     Args:
         state: the local state_dict.
         experts: which of its keys, or of those of other ranks, are expert stacks.
-        cuts: of the dense tensors of which this rank holds a part, by key.
+        cuts: of the dense tensors of which this rank, or one of another stage, holds a part, by key.
         spoken: of the rest, what this rank speaks for; None: every rank has it all.
     """
     mine = {f"{key}/{e}": state[key][slot] for key, stack in experts.items() for slot, e in stack.owned()}
@@ -79,7 +79,7 @@ def full_model_state(
     mine |= {
         f"{key}/rows/{world.row_cut.index}": local(state[key])
         for key, cut in cuts.items()
-        if world.row_cut.holders_of(cut)[0] == world.rank
+        if key in state and world.row_cut.holders_of(cut)[0] == world.rank
     }
     collected = collect_on_root(mine, world)
     if world.rank:

@@ -51,8 +51,8 @@ class World:
             rank.
         compute: group of dispatch and combine.
         background: group of transfers that overlap with compute.
-        shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; empty
-            where every rank has a copy of its own.
+        shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; in a
+            pipeline those of this rank's stage. Empty where every rank has a copy of its own.
         shard_group: those among them that have rows of what is this rank's by its tensor index; None where it has all
             of that.
         copy_group: the ranks that hold the same part of other copies; None where there is one copy.
@@ -122,15 +122,7 @@ class World:
         if layout is None:
             return world
         world, shards = _with_axes(world, layout.shape, timeout), layout.shards
-        if not shards:
-            return world
-        size, copies = len(shards[0]) // layout.shape.tp, tuple(zip(*shards, strict=True))
-        rows = [ranks[at : at + size] for ranks in shards for at in range(0, len(ranks), size)]
-        shard_group = world.dense if size == world.size else None
-        if 1 < size < world.size:
-            shard_group = _own_group(rows, world.rank, timeout, "shards")
-        copy_group = _own_group(copies, world.rank, timeout, "copies") if len(shards) > 1 else None
-        return replace(world, shards=shards, shard_group=shard_group, copy_group=copy_group)
+        return world if not shards else _sharing(world, shards, layout.shape, timeout)
 
     @property
     def groups(self) -> list[ProcessGroup]:
@@ -194,8 +186,29 @@ def with_stage(whole: World, shape: MeshShape, timeout: timedelta) -> World:
     if len(ranks) > 1:
         groups = {purpose: _own_group(stages, whole.rank, timeout, purpose) for purpose in groups}
     place = {"rank": ranks.index(whole.rank), "size": len(ranks), "exchanges": ExchangeClock()}
-    stage = replace(whole, axis_groups={}, **place, **groups)  # type: ignore[arg-type]
+    axes = {axis: group for axis, group in whole.axis_groups.items() if axis in STAGE}
+    stage = replace(whole, shape=replace(shape, pp=1), axis_groups=axes, **place, **groups)  # type: ignore[arg-type]
     return replace(whole, stage=stage)
+
+
+def _sharing(world: World, shards: Groups, shape: MeshShape, timeout: timedelta) -> World:
+    """Ranks that share copies of the dense parameters, in a pipeline those of each stage."""
+    stage, size, copies = world.stage or world, len(shards[0]) // shape.tp, len(shards) // shape.pp
+    shard_group, copy_group = (stage.dense if size == stage.size else None), None
+    if 1 < size < stage.size:
+        rows = [ranks[at : at + size] for ranks in shards for at in range(0, len(ranks), size)]
+        shard_group = _own_group(rows, world.rank, timeout, "shards")
+    if copies > 1:
+        stages = [shards[at : at + copies] for at in range(0, len(shards), copies)]
+        alike = [ranks for groups in stages for ranks in zip(*groups, strict=True)]
+        copy_group = _own_group(alike, world.rank, timeout, "copies")
+    first = world.rank - stage.rank
+    own = tuple(ranks for ranks in shards if first <= ranks[0] < first + stage.size)
+    world = replace(world, shards=own, shard_group=shard_group, copy_group=copy_group)
+    if world.stage is None:
+        return world
+    counted = tuple(tuple(rank - first for rank in ranks) for ranks in own)
+    return replace(world, stage=replace(stage, shards=counted, shard_group=shard_group, copy_group=copy_group))
 
 
 def _own_group(groups: Sequence[tuple[int, ...]], rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:

@@ -150,6 +150,7 @@ class DenseParts:
         rows = self._moves(sources, [Part()] * world.size, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
+        self.layers.forget(self._state.module)
 
     def _replicated(self) -> Iterator[Tensor]:
         dense, module = self._state.training_state().dense, self._state.module

@@ -188,7 +188,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         assert self._kept is not None
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
         if "tp" in self.world.axis_groups and (is_training or cut_parameters(module)):
-            self.state.parts.layers.begin(module, self.world)
+            self.state.parts.layers.begin(module, self.worlds.mesh.world)
         self.steps.draw_noise()
         self._keep_from_ddp()
         super().setup(trainer)
@@ -225,9 +225,9 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         super().on_train_end()
         # In an elastic run a rank that is lost now must not end the others.
         if self._kept is not None and self.elastic is None and self.world.size > 1:
-            room = room_for_experts(self.num_processes)
-            self._kept.keep(room)
-            self.state.parts.gather(self.world, room)
+            room, ranks = room_for_experts(self.num_processes), self.worlds.mesh.world
+            self.state.parts.gather(ranks, room)
+            self._kept.keep(room)  # in a pipeline dense parameters, too
 
     @override
     def teardown(self) -> None:

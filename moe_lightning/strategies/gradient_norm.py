@@ -37,6 +37,8 @@ def global_gradient_norm(
     """
     dense, spread = [], []
     for parameter in parameters:
+        if parameter.is_meta:  # another stage's
+            continue
         stack = stack_of.get(parameter)
         if stack is not None:
             spread.append(_squared_norms(parameter, stack))

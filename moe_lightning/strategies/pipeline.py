@@ -23,6 +23,7 @@ from moe_lightning.comm.world import World, all_reduce_, broadcast_
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import LayerStatistics, MoELayer
+from moe_lightning.state.row_blocks import is_cut
 from moe_lightning.strategies.batch_pieces import batch_pieces, joined
 from moe_lightning.strategies.stage_cut import Left, StageCut
 from moe_lightning.strategies.stand_ins import without_traces
@@ -122,7 +123,7 @@ class Pipeline:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._gradients = {}
         if is_last and self._mesh.world.size > 1:
-            dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts]
+            dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts and not is_cut(p)]
             sum_gradients(dense, self._mesh.world)
 
     def forget_step(self) -> None:
@@ -134,7 +135,7 @@ class Pipeline:
     def settle(self, experts: Collection[nn.Parameter], precision: str) -> None:
         """Begin with the dense values of the first rank of the stage, in the precision they have by now; collective."""
         for tensor in [*self._module.parameters(), *self._module.buffers()]:
-            if tensor not in experts:
+            if tensor not in experts and not is_cut(tensor):
                 broadcast_(tensor.detach(), 0, self._mesh.world)
         converted = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
         if precision.endswith("-true") and len(converted) == 1:

@@ -93,6 +93,7 @@ class RankState:
     def take(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
         """Hold a module whose experts have their places, or some stages of it."""
         self._module, self._experts, self.stages = module, experts, stages
+        self.parts.layers.stages = None if stages is None else stages.cut
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Hold the optimizers that a fit has made."""

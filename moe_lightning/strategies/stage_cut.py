@@ -44,6 +44,7 @@ class StageCut:
         module: as given.
         kept: dense values of other stages, by part and name, for `hand_back`.
         bounds: where the blocks of each stage begin, and their end.
+        entering: what is done with hidden states before a block, by its number, in whatever stage that is.
 
     Raises:
         ConfigurationError: no blocks are found, fewer than stages, or parameters are in several stages.
@@ -61,6 +62,7 @@ class StageCut:
         self._placeholders: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.flow = _Flow(self)
         self.kept: dict[tuple[nn.Module, str], Tensor] = {}
+        self.entering: dict[int, Callable[[Tensor], Tensor]] = {}
         self._is_applied, self._device = False, torch.device("cpu")
 
     # ------------------------------------------------------------------ who holds what
@@ -144,9 +146,8 @@ class StageCut:
         self._placeholders = []
         for index, block in enumerate(self._blocks):
             for gated in (block, self._absent[index]):
-                gate = gated.__dict__.pop("forward", None)
-                if gate is not None and gate.replaced is not None:
-                    gated.__dict__["forward"] = gate.replaced
+                if isinstance(gate := gated.__dict__.get("forward"), _Gate):
+                    gate.undo(gated)
             self._list[index] = block
         self._is_applied = False
 
@@ -219,6 +220,10 @@ class StageCut:
             for part, name, _ in self._placeholders
         }
 
+    def number_of(self, part: nn.Module) -> int | None:
+        """Which block a part is; None: it is none."""
+        return next((index for index, block in enumerate(self._blocks) if block is part), None)
+
     def chunk(self, stage: int) -> range:
         """The blocks of a stage."""
         return range(*self.bounds[stage : stage + 2])
@@ -238,10 +243,15 @@ class _Gate:
 
     def __init__(self, flow: _Flow, index: int, block: nn.Module) -> None:
         self._flow, self._index, self._own = flow, index, block.forward
-        self.replaced = block.__dict__.get("forward")
+        self._replaced = block.__dict__.get("forward")
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._flow.through_block(self._index, self._own, arguments, named)
+
+    def undo(self, block: nn.Module) -> None:
+        del block.__dict__["forward"]
+        if self._replaced is not None:
+            block.__dict__["forward"] = self._replaced
 
 
 class _Flow:
@@ -294,6 +304,8 @@ class _Flow:
             raise ConfigurationError(
                 "mesh.pp needs blocks whose first argument is the hidden states, given by position: drop mesh.pp"
             )
+        if index in self._stages.entering:
+            hidden = self._stages.entering[index](hidden)
         if self._is_probe:
             raise Left(hidden)
         if self._stage is None:

@@ -20,6 +20,7 @@ from moe_lightning.comm.mesh import Mesh
 from moe_lightning.comm.world import World, all_reduce_, broadcast_
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.row_blocks import cuts_of, whole_shape
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stage_cut import StageCut
 
@@ -111,7 +112,8 @@ class StageState:
         """Keep the dense values of all stages on every rank, where they take no more than this on any; collective."""
         with self.cut.whole():
             entries = list(self.cut.dense())
-        if sum(p.numel() * p.element_size() for *_, p, _ in entries) > min(all_gather_json(most_bytes, self.whole)):
+        size = sum(whole_shape(p).numel() * p.element_size() for *_, p, _ in entries)
+        if size > min(all_gather_json(most_bytes, self.whole)):
             rank_zero_warn(
                 "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
                 "has those of its stages only, so go on from a checkpoint"
@@ -148,10 +150,12 @@ class StageState:
         with self.cut.whole():
             named = self.cut.module.named_parameters(remove_duplicate=False)
             experts = {name: owners[parameter] for name, parameter in named if parameter in owners}
+            cuts = cuts_of(self.cut.module)
         own = {name: v for name, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
         rank = self._mesh.whole.rank
-        spoken = {name: v for name, v in own.items() if name not in experts and self.holders(name)[0] == rank}
-        whole = full_model_state(own, experts, self._mesh.whole, spoken=spoken)
+        whole_here = own.keys() - experts.keys() - cuts.keys()
+        spoken = {name: own[name] for name in whole_here if self.holders(name)[0] == rank}
+        whole = full_model_state(own, experts, self._mesh.whole, cuts=cuts, spoken=spoken)
         return {name: whole[name] for name in self._names} if whole else {}
 
     def own_part(self, full: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:

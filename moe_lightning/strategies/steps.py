@@ -225,7 +225,7 @@ class Steps:
             self._leave()
         if not self.is_blocked:
             experts.sum_replica_gradients()
-            self._state.parts.sum_rest(self._worlds.present)
+            self._state.parts.sum_rest(self._worlds.mesh.world)
             if module.automatic_optimization:
                 self._weights.finish(module)
         _add_gradients(earlier)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import lightning.pytorch as pl
 import torch
@@ -22,9 +24,10 @@ from moe_lightning.algorithms.mesh_shape import MeshShape
 from moe_lightning.comm.tensor_ranks import TensorRanks
 from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.tensor_parallel import PartedForward, Shares, Style, undo_parts
+from moe_lightning.modules.tensor_parallel import Embedding, Parted, PartedForward, Shares, Style, undo_parts
 from moe_lightning.state.row_blocks import cut_of, local, mark, part_of_whole
 from moe_lightning.strategies.module_checks import cut_parameters
+from moe_lightning.strategies.stage_cut import StageCut
 
 
 def check_parts(axes: MeshShape, dense: str) -> None:
@@ -43,10 +46,18 @@ class TensorParts:
 
     Args:
         size: parts of each layer.
+
+    Attributes:
+        stages: of a pipeline, those on this rank; None without one.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self.stages: StageCut | None = None
+
+    def _all_layers(self) -> AbstractContextManager[None]:
+        """Inside, the module has the layers of all stages, because plans are of whole models."""
+        return nullcontext() if self.stages is None else self.stages.whole()
 
     def begin(self, module: pl.LightningModule, world: World) -> None:
         """Leave this rank its part of what rank 0 has; collective. A module that an earlier training has left in parts
@@ -57,9 +68,10 @@ class TensorParts:
         """
         if not cut_parameters(module):
             for parameter, cut in self.cuts(module).items():
-                broadcast_(parameter.data, 0, world)
-                own = part_of_whole(parameter.data, cut, replace(world.row_cut.part, row=0, rows=1))
-                parameter.data = own.clone(memory_format=torch.contiguous_format)
+                if not parameter.is_meta:  # as those of other stages are
+                    broadcast_(parameter.data, 0, world)
+                    own = part_of_whole(parameter.data, cut, replace(world.row_cut.part, row=0, rows=1))
+                    parameter.data = own.clone(memory_format=torch.contiguous_format)
                 mark(parameter, cut)
         self.enter(module, world)
 
@@ -69,12 +81,27 @@ class TensorParts:
         if not any(has_index(parameter) for parameter in module.parameters()):
             return
         ranks = TensorRanks(world.axis_groups["tp"], world.row_cut.part.tensor, self._size)
-        for name, style in _styles(module, self._size):
-            PartedForward(module.get_submodule(name), style, ranks)
+        with self._all_layers():
+            for name, style in _styles(module, self._size):
+                self._cut_layer(module.get_submodule(name), style, ranks)
+
+    def _cut_layer(self, part: nn.Module, style: Style, ranks: TensorRanks) -> None:
+        block = None if self.stages is None else self.stages.number_of(part)
+        if self.stages is not None and block is not None and style == Parted():
+            self.stages.entering[block] = partial(ranks.own, dim=1)  # what comes to other stages are parts, too
+        elif not (isinstance(style, Embedding) and part.weight.is_meta):  # else zeros, of which there is no sum to make
+            PartedForward(part, style, ranks)
 
     def leave(self, module: pl.LightningModule) -> None:
         """Parts stay, and layers compute by themselves."""
-        undo_parts(module)
+        with self._all_layers():
+            undo_parts(module)
+
+    def forget(self, module: pl.LightningModule) -> None:
+        """Parameters are whole again, those of other stages among them."""
+        with self._all_layers():
+            for parameter in module.parameters():
+                mark(parameter, None)
 
     def cuts(self, module: pl.LightningModule) -> dict[nn.Parameter, TensorCut]:
         """How parameters are cut by tensor index, or will be.
@@ -82,9 +109,10 @@ class TensorParts:
         Raises:
             ConfigurationError: as of `begin`.
         """
-        cuts = {parameter: cut_of(parameter) for parameter in module.parameters() if has_index(parameter)}
-        known = {parameter: cut for parameter, cut in cuts.items() if cut is not None}
-        return known or _cuts(module, dict(_styles(module, self._size)), self._size)
+        with self._all_layers():
+            cuts = {parameter: cut_of(parameter) for parameter in module.parameters() if has_index(parameter)}
+            known = {parameter: cut for parameter, cut in cuts.items() if cut is not None}
+            return known or _cuts(module, dict(_styles(module, self._size)), self._size)
 
     @torch.no_grad()
     def sum_gradients(self, dense: Iterable[nn.Parameter], world: World) -> None:

@@ -1,0 +1,149 @@
+"""Pipelines beside other axes: the loss, gradient norms and logged values of as many accumulated micro-batches on one
+rank, and one checkpoint for all meshes.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from moe_lightning import ContextParallel
+from tests.distributed.harness import run_ranks
+from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
+from tests.distributed.same_training import TOLERANCE, assert_same_training
+from tests.distributed.test_pipeline import CASES as KNOWN
+from tests.distributed.test_pipeline import LLAMA, MICROS, Own, load, save, train
+from tests.distributed.training import RandomTokens, make_trainer
+
+NOISY = KNOWN["noisy"]["model"]
+GROUPED = {**LLAMA, "num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
+CASES: dict[str, dict[str, Any]] = {
+    # micro-batches of 7, 7, 6 and 6 samples
+    "short": {"model": GROUPED | NOISY | {"qk_norm": False}, "batch_size": 26, "steps": 5},
+    "gpt2": {"model": {**NOISY, "num_heads": 4}},
+    "llama": {"model": GROUPED | NOISY},
+    "uneven": {"model": GROUPED, "batch_size": 26},
+    "few": {"model": {"moe_every": 2}, "batch_size": 19, "every": 1.0},  # the last step of an epoch has one sample
+    "accumulated": {"model": NOISY, "batch_size": 24},
+}
+
+
+@cache
+def reference(key: str) -> dict[str, Any]:
+    case = CASES[key]
+    result: dict[str, Any] = run_ranks(1, partial(train, accumulate=MICROS, **case))[0]
+    return result
+
+
+def in_stages(key: str, ranks: int, **strategy: Any) -> list[Any]:
+    """A case in two stages."""
+    mesh = {"pp": 2, **strategy.pop("mesh", {})}
+    accumulate = 2 if key == "accumulated" else 1
+    strategy = {"mesh": mesh, "micro_batches": MICROS // accumulate, **strategy}
+    return run_ranks(ranks, partial(train, strategy=strategy, accumulate=accumulate, **CASES[key]))
+
+
+CP: dict[str, Any] = {"mesh": {"cp": 2}}
+TP: dict[str, Any] = {"mesh": {"tp": 2}}
+INTERLEAVED: dict[str, Any] = {"schedule": "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("key", "ranks", "strategy"),
+    [
+        ("short", 4, CP),
+        ("short", 4, TP),
+        *[
+            pytest.param(key, ranks, {**axis, **schedule}, marks=pytest.mark.slow)
+            for axis in (CP, TP)
+            for schedule in ({}, INTERLEAVED)
+            for key, ranks in (("gpt2", 4), ("llama", 4), ("uneven", 4), ("few", 8), ("accumulated", 4))
+        ],
+    ],
+)
+def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
+    expected, found = reference(key), in_stages(key, ranks, **strategy)
+    if key == "accumulated":  # which validates after as many batches, not steps
+        expected, found = expected | {"validations": []}, [result | {"validations": []} for result in found]
+    assert_same_training(expected, found)
+    np.testing.assert_allclose(found[0]["gradient_norms"], expected["gradient_norms"], rtol=TOLERANCE)
+    for result in found:
+        assert result["logged"] == found[0]["logged"]
+        assert result["logged"].keys() == expected["logged"].keys()
+
+
+# ---------------------------------------------------------------------- users' modules
+
+
+class Attention(nn.Module):
+    """A block of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.context = nn.Linear(32, 96), ContextParallel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (6, -1)).transpose(1, 2).chunk(3, dim=1)
+        return x + self.context.attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Attending(Own):
+    """One whose metrics and predictions are of parts of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.append(Attention())
+
+
+def use(rank: int, world_size: int, strategy: dict[str, Any], accumulate: int = 1) -> dict[str, Any]:
+    """Train, validate and predict."""
+    trainer = make_trainer(rank, world_size, strategy, max_steps=3, accumulate_grad_batches=accumulate)
+    module, held_out = Attending(), DataLoader(RandomTokens(30), batch_size=9)
+    trainer.fit(module, DataLoader(RandomTokens(), batch_size=12 // accumulate))
+    (scores,) = trainer.validate(module, held_out, verbose=False)
+    predictions = trainer.predict(module, held_out)
+    assert predictions is not None
+    return {"scores": scores, "next": torch.cat([batch["next"] for batch in predictions])}  # type: ignore[call-overload]
+
+
+@pytest.mark.slow
+def test_a_users_module_sees_parts_and_answers_wholes() -> None:
+    (alone,) = run_ranks(1, partial(use, strategy={}, accumulate=3))
+    ranks = run_ranks(4, partial(use, strategy={**CP, "mesh": {"pp": 2, "cp": 2}, "micro_batches": 3}))
+    for rank, found in enumerate(ranks):
+        assert found["scores"] == pytest.approx(alone["scores"], abs=TOLERANCE)
+        assert torch.equal(found["next"], alone["next"][: 0 if rank % 2 else None])
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "fsdp": (2, {"dense": "fsdp"}),
+    "stages": (2, {"mesh": {"pp": 2}, "micro_batches": 2}),
+    "cp": (4, {"mesh": {"pp": 2, "cp": 2}, "schedule": "interleaved"}),
+    "tp": (4, {"mesh": {"pp": 2, "tp": 2}, "micro_batches": 2}),
+    "interleaved tp": (8, {"mesh": {"pp": 2, "tp": 2}, "schedule": "interleaved", "copies": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("writer", "readers"),
+    [
+        pytest.param("cp", ["one", "fsdp", "stages"], marks=pytest.mark.slow),
+        pytest.param("tp", ["one", "stages", "interleaved tp"], marks=pytest.mark.slow),
+        pytest.param("interleaved tp", ["fsdp", "tp"], marks=pytest.mark.slow),
+        pytest.param("fsdp", ["cp", "tp"], marks=pytest.mark.slow),
+    ],
+)
+def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
+    written = write(MESHES, writer, save, tmp_path)
+    assert sum(name.endswith("/exp_avg") for name in written) == len(torch.load(tmp_path / "one.ckpt")["state_dict"])
+    assert_read_to_the_bit(MESHES, readers, load, tmp_path, written)
