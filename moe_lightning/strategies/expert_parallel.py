@@ -227,7 +227,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         if self._kept is not None and self.elastic is None and self.world.size > 1:
             room = room_for_experts(self.num_processes)
             self._kept.keep(room)
-            self.state.parts.gather(self.world, room)
+            self.state.gather(self.world, room)
 
     @override
     def teardown(self) -> None:
