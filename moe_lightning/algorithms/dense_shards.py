@@ -65,6 +65,11 @@ class Part:
         of_tensor = f" in part {self.tensor} of {self.tensors}" if self.tensors > 1 else ""
         return f"dense rows {self.row} of {self.rows}{of_tensor}"
 
+    @staticmethod
+    def is_name(text: str) -> bool:
+        """Whether it is that of a part."""
+        return text.startswith("dense rows ")
+
     @classmethod
     def named(cls, name: str) -> Self:
         """The part of this name."""
@@ -122,6 +127,11 @@ class RowCut:
     def names(self) -> tuple[str, ...]:
         """Of the parts."""
         return tuple(part.name for part in self.parts)
+
+    def twin(self, rank: int, tensor: int) -> int:
+        """Of another tensor index, the rank in the same copy as a holder of this rank's part."""
+        rows = len(self.holders) // self.tensors
+        return self.holders[tensor * rows + self.index % rows][self.holders[self.index].index(rank)]
 
     def holders_of(self, cut: TensorCut) -> tuple[int, ...]:
         """The ranks that hold the same values of a tensor as this one."""

@@ -281,9 +281,11 @@ def any_says(words: Sequence[bool], world: World) -> list[bool]:
     return [bool(count) for count in world.read(said)]
 
 
-def broadcast_(tensor: torch.Tensor, source: int, world: World) -> None:
-    """Overwrite a tensor on every rank with the source rank's one."""
-    if world.is_connected:
+def broadcast_(tensor: torch.Tensor, source: int, world: World, group: ProcessGroup | None = None) -> None:
+    """Overwrite a tensor on every rank, or on every one of a group of them, with the source rank's one."""
+    if group is not None:
+        dist.broadcast(tensor, src=source, group=group)
+    elif world.is_connected:
         dist.broadcast(tensor, group=world.dense, group_src=source)
 
 

@@ -61,14 +61,15 @@ class DenseParts:
         state: of the rank.
         in_rows: whether rows are dealt over ranks, where there are several for them.
         tensors: parts of each layer by tensor index, where ranks are a multiple of so many; 1: layers are not cut.
+        with_moments: whether who holds a part keeps its optimizer states.
 
     Attributes:
         layers: the parts by tensor index.
         entrusted: parts that ranks have left here before they went, by name, until the next world has them.
     """
 
-    def __init__(self, state: Holder, *, in_rows: bool, tensors: int) -> None:
-        self._state, self._in_rows, self._tensors = state, in_rows, tensors
+    def __init__(self, state: Holder, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
+        self._state, self._in_rows, self._tensors, self._with_moments = state, in_rows, tensors, with_moments
         self.layers = TensorParts(tensors)
         self.entrusted: dict[str, Rows] = {}
         self._buffers: list[str] = []
@@ -131,12 +132,12 @@ class DenseParts:
         self._scalars = [p for p in dense if not p.ndim and p.requires_grad]
 
     @torch.no_grad()
-    def gather(self, world: World, most_bytes: int) -> None:
+    def gather(self, world: World, most_bytes: int) -> bool:
         """Give every rank whole parameters, where they take no more than this on any rank; collective where they are
-        cut.
+        cut. Whether this was done.
         """
         if not self.is_cut:
-            return
+            return False
         dense = self._state.training_state().dense.values()
         nbytes = sum(whole_shape(p).numel() * p.element_size() for p in dense)
         if nbytes > min(all_gather_json(most_bytes, world)):
@@ -144,13 +145,14 @@ class DenseParts:
                 "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
                 "has its part only, so go on from a checkpoint"
             )
-            return
+            return False
         cut = world.row_cut
         sources = [(name, ranks[0]) for name, ranks in zip(cut.names(), cut.holders, strict=True)]
         rows = self._moves(sources, [Part()] * world.size, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
         self.layers.forget(self._state.module)
+        return True
 
     def _replicated(self) -> Iterator[Tensor]:
         dense, module = self._state.training_state().dense, self._state.module
@@ -235,7 +237,8 @@ class DenseParts:
         return self._moves(sources, world.row_cut.of_all(), world).exchange()
 
     def _moves(self, sources: Sequence[tuple[str, int]], targets: Sequence[Part], world: World) -> RowMoves:
-        return RowMoves(self._state.training_state(), self.ways(), sources, targets, world, self.entrusted)
+        state, has = self._state.training_state(), {"with_moments": self._with_moments}
+        return RowMoves(state, self.ways(), sources, targets, world, self.entrusted, **has)
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Before ranks leave: the parts that only they have go to ranks that stay; collective where anything is cut."""
@@ -260,7 +263,7 @@ class DenseParts:
         state, module, part = self._state.training_state(), self._state.module, world.row_cut.part
         ways = self.ways()
         before = {name: state.dense[name] for name in ways}
-        moments = {name: state.moments(parameter) for name, parameter in before.items()}
+        moments = {name: state.moments(p) if self._with_moments else {} for name, p in before.items()}
         after = self._anew(before, ways, world) if self._in_rows else before
         for name, cut in ways.items():
             parameter = after[name]

@@ -226,7 +226,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         # In an elastic run a rank that is lost now must not end the others.
         if self._kept is not None and self.elastic is None and self.world.size > 1:
             room, ranks = room_for_experts(self.num_processes), self.worlds.mesh.world
-            self.state.parts.gather(ranks, room)
+            self.state.gather(ranks, room)
             self._kept.keep(room)  # in a pipeline dense parameters, too
 
     @override

@@ -14,6 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_lightning.algorithms.dense_shards import Part
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
@@ -21,10 +22,11 @@ from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.checkpoint.window_replay import WindowReplay
 from moe_lightning.comm.world import World, agree
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.row_blocks import local, swap_parameters, updating_blocks
+from moe_lightning.state.row_blocks import cuts_of, local, swap_parameters, updating_blocks
 from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
+from moe_lightning.strategies.kept_states import keepers_of_units, made_of, name_of, takers_of
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
@@ -62,7 +64,7 @@ class RankState:
         self._entrusted: dict[str, dict[str, Tensor]] = {}
         self._own_forward: Any = None
         self.stages: StageState | None = None
-        self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors)
+        self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
@@ -235,17 +237,16 @@ class RankState:
         Args:
             former: the world that this rank comes from.
         """
-        if self.parts.is_wished:
-            names = former.row_cut.names()
-            return names, (names[former.row_cut.index], *self.parts.entrusted)
-        owners = self.shard_owners
-        own = {name for name, owner in owners.items() if owner == former.rank}
-        return tuple(sorted(owners)), tuple(sorted(own | self._entrusted.keys()))
+        names = former.row_cut.names() if self.parts.is_wished else ()
+        parts = (*names[former.row_cut.index : former.row_cut.index + 1], *self.parts.entrusted)
+        keepers = self._keepers(former)
+        own = {unit for unit, keeper in keepers.items() if keeper == former.rank}
+        return (*names, *sorted(keepers)), (*parts, *sorted(own | self._entrusted.keys()))
 
     @property
     def shards_optimizers(self) -> bool:
         """Whether one rank keeps the optimizer state of each dense parameter for all."""
-        return self._shards is not None
+        return self._shards is not None and self._worlds.present.size > 1
 
     @property
     def shard_owners(self) -> dict[str, int]:
@@ -255,17 +256,21 @@ class RankState:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return {names[parameter]: rank for parameter, rank in self._shards.owners.items()}
 
-    def _dense_sharding(self) -> DenseSharding:
-        """Of the dense parameters, among the ranks of the present world."""
+    def _keepers(self, world: World) -> dict[str, int]:
+        """The rank of a world that keeps each unit of optimizer states; empty without sharding."""
+        return keepers_of_units(self.shard_owners, cuts_of(self.module), world.row_cut)
+
+    def _dense_sharding(self, world: World | None = None) -> DenseSharding:
+        """Of the dense parameters, among the ranks of a world, or of the present one."""
         dense = [p for p in self.module.parameters() if p.requires_grad and p not in self.experts.stack_of]
-        world = self._worlds.present  # those that will leave it keep nothing for others
+        world = world or self._worlds.present  # those that will leave it keep nothing for others
         staying = replace(world, size=world.size - self._worlds.spares)
         sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, staying)
         return sharding
 
     def _shard(self, sharding: DenseSharding) -> None:
         """Leave each rank the optimizer state of its share of the dense parameters."""
-        if self._worlds.present.size == 1 or not sharding.owners:
+        if not sharding.owners:
             return
         self._shards = sharding
         for optimizer in self.optimizers:
@@ -280,7 +285,7 @@ class RankState:
         """
         if not self.parts.is_wished:
             return None
-        rows = self.parts.fetch(sources, world)
+        rows = self.parts.fetch([(name, rank) for name, rank in sources if Part.is_name(name)], world)
         agree(world)  # all have theirs, and go on, or none does
         return rows
 
@@ -294,11 +299,26 @@ class RankState:
         """
         if self.parts.is_wished:
             self.parts.install(rows, self._worlds.present)
-            return
-        sharding = self._dense_sharding()
+        self._share_states([(unit, rank) for unit, rank in sources if not Part.is_name(unit)], self._worlds.present)
+
+    def gather(self, world: World, most_bytes: int) -> None:
+        """Training has ended: give every rank whole dense parameters, where they take no more than this on any rank;
+        collective where they are cut.
+        """
+        units = list(self._keepers(world).items())
+        if self.parts.gather(world, most_bytes):
+            self._share_states(units, replace(world, shards=(), copy_group=None))
+
+    def _share_states(self, sources: Sequence[tuple[str, int]], world: World) -> None:
+        """Bring optimizer states to the ranks of a world that keep them from now on, where any keeps them for others;
+        collective.
+
+        Args:
+            sources: (unit, rank) of every state that a rank has.
+        """
+        sharding = self._dense_sharding(world)
         if not sharding.owners:
             return
-        world = self._worlds.present
         dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
         homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
         local = self._held_states([name for name, rank in sources if rank == world.rank])
@@ -307,10 +327,16 @@ class RankState:
                 group["params"] = list(parameters)
         self._shards = None
         self._shard(sharding)
-        owners = self.shard_owners or dict.fromkeys(dense, 0)
         for parameter in dense.values():
             homes[parameter].state.pop(parameter, None)
-        for name, states in move_shards(sources, owners, local, world).items():
+        keepers, ways = self._keepers(world), self.parts.ways()
+        takers = {unit: takers_of(unit, keepers) for unit, _ in sources}
+        arrived = move_shards(sources, takers, local, world)
+        for unit in (unit for unit, keeper in keepers.items() if keeper == world.rank):
+            name = name_of(unit)
+            states = made_of(arrived, unit, ways.get(name))
+            if not states:
+                continue
             homes[dense[name]].state[dense[name]] = {
                 scope: value if scope == "step" else value.to(dense[name].device) for scope, value in states.items()
             }
@@ -319,22 +345,22 @@ class RankState:
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Before ranks leave: what only they keep of the dense state goes to ranks that stay; collective."""
         self.parts.hand_over(staying, world)
-        owners = self.shard_owners
-        lost = sorted(name for name, owner in owners.items() if owner not in staying)
+        owners = self._keepers(world)
+        lost = sorted(unit for unit, owner in owners.items() if owner not in staying)
         if lost:
-            keepers = {name: staying[number % len(staying)] for number, name in enumerate(lost)}
-            local = self._held_states([name for name in lost if owners[name] == world.rank])
-            self._entrusted |= move_shards([(name, owners[name]) for name in lost], keepers, local, world)
+            keepers = {unit: [staying[number % len(staying)]] for number, unit in enumerate(lost)}
+            local = self._held_states([unit for unit in lost if owners[unit] == world.rank])
+            self._entrusted |= move_shards([(unit, owners[unit]) for unit in lost], keepers, local, world)
 
-    def _held_states(self, names: Sequence[str]) -> dict[str, Mapping[str, Tensor]]:
-        """Optimizer states of parameters, live, or as a rank left them here, or as replayed for a lost peer."""
+    def _held_states(self, units: Sequence[str]) -> dict[str, Mapping[str, Tensor]]:
+        """Optimizer states, live, or as a rank left them here, or as replayed for a lost peer."""
         parameters = dict(self.module.named_parameters())
         found: dict[str, Mapping[str, Tensor]] = {}
-        for name in names:
-            found[name] = self.state_of(parameters[name]) or self._entrusted.get(name, {})
-            if not found[name] and self.replay is not None:
-                states = self.replay.states(name).items()
-                found[name] = {scope: value for scope, value in states if scope != "weight"}
+        for unit in units:
+            found[unit] = self._entrusted.get(unit) or self.state_of(parameters[name_of(unit)])
+            if not found[unit] and self.replay is not None:
+                states = self.replay.states(unit).items()
+                found[unit] = {scope: value for scope, value in states if scope != "weight"}
         return found
 
     def replay_peer(self, peer: int, version: int) -> None:

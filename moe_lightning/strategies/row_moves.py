@@ -32,6 +32,7 @@ class RowMoves:
         targets: the part that every rank will have.
         world: the ranks.
         entrusted: parts of other ranks that this one has, by name.
+        with_moments: whether optimizer states travel with their parameters.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class RowMoves:
         targets: Sequence[Part],
         world: World,
         entrusted: Mapping[str, Rows] | None = None,
+        *,
+        with_moments: bool = True,
     ) -> None:
         self._targets, self._world = targets, world
-        own = held_rows(state, ways)
+        own = held_rows(state, ways, with_moments=with_moments)
         self._cuts = {key: ways[key.removeprefix("dense/").rpartition("/")[0]] for key in own}
         self._dtypes = {key: tensor.dtype for key, tensor in own.items()}
         self._held: dict[Part, Rows] = {state.cut.part: own}
@@ -103,11 +106,13 @@ def _within(block: Sequence[slice], common: Sequence[slice]) -> tuple[slice, ...
 
 
 @torch.no_grad()
-def held_rows(state: State, names: Collection[str]) -> dict[str, Tensor]:
+def held_rows(state: State, names: Collection[str], *, with_moments: bool = True) -> dict[str, Tensor]:
     """What this rank has of dense parameters that are, or can be, cut."""
     return {
         f"dense/{name}/{scope}": tensor
         for name, parameter in state.dense.items()
         if name in names
-        for scope, tensor in ({"weight": local(parameter.detach())} | state.moments(parameter)).items()
+        for scope, tensor in (
+            {"weight": local(parameter.detach())} | (state.moments(parameter) if with_moments else {})
+        ).items()
     }

@@ -35,9 +35,9 @@ def check_parts(axes: MeshShape, dense: str) -> None:
     Raises:
         ConfigurationError: what tensor parallelism does not go with.
     """
-    if axes.tp > 1 and dense not in ("ddp", "fsdp", "hsdp"):
+    if axes.tp > 1 and dense not in ("ddp", "zero1", "fsdp", "hsdp"):
         raise ConfigurationError(
-            f"mesh.tp={axes.tp} and dense={dense} do not go together: use dense=fsdp or hsdp, which keep less on a rank"
+            f"mesh.tp={axes.tp} and dense={dense} do not go together: use dense=ddp, zero1, fsdp or hsdp"
         )
 
 

@@ -58,6 +58,19 @@ def test_another_copy_has_the_rows_of_a_lost_part(tmp_path: Path, place: str) ->
         assert run.assert_replicas_equal() > 0
 
 
+@pytest.mark.parametrize("place", ["backward", *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES)])
+def test_optimizer_states_of_parts_come_from_snapshots_and_are_dealt_anew(tmp_path: Path, place: str) -> None:
+    """Three ranks hold whole layers and wait for a fourth."""
+    kills, holds = [Kill(worker=1, step=4, place=place)], [Hold(step=6, ranks=4)]
+    strategy: dict[str, Any] = {"mesh": {"tp": 2}, "dense": "zero1"}
+    with elastic_run(
+        tmp_path, workers=4, steps=STEPS, strategy=strategy, kills=kills, holds=holds, saving={"every_n_steps": 1}
+    ) as run:
+        run.supervise(restart=[1])
+        assert_same_losses(run, reference(STEPS))
+        assert run.world_sizes()[STEPS] == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dense", ["ddp", "hsdp"])
 def test_all_axes_but_pipelines(tmp_path: Path, dense: str) -> None:

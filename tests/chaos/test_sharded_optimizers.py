@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.elastic_runs import Kill, elastic_run, finish
+from tests.chaos.elastic_runs import Hold, Kill, elastic_run, finish
 
 STEPS = 10
 
@@ -51,3 +51,18 @@ def test_copied_snapshots_replace_a_lost_shard(tmp_path: Path, undisturbed: dict
         report = run.result(0)["reports"][0]
         assert report["ranks_after"] == 2
         assert report["steps_lost"] <= 1
+
+
+def test_one_rank_keeps_all_states_until_another_takes_some(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    with elastic_run(
+        tmp_path,
+        workers=2,
+        steps=STEPS,
+        strategy={"zero1": True},
+        saving={"every_n_steps": 1},
+        kills=[Kill(worker=1, step=4, place="backward")],
+        holds=[Hold(step=7, ranks=2)],
+    ) as run:
+        run.supervise(restart=[1])
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        assert set(run.world_sizes().values()) == {1, 2}

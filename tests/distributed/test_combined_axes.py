@@ -42,6 +42,9 @@ def reference(key: str) -> dict[str, Any]:
     [
         ("llama noisy", 4, {"mesh": CPTP}),
         ("llama accumulated", 4, {"mesh": TP2, "dense": "fsdp"}),
+        ("gpt2", 4, {"mesh": TP2, "dense": "zero1"}),
+        pytest.param("llama noisy", 4, {"mesh": TP2, "dense": "zero1"}, marks=pytest.mark.slow),
+        pytest.param("llama accumulated", 4, {"mesh": CPTP, "dense": "zero1"}, marks=pytest.mark.slow),
         pytest.param("gpt2", 4, {"mesh": CPTP, "copies": 2}, marks=pytest.mark.slow),
         pytest.param("gpt2 uneven", 4, {"mesh": CPTP}, marks=pytest.mark.slow),
         pytest.param("llama accumulated", 4, {"mesh": CPTP}, marks=pytest.mark.slow),
@@ -70,6 +73,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "fsdp": (3, {"dense": "fsdp"}),
     "cp2 tp2": (4, {"mesh": CPTP}),
+    "tp2 zero1": (4, {"mesh": TP2, "dense": "zero1"}),
     "tp2 fsdp": (4, {"mesh": TP2, "dense": "fsdp"}),
     "tp2 hsdp": (8, {"mesh": TP2, "dense": "hsdp"}),
 }
@@ -78,9 +82,10 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("writer", "readers"),
     [
-        ("tp2 fsdp", ["cp2 tp2"]),
-        pytest.param("tp2 fsdp", ["one", "fsdp", "tp2 hsdp"], marks=pytest.mark.slow),
-        pytest.param("cp2 tp2", ["one", "fsdp", "tp2 fsdp"], marks=pytest.mark.slow),
+        ("tp2 fsdp", ["tp2 zero1"]),
+        pytest.param("tp2 zero1", ["one", "tp2 fsdp", "cp2 tp2"], marks=pytest.mark.slow),
+        pytest.param("tp2 fsdp", ["one", "cp2 tp2", "tp2 hsdp"], marks=pytest.mark.slow),
+        pytest.param("cp2 tp2", ["one", "fsdp", "tp2 fsdp", "tp2 zero1"], marks=pytest.mark.slow),
         pytest.param("fsdp", ["tp2 fsdp", "tp2 hsdp"], marks=pytest.mark.slow),
         pytest.param("tp2 hsdp", ["one", "cp2 tp2", "tp2 fsdp"], marks=pytest.mark.slow),
     ],

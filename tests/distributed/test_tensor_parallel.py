@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
+from moe_lightning.algorithms.mesh_shape import MeshShape
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.comm.tensor_ranks import TensorRanks
@@ -25,7 +26,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.tensor_parallel import Columns, Gathered, Parted, PartedForward, Plan, Rows
 from moe_lightning.state.row_blocks import cut_of
 from moe_lightning.strategies import expert_parallel
-from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.tensor_parts import check_parts
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
@@ -363,11 +364,9 @@ def refusal(rank: int, world_size: int, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_optimizer_states_on_one_rank_each_are_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"mesh\.tp=2 and dense=zero1 do not go together: use dense=fsdp or hsdp"
-    ):
-        ExpertParallelStrategy(mesh={"tp": 2}, dense="zero1")
+def test_who_deals_out_parameters_otherwise_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"mesh\.tp=2 and dense=own do not go together: use dense=ddp, zero1"):
+        check_parts(MeshShape(tp=2), "own")
 
 
 @pytest.mark.parametrize(
