@@ -129,9 +129,11 @@ class World:
             return world
         if len(shards) == 1:
             return replace(world, shards=shards, shard_group=world.dense)
-        shard_group, copy_group = (
-            _own_group(groups, world.rank, timeout, "shards") for groups in (shards, tuple(zip(*shards, strict=True)))
-        )
+        stages = layout.shape.groups(STAGE)
+        held = [tuple(zip(*(group for group in shards if group[0] in stage), strict=True)) for stage in stages]
+        copies = tuple(ranks for parts in held for ranks in parts)
+        shard_group = _own_group(shards, world.rank, timeout, "shards")
+        copy_group = _own_group(copies, world.rank, timeout, "shards") if len(copies[0]) > 1 else None
         return _shared(world, shards, shard_group, copy_group)
 
     @property

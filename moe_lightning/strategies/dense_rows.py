@@ -20,7 +20,7 @@ from moe_lightning import seams
 from moe_lightning.algorithms.dense_shards import RowCut, TensorCut
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World, all_reduce_, broadcast_
-from moe_lightning.state.row_blocks import local
+from moe_lightning.state.row_blocks import hold, local
 from moe_lightning.state.table import State
 from moe_lightning.strategies.fully_sharded import (
     is_sharded,
@@ -34,6 +34,7 @@ from moe_lightning.strategies.fully_sharded import (
 from moe_lightning.strategies.module_checks import identical_buffers
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.row_moves import RowMoves, Rows, held_rows
+from moe_lightning.strategies.stage_state import StageState
 
 
 class Holder(Protocol):
@@ -44,6 +45,9 @@ class Holder(Protocol):
 
     @property
     def experts(self) -> PlacedExperts: ...
+
+    @property
+    def stages(self) -> StageState | None: ...
 
     def training_state(self) -> State: ...
 
@@ -85,13 +89,16 @@ class DenseRows:
     # ------------------------------------------------------------------ a world that stays
 
     def begin(self, world: World) -> None:
-        """Cut what rank 0 has; collective. A module that is cut already stays as it is."""
+        """Cut what rank 0 has, in a pipeline that of each stage; collective. A module that is cut already stays as it
+        is.
+        """
         seams.evaluate_without_inference_mode(self._state.module.trainer)
         if self.is_cut:
             return
         for tensor in self._replicated():
-            broadcast_(tensor, 0, world)
+            broadcast_(tensor, 0, world.stage or world)
         self._shard(world)
+        self._mark_absent(is_cut=True)
 
     def _shard(self, world: World) -> None:
         module, stack_of = self._state.module, self._state.experts.stack_of
@@ -100,6 +107,16 @@ class DenseRows:
         self._buffers = [name for name, _ in module.named_buffers() if name not in alike]
         dense = (p for p in module.parameters() if p not in stack_of)
         self._scalars = [p for p in dense if not p.ndim and p.requires_grad]
+
+    def _mark_absent(self, *, is_cut: bool) -> None:
+        """Say of the parameters of other stages, which have no values here, how they are cut there."""
+        stages = self._state.stages
+        if stages is None:
+            return
+        with stages.cut.whole():
+            for *_, parameter, _ in stages.cut.dense():
+                if parameter.is_meta and parameter.ndim:
+                    hold(parameter, parameter.data, TensorCut(sections=(parameter.shape[0],)) if is_cut else None)
 
     @torch.no_grad()
     def gather(self, world: World, most_bytes: int) -> None:
@@ -121,6 +138,7 @@ class DenseRows:
         rows = RowMoves(self._state.training_state(), self._ways(), sources, whole, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
+        self._mark_absent(is_cut=False)
 
     def _replicated(self) -> Iterator[Tensor]:
         dense, module = self._state.training_state().dense, self._state.module

@@ -118,7 +118,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         )
         self._seed = seed
         self.worlds.axes = chosen_axes(mesh)
-        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp, dense)
+        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp)
         self._schedule: ScheduleName = schedule
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
         check_parts(self.worlds.axes, dense)

@@ -67,7 +67,7 @@ class Steps:
         """Around the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
         self._compare_replicas(trainer.global_step)
-        self._state.rows.take_buffers(self._worlds.present)
+        self._state.rows.take_buffers(self._worlds.mesh.world)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
         seams.forget_restart(trainer)
@@ -216,7 +216,7 @@ class Steps:
             self._leave()
         if not self.is_blocked:
             experts.sum_replica_gradients()
-            self._state.rows.sum_scalars(self._worlds.present)
+            self._state.rows.sum_scalars(self._worlds.mesh.world)
             self._state.parts.sum_gradients(self._worlds.present)
             if module.automatic_optimization:
                 self._weights.finish(module)

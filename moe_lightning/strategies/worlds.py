@@ -90,7 +90,12 @@ class Worlds:
             ConfigurationError: the axes do not divide the ranks, or a user's `shard_size` does not fit them.
         """
         shape = self.shape_of(len(nodes))
-        return Layout(shape=shape, shards=() if self.is_passing(len(nodes)) else self.shards_of(nodes))
+        if self.is_passing(len(nodes)):
+            return Layout(shape=shape)
+        size = len(nodes) // shape.pp
+        first = self.shards_of(nodes[:size])  # every stage cuts alike
+        shards = [tuple(at + rank for rank in ranks) for at in range(0, len(nodes), size) for ranks in first]
+        return Layout(shape=shape, shards=tuple(shards))
 
     def shape_of(self, num_ranks: int) -> MeshShape:
         """Of a world.
