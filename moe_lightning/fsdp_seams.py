@@ -39,6 +39,18 @@ def undo_fully_shard(module: nn.Module) -> None:
             owner.__dict__.pop(name, None)
 
 
+def begin_by_hand(module: nn.Module) -> None:
+    """Let a module whose forward pass will not be called as a whole be the root of its parts."""
+    module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+
+
+def end_backward(module: nn.Module) -> None:
+    """What ends the backward pass of a root: gradients that were left for later are summed over ranks, and everything
+    is cut again; collective.
+    """
+    module._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+
+
 def sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
     """The parts that fully_shard was called on."""
     return (part for part in module.modules() if isinstance(part, FSDPModule))

@@ -38,9 +38,9 @@ def cuts_of(module: nn.Module) -> dict[str, TensorCut]:
 
 
 def mark(parameter: nn.Parameter, cut: TensorCut | None) -> None:
-    """Note that a parameter is cut by tensor index, or that it is not."""
+    """Note that a parameter is cut by tensor index, or one of another stage in any way; or that it is not."""
     parameter.__dict__.pop(_CUT, None)
-    if cut is not None and cut.sections:
+    if cut is not None and (cut.sections or parameter.is_meta):
         setattr(parameter, _CUT, cut)
 
 

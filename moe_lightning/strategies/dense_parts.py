@@ -35,6 +35,8 @@ from moe_lightning.strategies.fully_sharded import (
 from moe_lightning.strategies.module_checks import identical_buffers
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.row_moves import RowMoves, Rows, held_rows
+from moe_lightning.strategies.stage_cut import StageCut
+from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.tensor_parts import TensorParts, has_index
 
 
@@ -46,6 +48,9 @@ class Holder(Protocol):
 
     @property
     def experts(self) -> PlacedExperts: ...
+
+    @property
+    def stages(self) -> StageState | None: ...
 
     def training_state(self) -> State: ...
 
@@ -119,6 +124,8 @@ class DenseParts:
         for tensor in self._replicated():
             broadcast_(tensor, 0, world)
         self._shard(world)
+        if self._state.stages is not None:
+            self._mark_absent(self._state.stages.cut)
 
     def _shard(self, world: World) -> None:
         module, stack_of = self._state.module, self._state.experts.stack_of
@@ -130,6 +137,14 @@ class DenseParts:
         self._buffers = [name for name, _ in module.named_buffers() if name not in alike]
         dense = (p for p in module.parameters() if p not in stack_of)
         self._scalars = [p for p in dense if not p.ndim and p.requires_grad]
+
+    @staticmethod
+    def _mark_absent(stages: StageCut) -> None:
+        """Parameters of other stages, which have no values here, are in rows there."""
+        with stages.whole():
+            for *_, parameter, _ in stages.dense():
+                if parameter.is_meta and parameter.ndim and not is_cut(parameter):
+                    mark(parameter, TensorCut(shape=tuple(parameter.shape)))
 
     @torch.no_grad()
     def gather(self, world: World, most_bytes: int) -> bool:

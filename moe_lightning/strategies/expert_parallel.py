@@ -118,7 +118,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         )
         self._seed = seed
         self.worlds.axes = chosen_axes(mesh)
-        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp, dense)
+        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp)
         self._schedule: ScheduleName = schedule
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
         check_parts(self.worlds.axes, dense)
@@ -212,7 +212,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         self._keep_from_ddp()  # a newcomer has its parts by now
         self.steps.draw_noise()
         if self.world.shard_group is not None:
-            self.state.parts.begin(self.world)
+            self.state.parts.begin(self.worlds.mesh.world)
         elif self._pipeline is None:
             super().configure_ddp()
 

@@ -7,7 +7,8 @@ embeddings, the last norm, the head. Experts are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import contextmanager
 from functools import update_wrapper
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.fsdp_seams import can_be_undone, sharded_modules, undo_fully_shard
+from moe_lightning.fsdp_seams import begin_by_hand, can_be_undone, end_backward, sharded_modules, undo_fully_shard
 from moe_lightning.seams import tree_map
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -77,6 +78,30 @@ def sum_gradients(module: nn.Module, *, now: bool) -> None:
     """Whether the next backward pass sums gradients over ranks, or leaves that to a later one."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(now)
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Generator[None, None, None]:
+    """Inside, all units stay gathered for several forward and backward passes, in any order, which may be left early;
+    then the gradients that there are are summed over ranks once. Collective.
+    """
+    assert isinstance(module, FSDPModule)
+
+    def reduce(*, now: bool) -> None:
+        module.set_requires_gradient_sync(now)
+        module.set_reshard_after_backward(now)
+        module.set_is_last_backward(now)
+
+    begin_by_hand(module)
+    module.set_reshard_after_forward(False)
+    reduce(now=False)
+    try:
+        for part in sharded_modules(module):
+            part.unshard()
+        yield
+    finally:
+        reduce(now=True)
+    end_backward(module)
 
 
 def let_go_of_gathered(module: nn.Module) -> None:

@@ -25,6 +25,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import LayerStatistics, MoELayer
 from moe_lightning.state.row_blocks import is_cut
 from moe_lightning.strategies.batch_pieces import batch_pieces, joined
+from moe_lightning.strategies.fully_sharded import GatheringStep, gathered, is_sharded
 from moe_lightning.strategies.stage_cut import Left, StageCut
 from moe_lightning.strategies.stand_ins import without_traces
 from moe_lightning.strategies.step_logs import StepLogs, log_again
@@ -122,7 +123,7 @@ class Pipeline:
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._gradients = {}
-        if is_last and self._mesh.world.size > 1:
+        if is_last and self._mesh.world.size > 1 and not is_sharded(self._module):
             dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts and not is_cut(p)]
             sum_gradients(dense, self._mesh.world)
 
@@ -150,15 +151,17 @@ class Pipeline:
                 "mesh.pp needs batches that can be cut over ranks: return a torch DataLoader or a StepLoader"
             )
         parts = batch_pieces(arguments[0], [piece.rows for piece in batch.pieces])
+        step = step.own if isinstance(step, GatheringStep) else step
         run = _Run(step, context, [(part, *arguments[1:]) for part in parts], batch.pieces, is_training=backward)
-        pipe = self._pipe(run)
-        self._run = run
-        try:
-            with self.cut.flow.watching() if run.is_watched else nullcontext():
-                pipe.run(backward=backward)
-        finally:
-            self._run = None
-            steps.enter(batch)
+        with gathered(module) if is_sharded(module) else nullcontext():
+            pipe = self._pipe(run)
+            self._run = run
+            try:
+                with self.cut.flow.watching() if run.is_watched else nullcontext():
+                    pipe.run(backward=backward)
+            finally:
+                self._run = None
+                steps.enter(batch)
         for layer, seen in run.statistics.items():
             layer.statistics = LayerStatistics(
                 tokens_NE=torch.stack([one.tokens_NE for one in seen]).sum(0),

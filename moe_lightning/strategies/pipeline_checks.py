@@ -19,13 +19,12 @@ _NOT_YET = {
 """Callbacks that know of one stage only, and what they do."""
 
 
-def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int, dense: str) -> int:
+def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int) -> int:
     """Micro-batches of a batch; 1 without a pipeline.
 
     Args:
         wanted: by the user.
         ranks: of the pipeline.
-        dense: who keeps dense parameters.
 
     Raises:
         ConfigurationError: a schedule that cannot run so many, or what has no meaning without a pipeline.
@@ -36,8 +35,6 @@ def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int,
                 f"schedule={schedule} and micro_batches={wanted} are for pipelines, and mesh.pp is 1: drop them"
             )
         return 1
-    if dense != "ddp":
-        raise ConfigurationError(f"dense={dense} shares parameters that mesh.pp={ranks} cuts: use dense=ddp")
     micros = 2 * ranks if wanted is None else wanted
     if micros < ranks:
         raise ConfigurationError(

@@ -109,12 +109,14 @@ class RankState:
 
     def training_state(self) -> TrainingState:
         """The live tensors of the run under their checkpoint keys."""
-        ranks = self._worlds.mesh.whole
+        mesh = self._worlds.mesh
+        ranks, first = mesh.whole, mesh.whole.rank - mesh.world.rank
+        owners = {} if self._shards is None else self._shards.owners
         return TrainingState(
             self.module,
             self.experts.stacks if self.stages is None else self.stages.stacks(self.experts),
             list(zip(self.optimizers, self._groups, strict=True)),
-            keepers=self._shards.owners if self._shards is not None else {},
+            keepers={parameter: first + rank for parameter, rank in owners.items()},
             rank=ranks.rank,
             world_size=ranks.size,
             cut=ranks.row_cut,
@@ -263,7 +265,7 @@ class RankState:
     def _dense_sharding(self, world: World | None = None) -> DenseSharding:
         """Of the dense parameters, among the ranks of a world, or of the present one."""
         dense = [p for p in self.module.parameters() if p.requires_grad and p not in self.experts.stack_of]
-        world = world or self._worlds.present  # those that will leave it keep nothing for others
+        world = world or self._worlds.mesh.world  # those that will leave it keep nothing for others
         staying = replace(world, size=world.size - self._worlds.spares)
         sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, staying)
         return sharding

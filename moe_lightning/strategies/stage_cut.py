@@ -3,8 +3,8 @@
 A model is cut at its blocks, the elements of a ModuleList. What it has before them belongs to the first stage, what it
 has after them to the last one. Every rank runs the user's step, so nothing has to be known of how a model calls its
 blocks or what else it hands them: blocks of other stages hand hidden states on, the first of a stage takes what has
-arrived instead, and after the last of one the step is left. Keys do not change; parameters of other stages outside
-blocks are zeros without memory.
+arrived instead, and before the first of the next one the step is left. Keys do not change; parameters of other stages
+outside blocks are zeros without memory.
 """
 
 from __future__ import annotations
@@ -313,7 +313,9 @@ class _Flow:
                 "a block was called outside of the forward pass of a step (activation checkpointing, or a call between "
                 "steps), where mesh.pp has no hidden states for it: drop that, or mesh.pp"
             )
-        chunk, is_last = self._stages.chunk(self._stage), self._stage == self._stages.num_stages - 1
+        chunk = self._stages.chunk(self._stage)
+        if index == chunk.stop:
+            raise Left(hidden)
         if index not in chunk:
             return hidden
         if index != self._next:
@@ -331,8 +333,6 @@ class _Flow:
                 "mesh.pp needs blocks that return hidden states of the shape and dtype that they get, and nothing "
                 f"else, but block {index} returns {_shown(out)} for {_shown(hidden)}: drop mesh.pp"
             )
-        if index == chunk[-1] and not is_last:
-            raise Left(out)
         return out
 
 

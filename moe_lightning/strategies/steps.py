@@ -76,7 +76,7 @@ class Steps:
         """Around the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
         self._compare_replicas(trainer.global_step)
-        self._state.parts.take_buffers(self._worlds.present)
+        self._state.parts.take_buffers(self._worlds.mesh.world)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
         seams.forget_restart(trainer)

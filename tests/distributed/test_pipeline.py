@@ -432,7 +432,6 @@ def test_what_cannot_be_cut_is_refused(module: Any, words: str) -> None:
     ("options", "words"),
     [
         ({"mesh": {"pp": 2}, "schedule": "zero_bubble"}, "must be '1f1b' or 'interleaved'"),
-        ({"mesh": {"pp": 2}, "dense": "fsdp"}, "use dense=ddp"),
         ({"mesh": {"pp": 4}, "micro_batches": 3}, "use at least 4"),
         ({"mesh": {"pp": 4}, "micro_batches": 6, "schedule": "interleaved"}, "use 4 or 8"),
         ({"micro_batches": 3}, "mesh.pp is 1"),

@@ -52,6 +52,9 @@ def in_stages(key: str, ranks: int, **strategy: Any) -> list[Any]:
 
 CP: dict[str, Any] = {"mesh": {"cp": 2}}
 TP: dict[str, Any] = {"mesh": {"tp": 2}}
+ZERO1: dict[str, Any] = {"dense": "zero1"}
+FSDP: dict[str, Any] = {"dense": "fsdp"}
+HSDP: dict[str, Any] = {"dense": "hsdp", "shard_size": 2}
 INTERLEAVED: dict[str, Any] = {"schedule": "interleaved"}
 
 
@@ -60,12 +63,15 @@ INTERLEAVED: dict[str, Any] = {"schedule": "interleaved"}
     [
         ("short", 4, CP),
         ("short", 4, TP),
+        ("short", 4, ZERO1),
+        ("short", 4, {**FSDP, **INTERLEAVED}),
         *[
             pytest.param(key, ranks, {**axis, **schedule}, marks=pytest.mark.slow)
-            for axis in (CP, TP)
+            for axis in (CP, TP, ZERO1, FSDP, {**CP, **ZERO1}, {**CP, **FSDP})
             for schedule in ({}, INTERLEAVED)
             for key, ranks in (("gpt2", 4), ("llama", 4), ("uneven", 4), ("few", 8), ("accumulated", 4))
         ],
+        *[pytest.param(key, 8, HSDP, marks=pytest.mark.slow) for key in ("gpt2", "few")],
     ],
 )
 def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
@@ -130,6 +136,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "stages": (2, {"mesh": {"pp": 2}, "micro_batches": 2}),
     "cp": (4, {"mesh": {"pp": 2, "cp": 2}, "schedule": "interleaved"}),
     "tp": (4, {"mesh": {"pp": 2, "tp": 2}, "micro_batches": 2}),
+    "zero1": (4, {"mesh": {"pp": 2}, "dense": "zero1", "copies": 2}),
+    "stages fsdp": (4, {"mesh": {"pp": 2}, "dense": "fsdp", "copies": 2}),
+    "stages hsdp": (8, {"mesh": {"pp": 2}, "dense": "hsdp", "shard_size": 2, "schedule": "interleaved"}),
     "interleaved tp": (8, {"mesh": {"pp": 2, "tp": 2}, "schedule": "interleaved", "copies": 2}),
 }
 
@@ -140,7 +149,10 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
         pytest.param("cp", ["one", "fsdp", "stages"], marks=pytest.mark.slow),
         pytest.param("tp", ["one", "stages", "interleaved tp"], marks=pytest.mark.slow),
         pytest.param("interleaved tp", ["fsdp", "tp"], marks=pytest.mark.slow),
-        pytest.param("fsdp", ["cp", "tp"], marks=pytest.mark.slow),
+        pytest.param("zero1", ["one", "stages"], marks=pytest.mark.slow),
+        pytest.param("stages fsdp", ["one", "tp", "stages hsdp"], marks=pytest.mark.slow),
+        pytest.param("stages hsdp", ["fsdp", "stages fsdp"], marks=pytest.mark.slow),
+        pytest.param("fsdp", ["cp", "tp", "zero1", "stages fsdp"], marks=pytest.mark.slow),
     ],
 )
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ METHODS = {
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
     "torch.distributed._composable_state._insert_module_state": "module, state",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded": "self",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": "self",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": "self",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
         "module, params_and_buffers_to_ignore"
     ),
