@@ -10,7 +10,6 @@ from moe_lightning.errors import ConfigurationError
 _NOT_YET = {
     "LoadBalancer": "moves experts over all ranks",
     "SpeedFollower": "shares work out over all ranks",
-    "FaultRecovery": "recovers worlds of one stage",
     "RoutingRecorder": "records the layers of whole models",
     "RoutingReplay": "keeps the choices of whole models",
     "CompileDense": "compiles whole modules",
@@ -51,15 +50,11 @@ def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int,
     return micros
 
 
-def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule, *, is_elastic: bool) -> None:
+def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """
     Raises:
         ConfigurationError: what cannot be trained in stages.
     """
-    if is_elastic:
-        raise ConfigurationError(
-            "mesh.pp cannot yet change its world, as elastic runs do: say elastic.enabled=false, or use mesh.pp=1"
-        )
     if not module.automatic_optimization:
         raise ConfigurationError(
             "manual optimization calls backward inside of a step, which mesh.pp cuts in stages: use automatic "

@@ -19,8 +19,9 @@ from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.checkpoint.window_replay import WindowReplay
-from moe_lightning.comm.world import World, agree
+from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.state.row_blocks import local, swap_parameters, updating_blocks
 from moe_lightning.strategies.dense_rows import DenseRows
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
@@ -28,6 +29,7 @@ from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
+from moe_lightning.strategies.stage_moves import StageMoves
 from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.tensor_parts import TensorParts
 from moe_lightning.strategies.worlds import Worlds
@@ -46,6 +48,7 @@ class RankState:
         max_slots: as given.
         rows: the dense parameters, where ranks share them.
         parts: the dense parameters, where ranks compute parts of layers.
+        moves: the stages of a pipeline, on their way to other worlds.
         stages: of a pipeline, those on this rank; None without one.
         optimizers: of the running fit.
         replay: of another rank's optimizer shard; None where none is kept.
@@ -63,7 +66,7 @@ class RankState:
         self._entrusted: dict[str, dict[str, Tensor]] = {}
         self._own_forward: Any = None
         self.stages: StageState | None = None
-        self.rows, self.parts = DenseRows(self), TensorParts(self, worlds)
+        self.rows, self.parts, self.moves = DenseRows(self), TensorParts(self, worlds), StageMoves(self, worlds)
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
@@ -101,8 +104,7 @@ class RankState:
         for state in (state for optimizer in optimizers for state in optimizer.state.values()):  # made at once: Adagrad
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
-        if self.stages is not None:
-            self.stages.leave_absent(optimizers)
+        self.fill_groups()
         self._shard(self._dense_sharding())
 
     def training_state(self) -> TrainingState:
@@ -130,6 +132,19 @@ class RankState:
     def counts_of_all(self, counts_LE: Tensor | None) -> Tensor | None:
         """Of the MoE layers of all stages, from those of this rank's; collective where there are several."""
         return counts_LE if self.stages is None else self.stages.counts_of_all(counts_LE)
+
+    @property
+    def layers(self) -> Sequence[MoELayer]:
+        """The MoE layers of all stages."""
+        return self.experts.layers if self.stages is None else self.stages.layers
+
+    def fill_groups(self) -> None:
+        """Let optimizers update what is here of their parameters."""
+        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = list(parameters)
+        if self.stages is not None:
+            self.stages.leave_absent(self.optimizers)
 
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let other parameters take the places, and the states, of some in the optimizers."""
@@ -232,17 +247,21 @@ class RankState:
     @property
     def cuts_dense(self) -> bool:
         """Whether ranks share copies of the dense parameters, where there are enough."""
-        return self._worlds.axes.tp > 1 or hasattr(DENSE_SHARDINGS.find(self._dense), "cut_size")
+        is_in_parts = self._worlds.axes.tp > 1 or self.stages is not None
+        return is_in_parts or hasattr(DENSE_SHARDINGS.find(self._dense), "cut_size")
 
     @property
-    def shared(self) -> DenseRows | TensorParts:
+    def shared(self) -> DenseRows | TensorParts | StageMoves:
         """What brings the dense parameters across where ranks share copies of them."""
-        return self.parts if self._worlds.axes.tp > 1 else self.rows
+        cut = self.parts if self._worlds.axes.tp > 1 else self.rows
+        return cut if self.stages is None else self.moves
 
     def shared_names(self) -> Collection[str]:
         """The parameters of which ranks have parts, or will have, where there are enough."""
         if not self.cuts_dense:
             return ()
+        if self.stages is not None:
+            return self.stages.names
         return self.parts.ways() if self._worlds.axes.tp > 1 else self.rows.names()
 
     def dense_parts(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -251,6 +270,8 @@ class RankState:
         Args:
             former: the world that this rank comes from.
         """
+        if self.stages is not None:
+            return self.moves.parts()
         if self.cuts_dense:
             names = former.row_cut.names()
             return names, (names[former.row_cut.part], *self.rows.entrusted)
@@ -287,19 +308,6 @@ class RankState:
         for optimizer in self.optimizers:
             self._shards.shard(optimizer)
 
-    def fetch_rows(self, sources: Sequence[tuple[str, int]], world: World) -> Rows | None:
-        """What this rank will hold of the dense parameters in another world, where ranks share them; collective there,
-        and changes nothing yet.
-
-        Args:
-            sources: (name, rank) of every part that a rank has.
-        """
-        if not self.cuts_dense:
-            return None
-        rows = self.shared.fetch(sources, world)
-        agree(world)  # all have theirs, and go on, or none does
-        return rows
-
     def reshard(self, sources: Sequence[tuple[str, int]], rows: Rows | None = None) -> None:
         """Share the dense state among the ranks of the present world; collective where optimizer states move.
 
@@ -318,9 +326,7 @@ class RankState:
         dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
         homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
         local = self._held_states([name for name, rank in sources if rank == world.rank])
-        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = list(parameters)
+        self.fill_groups()
         self._shards = None
         self._shard(sharding)
         owners = self.shard_owners or dict.fromkeys(dense, 0)
