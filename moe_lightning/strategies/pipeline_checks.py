@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
+from moe_lightning.algorithms.mesh_shape import MeshShape
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.errors import ConfigurationError
 
@@ -68,3 +69,18 @@ def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule) -> None:
                     f"{kind.__name__} {_NOT_YET[kind.__name__]}, and cannot work with mesh.pp yet: drop it, or use "
                     "mesh.pp=1"
                 )
+
+
+def check_for_recovery(axes: MeshShape, dense: str) -> None:
+    """
+    Raises:
+        ConfigurationError: a pipeline beside what elastic worlds cannot bring across with it.
+    """
+    others = {"cp": axes.cp, "tp": axes.tp}
+    beside = [f"mesh.{axis}={size}" for axis, size in others.items() if size > 1]
+    beside += [f"dense={dense}"] if dense != "ddp" else []
+    if axes.pp > 1 and beside:
+        raise ConfigurationError(
+            f"mesh.pp={axes.pp} beside {beside[0]} cannot yet change its world, as elastic runs do: say "
+            f"elastic.enabled=false, or drop {beside[0]}"
+        )

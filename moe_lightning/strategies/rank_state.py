@@ -26,6 +26,7 @@ from moe_lightning.state.row_blocks import local, swap_parameters, updating_bloc
 from moe_lightning.strategies.dense_rows import DenseRows
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
+from moe_lightning.strategies.pipeline_checks import check_for_recovery
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
@@ -95,7 +96,9 @@ class RankState:
         return known is not None and known.module is module and known.world is self._worlds.mesh.world
 
     def take(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
-        """Hold a module whose experts have their places, or some stages of it."""
+        """Hold a module whose experts have their places, or some stages of it; raises as `check_for_recovery`."""
+        if self._worlds.is_elastic:
+            check_for_recovery(self._worlds.axes, self._dense)
         self._module, self._experts, self.stages = module, experts, stages
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
