@@ -108,6 +108,18 @@ class MeshShape:
         return rank
 
 
+def stage_ranks(stage: int, num_ranks: int, axes: MeshShape) -> range:
+    """The ranks that hold a stage in a world of so many. Those that the axes leave over come last and hold none; where
+    they are too few, each of them holds all stages.
+
+    Args:
+        axes: with dp=1.
+    """
+    size = num_ranks // axes.num_ranks * (axes.num_ranks // axes.pp)
+    first = stage % axes.pp * size
+    return range(first, first + size) if size else range(num_ranks)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How the ranks of a world are grouped; the same on all of them.

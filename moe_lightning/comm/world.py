@@ -90,7 +90,11 @@ class World:
     @classmethod
     def offline(cls, rank: int, size: int, device: torch.device, shape: MeshShape | None = None) -> World:
         """The place that a process expects in a world that it has not joined yet: no groups, so no communication."""
-        return cls(rank=rank, size=size, device=device, shape=shape)
+        world = cls(rank=rank, size=size, device=device, shape=shape)
+        if shape is None or shape.pp == 1:
+            return world
+        ranks = shape.peers(rank, STAGE)
+        return replace(world, stage=cls(rank=ranks.index(rank), size=len(ranks), device=device))
 
     @property
     def is_connected(self) -> bool:

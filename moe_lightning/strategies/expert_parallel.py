@@ -143,9 +143,8 @@ class ExpertParallelStrategy(EvaluatingStrategy):
 
     @override
     def elastic_worlds(self, engine: Membership) -> ElasticWorlds:
-        place, backend, timeout = self.take_place, self.process_group_backend, self.collectives_timeout
-        groups = {"device": self.root_device, "backend": backend, "timeout": timeout}
-        return ElasticWorlds(self.worlds, self.state, self, place, engine, **groups)  # type: ignore[arg-type]
+        groups = self.root_device, self.process_group_backend, self.collectives_timeout
+        return ElasticWorlds(self.worlds, self.state, self, self.take_place, engine, *groups)
 
     def leave(self) -> None:
         """Let go of everything that belongs to the groups of the present world; values stay."""
@@ -154,6 +153,8 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         self.state.parts.leave()
         self.steps.leave_world()
         self.state.forget_step()
+        if self._pipeline is not None:
+            self._pipeline.forget_step()
 
     def enter(self, world: World) -> None:
         """Go on among other ranks, whose state is this rank's by now; collective."""
@@ -178,9 +179,9 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         self.steps.sequences.attach(module)
         if not self.state.is_of(module):
             if self.worlds.axes.pp > 1:
-                check_for_pipeline(trainer, module, is_elastic=self.elastic is not None)
-                self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds.mesh)
-            stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds.mesh)
+                check_for_pipeline(trainer, module)
+                self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds)
+            stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds)
             self.state.take(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)
             self._kept = KeptExperts(self.experts, stages)
         elif self._pipeline is not None:

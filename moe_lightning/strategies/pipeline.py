@@ -30,6 +30,7 @@ from moe_lightning.strategies.stage_cut import Left, StageCut
 from moe_lightning.strategies.stand_ins import without_traces
 from moe_lightning.strategies.step_logs import StepLogs, log_again
 from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.worlds import Worlds
 
 _KEPT_SHAPES = 8
 """Schedules that are kept for batches of other shapes."""
@@ -75,21 +76,33 @@ class Pipeline:
         module: the user's.
         schedule: the order of micro-batches.
         steps: follows them.
-        mesh: who has which stage.
+        worlds: who has which stage.
 
     Attributes:
         cut: the parts of the module that are here.
     """
 
-    def __init__(self, module: pl.LightningModule, schedule: ScheduleName, steps: Steps, mesh: Mesh) -> None:
-        per_rank, ranks = STAGES_PER_RANK[schedule], mesh.shape.pp
-        self.cut = StageCut(module, range(mesh.stage, ranks * per_rank, ranks), ranks * per_rank)
-        self._module, self._schedule, self._steps, self._mesh = module, schedule, steps, mesh
-        self._is_last = self.cut.stages[-1] == self.cut.num_stages - 1
+    def __init__(self, module: pl.LightningModule, schedule: ScheduleName, steps: Steps, worlds: Worlds) -> None:
+        mesh, num_stages = worlds.mesh, STAGES_PER_RANK[schedule] * worlds.axes.pp
+        self.cut = StageCut(module, range(mesh.stage, num_stages, mesh.shape.pp), num_stages)
+        self._module, self._schedule, self._steps, self._worlds = module, schedule, steps, worlds
         self._pipes: OrderedDict[Any, tuple[Pipe, int]] = OrderedDict()
         self._run: _Run | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self.cut.apply(mesh.whole.device)
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self._worlds.mesh
+
+    @property
+    def _is_last(self) -> bool:
+        return self.cut.stages[-1] == self.cut.num_stages - 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all stages: there are too few ranks, which do not train."""
+        return self.cut.is_whole
 
     # ------------------------------------------------------------------ steps
 

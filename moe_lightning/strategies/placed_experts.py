@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -179,6 +178,7 @@ class PlacedExperts:
         held: BoolArray,
         optimizers: Sequence[Optimizer],
         nodes: Sequence[str] | None = None,
+        dtypes: Collection[torch.dtype] | None = None,
     ) -> MigrationReport:
         """Live in another world: the same rows, new peers; experts move to where the placements want them. Collective.
 
@@ -191,6 +191,7 @@ class PlacedExperts:
                 to be filled by whoever restores it.
             optimizers: whose states move along; every rank must have made them.
             nodes: of the ranks; experts come from the own node where they can.
+            dtypes: see `migrate_rows`.
         """
         began = time.perf_counter()
         self.speeds = None
@@ -205,7 +206,29 @@ class PlacedExperts:
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
             after = next_slots(before[-1], placement.experts_on(world.rank))
             dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, self._dispatch))
-        return self._move(placements, dispatchers, before, held, optimizers, began, nodes)
+        return self._move(placements, dispatchers, before, held, optimizers, began, nodes, dtypes)
+
+    def hold(self, layers: Sequence[MoELayer], placements: Sequence[Placement]) -> None:
+        """Speak of other layers from now on, in the slots as they are, until `settle` lets them dispatch.
+
+        Args:
+            placements: of each, if only those of a former world.
+        """
+        for layer in set(self.layers) - set(layers):
+            layer.dispatcher = Dispatcher.local(layer.num_experts)  # its own holds groups
+        self.layers, self.placements = list(layers), list(placements)
+        self.stacks = self._stacks([layer.experts.slot_experts for layer in layers], placements)
+        self.stack_of = {parameter: stack for stack in self.stacks for parameter in stack.parameters.values()}
+
+    def settle(self, layers: Sequence[MoELayer], placements: Sequence[Placement], world: World) -> None:
+        """Dispatch these layers among these ranks from now on, in the slots as they are."""
+        self.world, self._groups = world, dispatch_groups(world.size, world.size)
+        self.hold(layers, placements)
+        self.room = [[layer.experts.num_slots] * world.size for layer in layers]
+        for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
+            place = placement, world, self._groups, self._quota, layer.experts.slot_experts, index, self._dispatch
+            layer.dispatcher = Dispatcher(*place)
+        self._take(self.stacks)
 
     def hand_over(
         self,
@@ -222,11 +245,7 @@ class PlacedExperts:
             optimizers: whose states move along.
             nodes: of all ranks of the present world.
         """
-        wide = []
-        for placement in placements:
-            replicas = np.zeros((placement.num_experts, self.world.size), dtype=np.int64)
-            replicas[:, list(staying)] = placement.replicas
-            wide.append(Placement(replicas=replicas))
+        wide = [placement.over(staying, self.world.size) for placement in placements]
         return self.enter_world(self.world, wide, held_states(self.placements), optimizers, nodes)
 
     def _move(
@@ -238,13 +257,15 @@ class PlacedExperts:
         optimizers: Sequence[Optimizer],
         began: float,
         nodes: Sequence[Hashable] | None = None,
+        dtypes: Collection[torch.dtype] | None = None,
     ) -> MigrationReport:
         """Carry rows to the placements' ranks and let the layers go on under their new dispatchers."""
         migration = plan_migration(held, placements, nodes)
         stacks = self._stacks([dispatcher.slot_experts for dispatcher in dispatchers], placements)
         for parameter in self.stack_of:
             parameter.grad = None
-        sent_bytes = migrate_rows(self._stacks(before, placements), stacks, optimizers, migration.transfers, self.world)
+        former, transfers = self._stacks(before, placements), migration.transfers
+        sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world, dtypes)
         for layer, dispatcher in zip(self.layers, dispatchers, strict=True):
             layer.experts.slot_experts = dispatcher.slot_experts
             layer.dispatcher = dispatcher

@@ -4,7 +4,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,16 +20,19 @@ from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.checkpoint.window_replay import WindowReplay
-from moe_lightning.comm.world import World, agree
+from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.state.row_blocks import cuts_of, local, swap_parameters, updating_blocks
 from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from moe_lightning.strategies.kept_states import keepers_of_units, made_of, name_of, takers_of
+from moe_lightning.strategies.pipeline_checks import check_for_recovery
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
+from moe_lightning.strategies.stage_moves import StageMoves
 from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.worlds import Worlds
 
@@ -46,6 +49,7 @@ class RankState:
     Attributes:
         max_slots: as given.
         parts: the dense parameters, where ranks share copies of them.
+        moves: the stages of a pipeline, on their way to other worlds.
         stages: of a pipeline, those on this rank; None without one.
         optimizers: of the running fit.
         replay: of another rank's optimizer shard; None where none is kept.
@@ -65,6 +69,7 @@ class RankState:
         self._own_forward: Any = None
         self.stages: StageState | None = None
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
+        self.moves = StageMoves(self, worlds)
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
@@ -93,7 +98,9 @@ class RankState:
         return known is not None and known.module is module and known.world is self._worlds.mesh.world
 
     def take(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
-        """Hold a module whose experts have their places, or some stages of it."""
+        """Hold a module whose experts have their places, or some stages of it; raises as `check_for_recovery`."""
+        if self._worlds.is_elastic:
+            check_for_recovery(self._worlds.axes, self._dense)
         self._module, self._experts, self.stages = module, experts, stages
         self.parts.layers.stages = None if stages is None else stages.cut
 
@@ -103,8 +110,7 @@ class RankState:
         for state in (state for optimizer in optimizers for state in optimizer.state.values()):  # made at once: Adagrad
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
-        if self.stages is not None:
-            self.stages.leave_absent(optimizers)
+        self.fill_groups()
         self._shard(self._dense_sharding())
 
     def training_state(self) -> TrainingState:
@@ -134,6 +140,19 @@ class RankState:
     def counts_of_all(self, counts_LE: Tensor | None) -> Tensor | None:
         """Of the MoE layers of all stages, from those of this rank's; collective where there are several."""
         return counts_LE if self.stages is None else self.stages.counts_of_all(counts_LE)
+
+    @property
+    def layers(self) -> Sequence[MoELayer]:
+        """The MoE layers of all stages."""
+        return self.experts.layers if self.stages is None else self.stages.layers
+
+    def fill_groups(self) -> None:
+        """Let optimizers update what is here of their parameters."""
+        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = list(parameters)
+        if self.stages is not None:
+            self.stages.leave_absent(self.optimizers)
 
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let other parameters take the places, and the states, of some in the optimizers."""
@@ -233,12 +252,23 @@ class RankState:
 
     # ------------------------------------------------------------------ who keeps what of the dense parameters
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks share copies of the dense parameters, where there are enough."""
+        return self.stages is not None or self.parts.is_wished
+
+    def shared_names(self) -> Collection[str]:
+        """The parameters of which ranks have parts, or will have, where there are enough."""
+        return self.parts.ways() if self.stages is None else self.stages.names
+
     def dense_parts(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of what some ranks only keep of the dense state, and of what this rank keeps of that.
 
         Args:
             former: the world that this rank comes from.
         """
+        if self.stages is not None:
+            return self.moves.parts()
         names = former.row_cut.names() if self.parts.is_wished else ()
         parts = (*names[former.row_cut.index : former.row_cut.index + 1], *self.parts.entrusted)
         keepers = self._keepers(former)
@@ -278,19 +308,6 @@ class RankState:
         for optimizer in self.optimizers:
             self._shards.shard(optimizer)
 
-    def fetch_rows(self, sources: Sequence[tuple[str, int]], world: World) -> Rows | None:
-        """What this rank will hold of the dense parameters in another world, where ranks share them; collective there,
-        and changes nothing yet.
-
-        Args:
-            sources: (name, rank) of every part that a rank has.
-        """
-        if not self.parts.is_wished:
-            return None
-        rows = self.parts.fetch([(name, rank) for name, rank in sources if Part.is_name(name)], world)
-        agree(world)  # all have theirs, and go on, or none does
-        return rows
-
     def reshard(self, sources: Sequence[tuple[str, int]], rows: Rows | None = None) -> None:
         """Share the dense state among the ranks of the present world; collective where optimizer states move.
 
@@ -299,6 +316,9 @@ class RankState:
                 from elsewhere by who keeps them from now on.
             rows: of the parameters that this rank will hold, where ranks share them; None: they are restored next.
         """
+        if self.stages is not None:
+            self.moves.install(rows, self._worlds.present)
+            return
         if self.parts.is_wished:
             self.parts.install(rows, self._worlds.present)
         self._share_states([(unit, rank) for unit, rank in sources if not Part.is_name(unit)], self._worlds.present)
@@ -324,9 +344,7 @@ class RankState:
         dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
         homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
         local = self._held_states([name for name, rank in sources if rank == world.rank])
-        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = list(parameters)
+        self.fill_groups()
         self._shards = None
         self._shard(sharding)
         for parameter in dense.values():

@@ -9,7 +9,7 @@ outside blocks are zeros without memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.absent_block import AbsentBlock
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.strategies.stage_blocks import blocks_of
 
 
 class Left(BaseException):
@@ -53,7 +54,7 @@ class StageCut:
     def __init__(self, module: nn.Module, stages: Sequence[int], num_stages: int) -> None:
         self.stages, self.num_stages = tuple(stages), num_stages
         self.module = module
-        self._list = _blocks_of(module, num_stages)
+        self._list = blocks_of(module, num_stages)
         self._blocks = list(self._list)
         self.bounds = cut(len(self._blocks), num_stages)
         self._stage_of = self._owners()
@@ -117,11 +118,13 @@ class StageCut:
 
     @torch.no_grad()
     def apply(self, device: torch.device) -> None:
-        """Cut; values that other stages hold are dropped."""
+        """Cut; values that other stages hold are dropped. A rank that holds all stages runs whole steps."""
         if self._is_applied:
             return
-        self._device = device
-        self._drop_values()
+        self._device, self._is_applied = device, True
+        self._drop_values({})
+        if self.is_whole:
+            return
         for index, block in enumerate(self._blocks):
             is_own = self.stage_of_block(index) in self.stages
             here = block if is_own else self._absent[index]
@@ -134,7 +137,35 @@ class StageCut:
                     zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
                     part.__dict__[name] = zeros
                     self._placeholders.append((part, name, parameter))
-        self._is_applied = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all stages."""
+        return len(self.stages) == self.num_stages
+
+    @torch.no_grad()
+    def hold(self, stages: Collection[int]) -> dict[nn.Parameter, nn.Parameter]:
+        """Have other stages from now on. Parameters that come have memory and no values yet, experts no rows; values of
+        those that go are dropped.
+
+        Returns:
+            Parameters that took the place of others.
+        """
+        coming = set(stages) - set(self.stages)
+        others: dict[nn.Parameter, nn.Parameter] = {}
+        with self.whole():
+            self.stages = tuple(sorted(stages))
+            for part in (part for part, stage in self._stage_of.items() if stage in coming):
+                for name, parameter in list(part.named_parameters(recurse=False)):
+                    shape = (0, *parameter.shape[1:]) if isinstance(part, Experts) else parameter.shape
+                    values = torch.zeros(shape, dtype=parameter.dtype, device=self._device)
+                    _put(part, name, values, others)
+                for name, buffer in list(part.named_buffers(recurse=False)):
+                    part._buffers[name] = buffer.to(self._device)
+            for index in (index for stage in coming for index in self.chunk(stage)):
+                self._blocks[index].train(self.module.training)  # it missed what the others were told
+            self._drop_values(others)
+        return others
 
     def undo(self) -> None:
         """All parts are there again; those of other stages have no values."""
@@ -165,18 +196,12 @@ class StageCut:
         """
         self.undo()
         others: dict[nn.Parameter, nn.Parameter] = {}
-
-        def put(part: nn.Module, name: str, values: Tensor) -> None:
-            before = part.get_parameter(name)
-            others[before] = nn.Parameter(values, requires_grad=before.requires_grad)
-            setattr(part, name, others[before])
-
         for part, stage in self._stage_of.items():
             if isinstance(part, Experts) and stage not in self.stages:
                 for name, parameter in part.stacked_parameters().items():  # of no expert, which others fill or miss
-                    put(part, name, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype))
+                    _put(part, name, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype), others)
         for (part, name), values in self.kept.items():
-            put(part, name, values)
+            _put(part, name, values, others)
         self.kept = {}
         return others
 
@@ -197,15 +222,17 @@ class StageCut:
         for part, name, parameter in self._placeholders:
             if parameter.is_floating_point():
                 part.__dict__[name] = part.__dict__[name][(0,) * parameter.ndim].to(dtype).expand(parameter.shape)
+        for part, stage in self._stage_of.items():
+            for own in part.parameters(recurse=False) if stage not in self.stages else ():
+                own.data = own.data.to(dtype) if own.is_floating_point() else own.data  # should it come here one day
 
-    def _drop_values(self) -> None:
+    def _drop_values(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         for part, stage in self._stage_of.items():
             if stage not in self.stages and isinstance(part, Experts):
                 part.slot_experts = ()
             for name, parameter in list(part.named_parameters(recurse=False)):
                 if stage not in self.stages and not parameter.is_meta:
-                    empty = torch.empty_like(parameter, device="meta")
-                    setattr(part, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+                    _put(part, name, torch.empty_like(parameter, device="meta"), others)
                 elif stage in self.stages and parameter.is_meta and not isinstance(part, Experts):
                     raise ConfigurationError(
                         "this module holds the parts of other stages of a pipeline only, as another training has left "
@@ -236,6 +263,13 @@ class StageCut:
     def block_before(self, stage: int) -> AbsentBlock:
         """What stands for the block before a stage, which is another rank's."""
         return self._absent[self.bounds[stage] - 1]
+
+
+def _put(part: nn.Module, name: str, values: Tensor, others: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Another parameter in the place of one, the same in all places of that."""
+    before = part.get_parameter(name)
+    others.setdefault(before, nn.Parameter(values, requires_grad=before.requires_grad))
+    setattr(part, name, others[before])
 
 
 class _Gate:
@@ -360,26 +394,3 @@ class _Watch(TorchFunctionMode):
 
 def _shown(value: object) -> str:
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _blocks_of(module: nn.Module, num_stages: int) -> nn.ModuleList:
-    """The longest of the outermost ModuleLists."""
-    found = [
-        (len(part), name, part)
-        for name, part in module.named_modules()
-        if isinstance(part, nn.ModuleList) and not any(type(e).forward is nn.Module.forward for e in part)
-    ]
-    outer = [(n, name, part) for n, name, part in found if not any(name.startswith(f"{o}.") for _, o, _ in found)]
-    if not outer:
-        raise ConfigurationError(
-            f"{type(module).__name__} has no ModuleList of blocks at which mesh.pp could cut it: keep the blocks of "
-            "the model in one, or drop mesh.pp"
-        )
-    number, name, chosen = max(outer, key=lambda entry: entry[0])
-    if len(set(chosen)) < number:
-        raise ConfigurationError(f"some blocks of {name} are the same module, which mesh.pp cannot cut: drop mesh.pp")
-    if number < num_stages:
-        raise ConfigurationError(
-            f"{num_stages} stages of mesh.pp are more than the {number} blocks of {name}: use at most {number}"
-        )
-    return chosen

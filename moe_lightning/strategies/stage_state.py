@@ -4,15 +4,15 @@ without a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_lightning.algorithms.mesh_shape import stage_ranks
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.comm.collect import all_gather_json
@@ -23,6 +23,9 @@ from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.row_blocks import cuts_of, whole_shape
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stage_cut import StageCut
+from moe_lightning.strategies.worlds import Worlds
+
+T = TypeVar("T")
 
 
 class StageState:
@@ -30,13 +33,21 @@ class StageState:
 
     Args:
         cut: which parts they are.
-        mesh: who has which stage.
+        worlds: the ranks.
+
+    Attributes:
+        held: stages whose dense values are here; others of the cut may wait for theirs.
+        placements: of all layers, each among the ranks of its stage.
+        ranks: of the whole that hold each stage.
     """
 
-    def __init__(self, cut: StageCut, mesh: Mesh) -> None:
-        self.cut, self._mesh = cut, mesh
+    def __init__(self, cut: StageCut, worlds: Worlds) -> None:
+        self.cut, self._worlds, self.held = cut, worlds, cut.stages
         self._layers = cut.layers()
-        self._placements: list[Placement] = []
+        self.placements: list[Placement] = []
+        size, axes = worlds.present.size, worlds.axes
+        everyone = range(size) if worlds.is_passing(size) else None
+        self.ranks: list[Sequence[int]] = [everyone or stage_ranks(s, size, axes) for s in range(cut.num_stages)]
         with cut.whole():
             self._names = list(cut.module.state_dict(keep_vars=True))
             self._stage_of = {
@@ -46,39 +57,52 @@ class StageState:
             }
             self._shared = {name for name, _ in cut.module.named_buffers() if cut.shares_buffer(name)}
 
-    def _ranks_of(self, stage: int) -> tuple[int, ...]:
-        size = self._mesh.world.size
-        first = stage % self._mesh.shape.pp * size
-        return tuple(range(first, first + size))
+    @property
+    def _mesh(self) -> Mesh:
+        return self._worlds.mesh
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of the parameters and buffers of all stages."""
+        return self._stage_of
+
+    def parts(self) -> list[str]:
+        """Names of the stages, for inventories."""
+        return [f"dense stage {stage} of {self.cut.num_stages}" for stage in range(self.cut.num_stages)]
+
+    def belongs(self, name: str, stage: int) -> bool:
+        """Whether a stage has a parameter or buffer; buffers outside of blocks are in all."""
+        return name in self._shared or self._stage_of[name] == stage
 
     def holders(self, name: str) -> tuple[int, ...]:
         """The ranks of the whole that hold a parameter or buffer. All have a buffer outside of blocks, and the last
         stage, which runs whole steps, has the right one.
         """
-        return self._ranks_of(self.cut.num_stages - 1 if name in self._shared else self._stage_of.get(name, 0))
+        return tuple(self.ranks[self.cut.num_stages - 1 if name in self._shared else self._stage_of.get(name, 0)])
 
     # ------------------------------------------------------------------ experts
 
     def take_placements(self, placements: Sequence[Placement]) -> list[Placement]:
         """Of the layers that are here, out of those of all layers."""
-        self._placements = list(placements)
-        return [p for p, (_, stage) in zip(placements, self._layers, strict=True) if stage in self.cut.stages]
+        self.placements = list(placements)
+        return self.own(placements)
+
+    def own(self, of_layers: Sequence[T]) -> list[T]:
+        """What is of the layers that are here, out of what is of all."""
+        return [one for one, (_, stage) in zip(of_layers, self._layers, strict=True) if stage in self.cut.stages]
 
     def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
         """Of all layers, over all ranks; nothing lies here of those of other stages."""
-        own = iter(experts.stacks)
+        own = dict(zip(experts.layers, experts.stacks, strict=True))
         found = []
-        for (layer, stage), first in zip(self._layers, self._placements, strict=True):
-            stack = next(own) if stage in self.cut.stages else None
+        for (layer, stage), first in zip(self._layers, self.placements, strict=True):
+            stack = own.get(layer)
             here = first if stack is None else stack.placement
-            ranks = self._ranks_of(stage)
-            replicas = np.zeros((here.num_experts, self._mesh.whole.size), dtype=np.int64)
-            replicas[:, ranks[0] : ranks[-1] + 1] = here.replicas
             found.append(
                 ExpertStack(
                     parameters=layer.experts.stacked_parameters() if stack is None else stack.parameters,
                     slot_experts=() if stack is None else stack.slot_experts,
-                    placement=Placement(replicas=replicas),
+                    placement=here.over(self.ranks[stage], self._mesh.whole.size),
                     rank=self._mesh.whole.rank,
                 )
             )
@@ -90,8 +114,7 @@ class StageState:
         device = self._mesh.whole.device
         all_LE = torch.zeros(len(self._layers), experts, dtype=torch.int64, device=device)
         if own_LE is not None:
-            here = [index for index, (_, stage) in enumerate(self._layers) if stage in self.cut.stages]
-            all_LE[here] = own_LE.to(device)
+            all_LE[self.own(range(len(self._layers)))] = own_LE.to(device)
         all_reduce_(all_LE, self._mesh.pipe)
         return all_LE if bool(all_LE.any()) else None
 
@@ -104,6 +127,14 @@ class StageState:
     def whole(self) -> World:
         """The ranks of all stages."""
         return self._mesh.whole
+
+    def ranks_of_layers(self, ranks: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """That hold each layer.
+
+        Args:
+            ranks: that hold each stage.
+        """
+        return [ranks[stage] for _, stage in self._layers]
 
     # ------------------------------------------------------------------ after training
 
@@ -121,7 +152,7 @@ class StageState:
             return
         for part, name, parameter, stage in entries:
             values = torch.empty_like(parameter, device=self.whole.device) if parameter.is_meta else parameter.detach()
-            broadcast_(values, self._ranks_of(stage)[0], self.whole)
+            broadcast_(values, self.ranks[stage][0], self.whole)
             if parameter.is_meta:
                 self.cut.kept[part, name] = values.cpu()
 
