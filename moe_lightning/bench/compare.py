@@ -36,6 +36,7 @@ class Options(ModelOptions):
     steps: Count = option("measured steps of each", 10)
     every: Count = option("steps between stock checkpoints", 5)
     batch: Count = option("sequences of all ranks", 8)
+    memory: bool = option("give freed memory back at once: true peaks, and slower steps", False)
     directory: OutputFolder | None = option("where to write checkpoints (default: the temporary directory)", None)
     json: OutputFile | None = option("where to leave all measurements", None)
 

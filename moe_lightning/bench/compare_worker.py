@@ -29,7 +29,7 @@ from moe_lightning.bench.compare_contenders import (
     saving_callback,
 )
 from moe_lightning.bench.layer import LoopLayer
-from moe_lightning.bench.peak_memory import PeakMemory
+from moe_lightning.bench.peak_memory import PeakMemory, give_back_at_once
 from moe_lightning.bench.training import StepClock, gpt, quiet_trainer, random_text
 from moe_lightning.comm.world import join_local_world
 from moe_lightning.models.gpt_config import GPTConfig
@@ -102,6 +102,8 @@ def measure_all(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """What this rank saw of everything that the settings name, in turns."""
     names, results = settings.pop("contenders"), Path(settings.pop("folder"))
     options, rows = Options(**settings), []
+    if options.memory:
+        give_back_at_once()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join_local_world(rank=rank, size=ranks, backend="gloo", device=torch.device("cpu"), timeout=TIMEOUT)
     for index in range(options.rounds):

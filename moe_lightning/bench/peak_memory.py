@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 from pathlib import Path
 
 _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class PeakMemory:
@@ -33,6 +35,15 @@ class PeakMemory:
     def bytes(self) -> int | None:
         """The peak since `restart`; None where the system does not tell."""
         return _resident("VmHWM") - self._before if self._is_known else None
+
+
+def give_back_at_once(least_bytes: int = 256 << 10) -> None:
+    """Blocks of at least this size go back to the system when they are freed. Otherwise glibc keeps more and more of
+    those that it has seen, up to 32 MiB each, in a heap with holes, so that what is resident tells nothing of what is
+    used. It costs page faults.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, least_bytes)
 
 
 def _resident(name: str) -> int:
