@@ -61,6 +61,7 @@ class World:
         is_cut: whether somebody has cut the connections of this world.
         stage: the ranks of this rank's pipeline stage; None where there is one stage.
         exchanges: the clock of this rank's exchanges on the compute group.
+        bubbles: the clock of this rank's waits for other stages of a pipeline.
     """
 
     rank: int
@@ -77,10 +78,11 @@ class World:
     is_cut: Callable[[], bool] = field(default=_never, repr=False, compare=False)
     stage: World | None = field(default=None, repr=False)
     exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
+    bubbles: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
         """A copy of a model talks to the same ranks over the same groups, which cannot be copied."""
-        return replace(self, exchanges=ExchangeClock())
+        return replace(self, exchanges=ExchangeClock(), bubbles=ExchangeClock())
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> World:
@@ -189,7 +191,7 @@ def with_stage(whole: World, shape: MeshShape, timeout: timedelta) -> World:
     groups: dict[str, ProcessGroup | None] = dict.fromkeys(("dense", "compute", "background"))
     if len(ranks) > 1:
         groups = {purpose: _own_group(stages, whole.rank, timeout, purpose) for purpose in groups}
-    place = {"rank": ranks.index(whole.rank), "size": len(ranks), "exchanges": ExchangeClock()}
+    place = {"rank": ranks.index(whole.rank), "size": len(ranks)}  # the clocks are this rank's, in both
     axes = {axis: group for axis, group in whole.axis_groups.items() if axis in STAGE}
     stage = replace(whole, shape=replace(shape, pp=1), axis_groups=axes, **place, **groups)  # type: ignore[arg-type]
     return replace(whole, stage=stage)
