@@ -108,6 +108,7 @@ class DenseRows:
         """
         if not self.is_cut:
             return
+        self.rest()  # a callback may have called the module
         dense = self._state.training_state().dense.values()
         if sum(p.numel() * p.element_size() for p in dense) > min(all_gather_json(most_bytes, world)):
             rank_zero_warn(
