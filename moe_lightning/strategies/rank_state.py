@@ -22,6 +22,7 @@ from moe_lightning.checkpoint.window_replay import WindowReplay
 from moe_lightning.comm.world import World, agree
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.row_blocks import local, swap_parameters, updating_blocks
+from moe_lightning.state.table import counts_there
 from moe_lightning.strategies.dense_rows import DenseRows
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
@@ -327,8 +328,10 @@ class RankState:
         for parameter in dense.values():
             homes[parameter].state.pop(parameter, None)
         for name, states in move_shards(sources, owners, local, world).items():
-            homes[dense[name]].state[dense[name]] = {
-                scope: value if scope == "step" else value.to(dense[name].device) for scope, value in states.items()
+            optimizer, device = homes[dense[name]], dense[name].device
+            optimizer.state[dense[name]] = {
+                scope: value if scope == "step" and not counts_there(optimizer) else value.to(device)
+                for scope, value in states.items()
             }
         self.replay, self._entrusted = None, {}  # of ranks of the former world
 
