@@ -178,10 +178,10 @@ class State:
                 described = moments.get(parameter, {})
                 scalars = told["scalars"].get(number, common if described else {})
                 if parameter in kept and (scalars or described):
-                    known = optimizer.state[parameter]
+                    known, place = optimizer.state[parameter], parameter.device if counts_there(optimizer) else "cpu"
                     optimizer.state[parameter] = (
                         self.moments(parameter)
-                        | {name: v.clone() if isinstance(v, Tensor) else v for name, v in scalars.items()}
+                        | {n: v.to(place, copy=True) if isinstance(v, Tensor) else v for n, v in scalars.items()}
                         | {scope: _made(known.get(scope), *entry, parameter) for scope, entry in described.items()}
                     )
 
@@ -200,6 +200,11 @@ class State:
             if parameter is not None and scope not in WEIGHTS:
                 found[parameter][scope] = dtype, tuple(shape)
         return found
+
+
+def counts_there(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's numbers of steps lie beside its parameters, where fused kernels read them."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _told_shape(parameter: nn.Parameter, moment: Tensor) -> tuple[int, ...]:

@@ -153,6 +153,7 @@ class DenseParts:
         """
         if not self.is_cut:
             return False
+        self.rest()  # a callback may have called the module
         dense = self._state.training_state().dense.values()
         nbytes = sum(whole_shape(p).numel() * p.element_size() for p in dense)
         if nbytes > min(all_gather_json(most_bytes, world)):

@@ -24,6 +24,7 @@ from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.state.row_blocks import cuts_of, local, swap_parameters, updating_blocks
+from moe_lightning.state.table import counts_there
 from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
@@ -353,12 +354,13 @@ class RankState:
         takers = {unit: takers_of(unit, keepers) for unit, _ in sources}
         arrived = move_shards(sources, takers, local, world)
         for unit in (unit for unit, keeper in keepers.items() if keeper == world.rank):
-            name = name_of(unit)
-            states = made_of(arrived, unit, ways.get(name))
+            parameter = dense[name_of(unit)]
+            states, optimizer = made_of(arrived, unit, ways.get(name_of(unit))), homes[parameter]
             if not states:
                 continue
-            homes[dense[name]].state[dense[name]] = {
-                scope: value if scope == "step" else value.to(dense[name].device) for scope, value in states.items()
+            optimizer.state[parameter] = {
+                scope: value if scope == "step" and not counts_there(optimizer) else value.to(parameter.device)
+                for scope, value in states.items()
             }
         self.replay, self._entrusted = None, {}  # of ranks of the former world
 

@@ -34,6 +34,7 @@ from moe_lightning.elastic.settings import ElasticTask, membership_from_environm
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.gradient_norm import explained_norm
 from moe_lightning.strategies.local_launch import PrivateLauncher, elastic_devices, meeting_of
 from moe_lightning.strategies.sealed_files import sealed
 from moe_lightning.strategies.world_faults import explained
@@ -134,6 +135,7 @@ class WorldDDPStrategy(DDPStrategy):
         return self._own_launcher
 
     def _explained(self, error: Exception) -> Exception:
+        error = explained_norm(error)
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
                 "dense=fsdp and hsdp gather the weights of an element of a ModuleList while it is called: call it, not "

@@ -309,6 +309,7 @@ def train_elastically(
     strategy: dict[str, Any] | None = None,
     recovery: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
     saving: dict[str, Any] | None = None,
     callbacks: Callable[[Path], list[Any]] | None = None,
     global_batch: int = 12,
@@ -339,7 +340,7 @@ def train_elastically(
         **{"enable_checkpointing": saving is not None, **(trainer_options or {})},
     )
     kind = PlateauModule if plateau else GPTModule
-    module = kind({**TINY, **(model or {})}, optimizer=OptimizerConfig(lr=3e-3))
+    module = kind({**TINY, **(model or {})}, optimizer=OptimizerConfig(**{"lr": 3e-3} | (optimizer or {})))
     held_out = DataLoader(RandomTokens(30), batch_size=10) if validate else None
     trainer.fit(module, DataLoader(RandomTokens(), batch_size=global_batch, shuffle=True), held_out)
     reports = [vars(report) for report in fault_recovery.reports]

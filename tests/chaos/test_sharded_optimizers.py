@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +67,20 @@ def test_one_rank_keeps_all_states_until_another_takes_some(tmp_path: Path, undi
         run.supervise(restart=[1])
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
         assert set(run.world_sizes().values()) == {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [{"name": "adafactor", "lr": 0.05}, {"name": "muon"}, {"fused": True}])
+def test_states_of_other_optimizers_survive_a_lost_rank(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"steps": STEPS, "strategy": {"zero1": True, "copies": 2}, "optimizer": optimizer}
+    losses = []
+    for name, kills in (("calm", []), ("killed", [Kill(worker=1, step=5, place="backward")])):
+        folder = tmp_path / name
+        folder.mkdir()
+        with elastic_run(
+            folder, workers=3, saving={"every_n_steps": 1}, stores_late=True, recovery={"protection": "arc"},
+            kills=kills, **options,
+        ) as run:  # fmt: skip
+            finish(run, [0, 2] if kills else range(3))
+            losses.append(run.losses())
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
