@@ -31,6 +31,7 @@ class DispatchPlan:
         recv_EN: int64, rows of each expert that it receives from each.
         experts_C: the expert of each of this rank's slots, -1 where it is vacant, and of each of its shadows.
         num_experts_N: int64, experts that each rank computes, shadows included.
+        loads_N: int64, rows that each rank computes.
     """
 
     tokens_EN: IntArray
@@ -38,6 +39,7 @@ class DispatchPlan:
     recv_EN: IntArray
     experts_C: tuple[int, ...]
     num_experts_N: IntArray
+    loads_N: IntArray
 
 
 class DispatchBackend(Protocol):

@@ -25,6 +25,7 @@ from moe_lightning.comm.decision_check import fingerprint, require_agreement
 from moe_lightning.comm.dispatch_backend import BackendFactory, DispatchBackend, DispatchPlan, ExchangeBackend
 from moe_lightning.comm.exchange import all_gather_counts
 from moe_lightning.comm.padded import PaddedBackend
+from moe_lightning.comm.symmetric import SymmetricBackend
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import upload
@@ -34,7 +35,10 @@ QuotaPolicy = Literal["balanced", "equal"]
 
 
 DISPATCH_BACKENDS: Registry[BackendFactory] = Registry(
-    "dispatch", BackendFactory, {"exchange": ExchangeBackend, "padded": PaddedBackend}, makes=DispatchBackend
+    "dispatch",
+    BackendFactory,
+    {"exchange": ExchangeBackend, "padded": PaddedBackend, "symmetric": SymmetricBackend},
+    makes=DispatchBackend,
 )
 
 
@@ -199,6 +203,7 @@ class Dispatcher:
             recv_EN=recv_EN,
             experts_C=(*self.slot_experts, *self._visiting()),
             num_experts_N=num_experts_N,
+            loads_N=quota_EN.sum(axis=0),
         )
 
     def dispatch(

@@ -103,6 +103,11 @@ class World:
         """Whether there are peers to talk to."""
         return self.dense is not None
 
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether somebody may cut its connections while its ranks talk."""
+        return self.is_cut is not _never
+
     @classmethod
     def before_setup(cls, device: torch.device) -> World:
         """All ranks of torch's default group, on that group alone; a world of one where there is none."""
