@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,7 +103,11 @@ class PlacedExperts:
         """The layers' parameters under these slots and placements."""
         return [
             ExpertStack(
-                parameters=layer.experts.stacked_parameters(), slot_experts=held, placement=p, rank=self.world.rank
+                parameters=layer.experts.stacked_parameters(),
+                slot_experts=held,
+                placement=p,
+                rank=self.world.rank,
+                base=layer.experts.base_names,
             )
             for layer, held, p in zip(self.layers, slots, placements, strict=True)
         ]
@@ -203,7 +207,8 @@ class PlacedExperts:
             _grow(layer, slots, optimizers)
             mine = held[index, :, world.rank]
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
-            after = next_slots(before[-1], placement.experts_on(world.rank))
+            # Rows that are out of date keep their slots, too: what is frozen in them is never out of date.
+            after = next_slots(layer.experts.slot_experts, placement.experts_on(world.rank))
             dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, self._dispatch))
         return self._move(placements, dispatchers, before, held, optimizers, began, nodes)
 
@@ -245,9 +250,12 @@ class PlacedExperts:
         for parameter in self.stack_of:
             parameter.grad = None
         sent_bytes = migrate_rows(self._stacks(before, placements), stacks, optimizers, migration.transfers, self.world)
-        for layer, dispatcher in zip(self.layers, dispatchers, strict=True):
-            layer.experts.slot_experts = dispatcher.slot_experts
+        arrived = {(t.layer, t.expert) for t in migration.transfers if t.target == self.world.rank}
+        for index, (layer, dispatcher) in enumerate(zip(self.layers, dispatchers, strict=True)):
+            former, layer.experts.slot_experts = layer.experts.slot_experts, dispatcher.slot_experts
             layer.dispatcher = dispatcher
+            if layer.experts.base_names:
+                layer.experts.read_base(_new_slots(former, dispatcher.slot_experts, index, arrived))
         self.placements = list(placements)
         self._take(stacks)
         self.take_speeds(self.speeds)
@@ -337,6 +345,15 @@ def _in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, 
     held = placement.experts_on(rank)
     room = len(held) if slots is None else min(slots, placement.num_experts)
     return held + (-1,) * (room - len(held))
+
+
+def _new_slots(former: Sequence[int], now: Sequence[int], layer: int, arrived: Container[tuple[int, int]]) -> list[int]:
+    """The slots of experts that neither were there nor have come from another rank."""
+    return [
+        slot
+        for slot, (before, expert) in enumerate(zip(former, now, strict=True))
+        if expert not in (VACANT, before) and (layer, expert) not in arrived
+    ]
 
 
 @torch.no_grad()

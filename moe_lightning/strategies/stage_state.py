@@ -79,6 +79,7 @@ class StageState:
                     slot_experts=() if stack is None else stack.slot_experts,
                     placement=Placement(replicas=replicas),
                     rank=self._mesh.whole.rank,
+                    base=layer.experts.base_names,
                 )
             )
         return found
