@@ -75,7 +75,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
     export = plan_export(architecture, build_skeleton(architecture), dtype)
 
     if config.adapter is not None:
-        trained = _Adapted(source, config, architecture)
+        trained = _Adapted(source, config, architecture, alone=adapter_alone)
         if adapter_alone:
             dense, blocks = trained.adapters(), trained.expert_adapters()
             return write_adapter(target, export, config.adapter, config.pretrained, dense, blocks)
@@ -102,19 +102,25 @@ class _Adapted:
         source: the checkpoint.
         config: with adapters.
         architecture: of the model.
+        alone: only adapters are asked for, so the folder is not read.
 
     Raises:
         CheckpointError: the folder holds other weights than those that the adapters were trained beside.
     """
 
-    def __init__(self, source: _Source, config: HuggingFaceConfig, architecture: Architecture) -> None:
-        from moe_lightning.models.huggingface.loading import load_model
+    def __init__(self, source: _Source, config: HuggingFaceConfig, architecture: Architecture, *, alone: bool) -> None:
+        from moe_lightning.models.huggingface.loading import build_skeleton, load_model
         from moe_lightning.models.huggingface.weights import WeightsFolder
+        from moe_lightning.modules.adapters import adapt_dense
         from moe_lightning.modules.experts import deferred_experts
 
         assert config.adapter is not None
         self._source, self._config, self._architecture = source, config.adapter, architecture
         self._folder = str(config.folder)
+        if alone:
+            self._model = build_skeleton(architecture, config.adapter)
+            adapt_dense(self._model, config.adapter)
+            return
         with deferred_experts():
             self._model = load_model(architecture, WeightsFolder(config.folder), config.adapter)
 

@@ -139,6 +139,11 @@ class Experts(nn.Module):
             return frozenset()
         return frozenset(name for name in self.stacked_parameters() if not name.startswith(("lora_", BASE_DIGEST)))
 
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether the frozen matrices are quantised."""
+        return "w_up" not in self._parameters
+
     @torch.no_grad()
     def freeze(self, *, rank: int, scale: float, in_4_bits: bool) -> None:
         """Freeze the weights, and train low-rank products beside them, see `modules.adapters`.
@@ -166,9 +171,9 @@ class Experts(nn.Module):
             self.register_parameter(f"lora_{name}_b", nn.Parameter(b_SRF))
         self.register_parameter(BASE_DIGEST, _frozen(first, 1, torch.int64))
         if not first.is_meta:
-            for slot, expert in enumerate(self.slot_experts):
+            for slot in self._taken_slots():
                 self._put_base(slot, {name: parameter.data[slot] for name, parameter in base.items()})
-                self._reset_adapters(slot, expert)
+                self._reset_adapters(slot)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -177,9 +182,11 @@ class Experts(nn.Module):
         Raises:
             CheckpointError: the source gives weights of other shapes.
         """
-        for slot, expert in enumerate(self.slot_experts):
-            self._put_base(slot, self._first_rows(expert))
-            self._reset_adapters(slot, expert)
+        for parameter in self.parameters():
+            parameter.zero_()  # what vacant slots keep
+        for slot in self._taken_slots():
+            self._put_base(slot, self._first_rows(self.slot_experts[slot]))
+            self._reset_adapters(slot)
 
     @torch.no_grad()
     def read_base(self, slots: Iterable[int]) -> None:
@@ -196,10 +203,11 @@ class Experts(nn.Module):
                 )
             self._put_base(slot, self._first_rows(self.slot_experts[slot]))
 
+    def _taken_slots(self) -> list[int]:
+        return [slot for slot, expert in enumerate(self.slot_experts) if expert != VACANT]
+
     def _first_rows(self, expert: int) -> Mapping[str, Tensor]:
         """Of an expert, by the names of the base stacks."""
-        if expert == VACANT:
-            return {name: torch.zeros(shape) for name, shape in self.shapes.items()}
         if self.source is None:
             return {name: self._drawn(expert, index, name) for index, name in enumerate(self.shapes)}
         rows = self.source(expert)
@@ -230,12 +238,12 @@ class Experts(nn.Module):
         if self.base_names:
             stacks[BASE_DIGEST].data[slot] = digest_of(stacks[name].data[slot] for name in sorted(self.base_names))
 
-    def _reset_adapters(self, slot: int, expert: int) -> None:
+    def _reset_adapters(self, slot: int) -> None:
         """As nn.Linear draws its weights for A, and zeros for B."""
         for index, name in enumerate(_MATRICES if self.adapter is not None else (), start=len(_MATRICES) + 2):
             a_DR = self.get_parameter(f"lora_{name}_a").data[slot]
-            uniform = torch.rand(a_DR.shape, generator=self._generator(max(expert, 0), index))
-            a_DR.copy_((2.0 * uniform - 1.0) / a_DR.shape[0] ** 0.5 if expert != VACANT else torch.zeros(()))
+            uniform = torch.rand(a_DR.shape, generator=self._generator(self.slot_experts[slot], index))
+            a_DR.copy_((2.0 * uniform - 1.0) / a_DR.shape[0] ** 0.5)
             self.get_parameter(f"lora_{name}_b").data[slot] = 0
 
     @torch.no_grad()

@@ -300,11 +300,17 @@ class PlacedExperts:
             early_shares: see `LayerVisits`, for each layer.
 
         Raises:
-            ConfigurationError: plans for other placements, or dispatch groups smaller than the world.
+            ConfigurationError: plans for other placements, dispatch groups smaller than the world, or experts in four
+                bits.
         """
         self._part()
         if not any(plan.num_copies for plan in plans):
             return
+        if any(layer.experts.in_4_bits for layer in self.layers):
+            raise ConfigurationError(
+                "shadows of experts in four bits would travel as if they were not: set the balancer's shadows to none, "
+                "or use kind=lora"
+            )
         visits = []
         for layer, plan, share in zip(self.layers, plans, early_shares, strict=True):
             layer.dispatcher.shadows = plan

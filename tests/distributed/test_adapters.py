@@ -15,6 +15,7 @@ from moe_lightning import GPTModule
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.modules.adapters import add_adapters
+from tests.distributed import balanced_training
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.same_training import assert_same_training
 from tests.distributed.training import TINY, train
@@ -74,6 +75,12 @@ def alone(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return request.param, run_ranks(1, fit, request.param, {})[0]
 
 
+def fit_moving(rank: int, world_size: int, kind: str, visit: bool) -> dict[str, Any]:
+    """The same while experts move and, with `visit`, visit other ranks."""
+    options = {"own_module": MODULES[kind], "strategy": {"copies": 2, "slots": 6}, "steps": STEPS}
+    return balanced_training.train(rank, world_size, moving={"move_at": (1, 3), "visit": visit}, **options)
+
+
 def fit(rank: int, world_size: int, kind: str, strategy: dict[str, Any], **options: Any) -> dict[str, Any]:
     """A training of adapters; what `train` returns."""
     return train(rank, world_size, own_module=MODULES[kind], strategy=strategy, **{"steps": STEPS} | options)
@@ -95,6 +102,17 @@ def test_same_loss(alone: tuple[str, dict[str, Any]], world_size: int, strategy:
     kind, reference = alone
     assert reference["losses"][-1] < reference["losses"][0] - 0.01, "nothing was learned, so nothing was tested"
     assert_same_training(reference, run_ranks(world_size, fit, kind, strategy), kind)
+
+
+@pytest.mark.slow
+def test_same_loss_while_experts_move(alone: tuple[str, dict[str, Any]]) -> None:
+    kind, reference = alone
+    ranks = run_ranks(4, fit_moving, kind, kind == "lora")
+    assert ranks[0]["moved_states"] > 0
+    assert_same_training(reference, ranks, kind)
+    if kind == "qlora":
+        with pytest.raises(RankFailure, match="shadows of experts in four bits"):
+            run_ranks(2, fit_moving, kind, True)
 
 
 def test_checkpoints_hold_adapters_only_and_know_their_base(alone: tuple[str, dict[str, Any]], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.modules.adapters import AdapterConfig, add_adapters
@@ -77,6 +77,20 @@ def test_only_adapters_train_and_at_first_they_change_nothing() -> None:
         "lora_a", "lora_b", *(f"lora_w_{way}_{part}" for way in ("up", "down") for part in "ab")
     }  # fmt: skip
     assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
+
+
+def test_frozen_rows_come_from_the_source_when_no_rank_has_them() -> None:
+    rows = {"w_up": torch.randn(8, 16), "w_down": torch.randn(16, 8)}
+    experts = Experts(2, 8, 16)
+    experts.freeze(rank=2, scale=1.0, in_4_bits=True)
+    with pytest.raises(CheckpointError, match="no rank holds the frozen weights of expert 1 any more"):
+        experts.read_base([1])
+    experts.source = lambda expert: rows
+    trained = experts.lora_w_up_a.detach().clone()
+    experts.read_base([1])
+    assert torch.equal(experts.w_up_codes[1], quantise(rows["w_up"])[0])
+    assert experts.base_digest[0] != experts.base_digest[1]
+    assert torch.equal(experts.lora_w_up_a, trained), "adapters come from elsewhere"
 
 
 TARGETS = ["experts", "attention", "router"]
