@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from moe_lightning.algorithms.dense_shards import RowCut, TensorCut
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.frozen_base import frozen_base
 from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_partial, parse_expert_key
 from moe_lightning.state.row_blocks import blocks_of, cut_of, is_cut, local, whole_shape
 
@@ -41,6 +42,7 @@ class State:
     Attributes:
         dense: parameters by name that every rank has.
         stack_of: the stack that each other parameter is in.
+        base: the parameters that adapters leave as they are, of which checkpoints hold digests only.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class State:
         self.cut = cut or RowCut.whole(world_size)
         self.holders = holders or (lambda _: tuple(range(world_size)))
         self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
+        self.base = frozen_base(module)
         self.dense = {name: p for name, p in module.named_parameters() if p not in self.stack_of}
 
     def numbered(self, index: int) -> list[nn.Parameter]:
@@ -72,7 +75,7 @@ class State:
         """Every tensor that this rank holds.
 
         Args:
-            transient: also buffers that no checkpoint keeps.
+            transient: also buffers, and weights beside adapters, that no checkpoint keeps.
 
         Raises:
             ConfigurationError: an optimizer state of experts that has no row for each of them.
@@ -81,6 +84,8 @@ class State:
             for slot, expert in stack.held():
                 yield from self.rows(index, slot, expert, stack.placement.holders(expert))
         for name, parameter in self.dense.items():
+            if parameter in self.base and not transient:
+                continue
             if (cut := cut_of(parameter)) is not None:
                 yield from self._blocks(name, parameter, cut)
                 continue
@@ -110,7 +115,7 @@ class State:
 
     def rows(self, layer: int, slot: int, expert: int, holders: tuple[int, ...] = ()) -> Iterator[StatePiece]:
         """The pieces of the expert in a slot."""
-        for name, parameter in self.stacks[layer].parameters.items():
+        for name, parameter in self.stacks[layer].saved.items():
             scopes = {_weight_scope(parameter): parameter.detach()} | self.moments(parameter)
             for scope, stack in scopes.items():
                 if stack.shape[0] != parameter.shape[0]:

@@ -172,7 +172,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         module, is_training = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
-        check_module(trainer, module)
+        check_module(trainer, module, cuts_dense=self.state.cuts_dense)
         self.build_groups()
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
@@ -219,7 +219,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
 
     def _keep_from_ddp(self) -> None:
         module = self.state.module
-        seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+        self.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
 
     @override
     def on_train_end(self) -> None:
@@ -285,7 +285,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     def flight_dtype(self) -> torch.dtype:
         """What experts compute in, and so what their weights travel in when they visit other ranks."""
         is_mixed = str(self.precision_plugin.precision) == "bf16-mixed"
-        return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.w_up.dtype
+        return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.dtype
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

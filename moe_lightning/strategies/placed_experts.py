@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +102,11 @@ class PlacedExperts:
         """The layers' parameters under these slots and placements."""
         return [
             ExpertStack(
-                parameters=layer.experts.stacked_parameters(), slot_experts=held, placement=p, rank=self.world.rank
+                parameters=layer.experts.stacked_parameters(),
+                slot_experts=held,
+                placement=p,
+                rank=self.world.rank,
+                base=layer.experts.base_names,
             )
             for layer, held, p in zip(self.layers, slots, placements, strict=True)
         ]
@@ -204,7 +208,8 @@ class PlacedExperts:
             _grow(layer, slots, optimizers)
             mine = held[index, :, world.rank]
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
-            after = next_slots(before[-1], placement.experts_on(world.rank))
+            # Rows that are out of date keep their slots, too: what is frozen in them is never out of date.
+            after = next_slots(layer.experts.slot_experts, placement.experts_on(world.rank))
             dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, self._dispatch))
         return self._move(placements, dispatchers, before, held, optimizers, began, nodes, dtypes)
 
@@ -266,9 +271,12 @@ class PlacedExperts:
             parameter.grad = None
         former, transfers = self._stacks(before, placements), migration.transfers
         sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world, dtypes)
-        for layer, dispatcher in zip(self.layers, dispatchers, strict=True):
-            layer.experts.slot_experts = dispatcher.slot_experts
+        arrived = {(t.layer, t.expert) for t in transfers if t.target == self.world.rank}
+        for index, (layer, dispatcher) in enumerate(zip(self.layers, dispatchers, strict=True)):
+            slots, layer.experts.slot_experts = layer.experts.slot_experts, dispatcher.slot_experts
             layer.dispatcher = dispatcher
+            if layer.experts.base_names:
+                layer.experts.read_base(_new_slots(slots, dispatcher.slot_experts, index, arrived))
         self.placements = list(placements)
         self._take(stacks)
         self.take_speeds(self.speeds)
@@ -313,11 +321,17 @@ class PlacedExperts:
             early_shares: see `LayerVisits`, for each layer.
 
         Raises:
-            ConfigurationError: plans for other placements, or dispatch groups smaller than the world.
+            ConfigurationError: plans for other placements, dispatch groups smaller than the world, or experts in four
+                bits.
         """
         self._part()
         if not any(plan.num_copies for plan in plans):
             return
+        if any(layer.experts.in_4_bits for layer in self.layers):
+            raise ConfigurationError(
+                "shadows of experts in four bits would travel as if they were not: set the balancer's shadows to none, "
+                "or use kind=lora"
+            )
         visits = []
         for layer, plan, share in zip(self.layers, plans, early_shares, strict=True):
             layer.dispatcher.shadows = plan
@@ -358,6 +372,15 @@ def _in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, 
     held = placement.experts_on(rank)
     room = len(held) if slots is None else min(slots, placement.num_experts)
     return held + (-1,) * (room - len(held))
+
+
+def _new_slots(former: Sequence[int], now: Sequence[int], layer: int, arrived: Container[tuple[int, int]]) -> list[int]:
+    """The slots of experts that neither were there nor have come from another rank."""
+    return [
+        slot
+        for slot, (before, expert) in enumerate(zip(former, now, strict=True))
+        if expert not in (VACANT, before) and (layer, expert) not in arrived
+    ]
 
 
 @torch.no_grad()

@@ -104,6 +104,7 @@ class StageState:
                     slot_experts=() if stack is None else stack.slot_experts,
                     placement=here.over(self.ranks[stage], self._mesh.whole.size),
                     rank=self._mesh.whole.rank,
+                    base=layer.experts.base_names,
                 )
             )
         return found
