@@ -210,7 +210,8 @@ class DenseParts:
         if self.is_in_rows:
             self._sum_scalars(world)
         if self._tensors > 1:
-            self.layers.sum_gradients(self._state.training_state().dense.values(), world)
+            stack_of = self._state.experts.stack_of
+            self.layers.sum_gradients((p for p in self._state.module.parameters() if p not in stack_of), world)
 
     @torch.no_grad()
     def _sum_scalars(self, world: World) -> None:
