@@ -57,7 +57,7 @@ class Options:
     steps: Count = option("measured steps, after one that is not", 4)
     batch: Count = option("sequences of all ranks", 4)
     context: Count = option("tokens of a sequence", 128)
-    rank: Count = option("of the adapters", 16)
+    rank: Count = option("of the adapters", 8)
     precision: Literal["32-true", "bf16-true"] = option("of what is not in four bits: 32-true or bf16-true", "32-true")
 
 
