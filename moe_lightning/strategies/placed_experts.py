@@ -15,7 +15,7 @@ from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migr
 from moe_lightning.algorithms.placement import IntArray, Placement, dispatch_groups
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
-from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
+from moe_lightning.comm.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.comm.replica_check import differing_replicas
 from moe_lightning.comm.replica_sum import ReplicaSum
@@ -52,6 +52,7 @@ class PlacedExperts:
         ep_size: ranks of a dispatch group; None: all.
         quota: how replicas share tokens.
         dispatch: how tokens travel: a name in `comm.dispatcher.DISPATCH_BACKENDS`.
+        plan_on: "host" or "device", see `comm.dispatcher.Dispatcher`.
         slots: expert rows that every rank keeps for each layer, so that later placements have room; None: as many as
             the first placement needs.
 
@@ -79,6 +80,7 @@ class PlacedExperts:
         ep_size: int | None = None,
         quota: QuotaPolicy = "balanced",
         dispatch: str = "exchange",
+        plan_on: PlanPlace = "host",
         slots: int | None = None,
     ) -> None:
         self.module = module
@@ -89,12 +91,12 @@ class PlacedExperts:
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
         self._quota: QuotaPolicy = quota
-        self._dispatch = dispatch
+        self._dispatch = dispatch, plan_on
         for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
             if world.is_connected:
                 _take_rank_0_experts(layer, world)
             held = _in_slots(placement, world.rank, slots)
-            layer.place(Dispatcher(placement, world, self._groups, quota, held, index, dispatch), world.device)
+            layer.place(Dispatcher(placement, world, self._groups, quota, held, index, *self._dispatch), world.device)
         ranks = range(world.size)
         self.room = [[len(_in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
         self._take(self._stacks([layer.experts.slot_experts for layer in self.layers], placements))
@@ -204,7 +206,7 @@ class PlacedExperts:
             mine = held[index, :, world.rank]
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
             after = next_slots(before[-1], placement.experts_on(world.rank))
-            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, self._dispatch))
+            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, *self._dispatch))
         return self._move(placements, dispatchers, before, held, optimizers, began, nodes)
 
     def hand_over(
@@ -278,7 +280,7 @@ class PlacedExperts:
                     )
             held = placement.experts_on(self.world.rank)
             slots = next_slots(layer.experts.slot_experts, held)
-            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots, index, self._dispatch))
+            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots, index, *self._dispatch))
         return result
 
     # ------------------------------------------------------------------ shadows
