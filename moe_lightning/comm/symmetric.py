@@ -10,7 +10,7 @@ Shapes: M rows, D model width, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
+from moe_lightning.comm.device_plan import DevicePlan
 from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend
 from moe_lightning.comm.exchange import Meanwhile, exchange_rows
 from moe_lightning.comm.world import World
@@ -38,9 +39,11 @@ class SymmetricBackend(ExchangeBackend):
         ConfigurationError: ranks that are not on CUDA, too many, or may be cut; a torch without NVSHMEM.
     """
 
+    is_packed = True
+
     def __init__(self, world: World, /) -> None:
         super().__init__(world)
-        sentence = _refusal(world)
+        sentence = refusal(world)
         if sentence is not None:
             raise ConfigurationError(f"{sentence}: use dispatch='exchange'")
 
@@ -48,29 +51,33 @@ class SymmetricBackend(ExchangeBackend):
     def exchange(
         self,
         rows_MD: Tensor,
-        send: Sequence[int],
-        recv: Sequence[int],
-        plan: DispatchPlan,
+        send: Sequence[int] | Tensor,
+        recv: Sequence[int] | Tensor,
+        plan: DispatchPlan | DevicePlan,
         *,
         is_return: bool = False,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Meanwhile = None,
     ) -> Tensor:
-        """In buffers that hold the fullest rank's rows, sent or computed."""
+        """In buffers that hold the fullest rank's rows, sent or computed; of a `DevicePlan`, all its blocks."""
+        if isinstance(plan, DevicePlan):
+            return exchange_rows(
+                rows_MD, send, recv, self.world, meanwhile, partial(_carry_all, capacity=plan.num_rows)
+            )
         most = max(int(plan.tokens_EN.sum(axis=0).max()), int(plan.loads_N.max()))
-        return exchange_rows(rows_MD, send, recv, self.world, meanwhile, partial(_carry, capacity=most))
+        return exchange_rows(rows_MD, send, recv, self.world, meanwhile, partial(_carry_some, capacity=most))
 
 
-def _carry(
-    rows_MD: Tensor,
-    send: Sequence[int],
-    recv: Sequence[int],
-    world: World,
-    meanwhile: Meanwhile,
-    *,
-    capacity: int,
+def _carry_some(
+    rows_MD: Tensor, send: Sequence[int], recv: Sequence[int], world: World, meanwhile: Meanwhile, *, capacity: int
 ) -> Tensor:
     splits_N = upload(torch.tensor(send), rows_MD.device)
     return carry(rows_MD, splits_N, world, meanwhile, capacity=capacity)[: sum(recv)]
+
+
+def _carry_all(
+    rows_MD: Tensor, send_N: Tensor, recv_N: Tensor, world: World, meanwhile: Meanwhile, *, capacity: int
+) -> Tensor:
+    return carry(rows_MD, send_N, world, meanwhile, capacity=capacity)
 
 
 def carry(rows_MD: Tensor, splits_N: Tensor, world: World, meanwhile: Meanwhile, *, capacity: int) -> Tensor:
@@ -170,7 +177,7 @@ def _all_to_all(sent: Tensor, received: Tensor, splits_N: Tensor, out_2N: Tensor
     torch.ops.symm_mem.all_to_all_vdev_2d(sent, received, splits_N, out_2N, group, align)
 
 
-def _refusal(world: World) -> str | None:
+def refusal(world: World) -> str | None:
     """Why rows cannot go this way here, as a sentence; chooses NVSHMEM where they can."""
     if world.device.type != "cuda":
         return f"dispatch='symmetric' needs ranks on CUDA devices, but this one is on {world.device}"

@@ -19,7 +19,7 @@ from moe_lightning import seams
 from moe_lightning.algorithms.mesh_shape import chosen_axes
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
-from moe_lightning.comm.dispatcher import QuotaPolicy
+from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
@@ -62,8 +62,8 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; those that
             hold no expert are vacant and cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
-        dispatch: how tokens travel: "exchange" (an uneven all-to-all), "padded" (as DeepSpeed-MoE without drops), or a
-            name of `comm.dispatcher.DISPATCH_BACKENDS`.
+        dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
+        plan: where it is planned who computes which tokens: "host", or "device", see `comm.device_plan`.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
             each), "fsdp" (all in rows over the ranks), "hsdp" (in rows over groups of ranks: several copies), or a name
             of `strategies.dense_shardings.DENSE_SHARDINGS`.
@@ -101,6 +101,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         slots: PositiveInt | None = None,
         quota: QuotaPolicy = "balanced",
         dispatch: str = "exchange",
+        plan: PlanPlace = "host",
         dense: str = "ddp",
         shard_size: PositiveInt | None = None,
         zero1: bool = False,
@@ -114,7 +115,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
         self.placing = Placing(
-            ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, slots=slots
+            ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots
         )
         self._seed = seed
         self.worlds.axes = chosen_axes(mesh)

@@ -4,7 +4,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replay
 from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
-from moe_lightning.checkpoint.window_replay import WindowReplay
+from moe_lightning.checkpoint.window_replay import WindowReplay, replay_of
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
@@ -188,22 +188,11 @@ class RankState:
         require_updates_by_expert(self.optimizers, self.experts.stack_of)
 
     def go_on_from(self, restored: CheckpointSource) -> None:
-        """Everything was restored: so are this rank's random generators. The updates of a window complete its state.
-
-        Raises:
-            ConfigurationError: training ends before it is complete.
+        """Everything was restored: so are this rank's random generators. The updates of a window complete its state;
+        raises as `replay_of`.
         """
         restore_random_state(restored, self._worlds.present)
-        self.window_replay, most = None, self.trainer.max_steps
-        if restored.first_step == restored.step:
-            restored.release()
-            return
-        if 0 <= most < restored.step:
-            raise ConfigurationError(
-                f"max_steps={most} ends before the state of {restored.path.name} is whole, whose steps "
-                f"{restored.first_step + 1} to {restored.step} are run again: raise max_steps to {restored.step}"
-            )
-        self.window_replay = WindowReplay(restored)
+        self.window_replay = replay_of(restored, self.trainer.max_steps)
 
     # ------------------------------------------------------------------ a step
 
@@ -344,7 +333,7 @@ class RankState:
             return
         dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
         homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
-        local = self._held_states([name for name, rank in sources if rank == world.rank])
+        local = self._held_states(name for name, rank in sources if rank == world.rank)
         self.fill_groups()
         self._shards = None
         self._shard(sharding)
@@ -371,19 +360,14 @@ class RankState:
         lost = sorted(unit for unit, owner in owners.items() if owner not in staying)
         if lost:
             keepers = {unit: [staying[number % len(staying)]] for number, unit in enumerate(lost)}
-            local = self._held_states([unit for unit in lost if owners[unit] == world.rank])
+            local = self._held_states(unit for unit in lost if owners[unit] == world.rank)
             self._entrusted |= move_shards([(unit, owners[unit]) for unit in lost], keepers, local, world)
 
-    def _held_states(self, units: Sequence[str]) -> dict[str, Mapping[str, Tensor]]:
+    def _held_states(self, units: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
         """Optimizer states, live, or as a rank left them here, or as replayed for a lost peer."""
-        parameters = dict(self.module.named_parameters())
-        found: dict[str, Mapping[str, Tensor]] = {}
-        for unit in units:
-            found[unit] = self._entrusted.get(unit) or self.state_of(parameters[name_of(unit)])
-            if not found[unit] and self.replay is not None:
-                states = self.replay.states(unit).items()
-                found[unit] = {scope: value for scope, value in states if scope != "weight"}
-        return found
+        parameters, replayed = dict(self.module.named_parameters()), self.replay
+        here = {unit: self._entrusted.get(unit) or self.state_of(parameters[name_of(unit)]) for unit in units}
+        return {unit: s if s or replayed is None else replayed.moments(unit) for unit, s in here.items()}
 
     def replay_peer(self, peer: int, version: int) -> None:
         """Keep the optimizer state of another rank's dense parameters on the host, by repeating its updates (REFT's

@@ -49,7 +49,7 @@ class FakeMemory:
 
 def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
     fake = FakeMemory()
-    patch.setattr(symmetric, "_refusal", lambda world: None)
+    patch.setattr(symmetric, "refusal", lambda world: None)
     patch.setattr(symmetric, "_library", lambda: fake)
     patch.setattr(symmetric, "_all_to_all", fake.all_to_all)
     patch.setattr(torch.accelerator, "synchronize", lambda device: None)
