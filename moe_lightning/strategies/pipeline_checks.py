@@ -11,10 +11,6 @@ from moe_lightning.errors import ConfigurationError
 _NOT_YET = {
     "LoadBalancer": "moves experts over all ranks",
     "SpeedFollower": "shares work out over all ranks",
-    "RoutingRecorder": "records the layers of whole models",
-    "RoutingReplay": "keeps the choices of whole models",
-    "CompileDense": "compiles whole modules",
-    "RecomputeDense": "takes whole modules",
 }
 """Callbacks that know of one stage only, and what they do."""
 

@@ -1,6 +1,4 @@
-"""What a rank holds of a run: the module, experts in slots, optimizers, and the optimizer states that it keeps for
-others.
-"""
+"""What a rank holds of a run: the module, experts in slots, optimizers, and the states that it keeps for others."""
 
 from __future__ import annotations
 
@@ -188,9 +186,7 @@ class RankState:
         require_updates_by_expert(self.optimizers, self.experts.stack_of)
 
     def go_on_from(self, restored: CheckpointSource) -> None:
-        """Everything was restored: so are this rank's random generators. The updates of a window complete its state;
-        raises as `replay_of`.
-        """
+        """Everything was restored: so are this rank's random generators. Raises as `replay_of`."""
         restore_random_state(restored, self._worlds.present)
         self.window_replay = replay_of(restored, self.trainer.max_steps)
 

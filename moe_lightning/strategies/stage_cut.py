@@ -288,6 +288,11 @@ class _Gate:
             block.__dict__["forward"] = self._replaced
 
 
+def is_gated(part: nn.Module) -> bool:
+    """Whether it is a block of a model that is cut in stages: calls of it may be answered without its own code."""
+    return isinstance(part.__dict__.get("forward"), _Gate)
+
+
 class _Flow:
     """What the blocks do with hidden states while a step runs for one stage."""
 

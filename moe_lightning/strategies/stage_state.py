@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -26,6 +27,11 @@ from moe_lightning.strategies.stage_cut import StageCut
 from moe_lightning.strategies.worlds import Worlds
 
 T = TypeVar("T")
+
+
+def stages_of(trainer: pl.Trainer) -> StageState | None:
+    """Of a run; None without a pipeline."""
+    return getattr(getattr(trainer.strategy, "state", None), "stages", None)
 
 
 class StageState:
@@ -110,12 +116,17 @@ class StageState:
         return found
 
     def counts_of_all(self, own_LE: Tensor | None) -> Tensor | None:
-        """A number for each expert, int64 [L, E], from those of the layers here; None where all are 0. Collective."""
+        """A number for each expert, or anything else of each layer, int64 [L, ...], from those of the layers here; None
+        where all are 0. Collective.
+
+        Args:
+            own_LE: of the layers here; None on all ranks of a stage: zeros [L, E].
+        """
         experts = max((layer.num_experts for layer, _ in self._layers), default=0)
-        device = self._mesh.whole.device
-        all_LE = torch.zeros(len(self._layers), experts, dtype=torch.int64, device=device)
+        device, shape = self._mesh.whole.device, (experts,) if own_LE is None else own_LE.shape[1:]
+        all_LE = torch.zeros(len(self._layers), *shape, dtype=torch.int64, device=device)
         if own_LE is not None:
-            all_LE[self.own(range(len(self._layers)))] = own_LE.to(device)
+            all_LE[self.numbers] = own_LE.to(device)
         all_reduce_(all_LE, self._mesh.pipe)
         return all_LE if bool(all_LE.any()) else None
 
@@ -123,6 +134,16 @@ class StageState:
     def layers(self) -> list[MoELayer]:
         """Of all stages."""
         return [layer for layer, _ in self._layers]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Which of the MoE layers of the whole are here."""
+        return [index for index, (_, stage) in enumerate(self._layers) if stage in self.cut.stages]
+
+    @property
+    def num_ranks(self) -> int:
+        """Of a stage."""
+        return self._mesh.world.size
 
     @property
     def whole(self) -> World:
