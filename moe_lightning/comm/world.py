@@ -293,11 +293,9 @@ def any_says(words: Sequence[bool], world: World) -> list[bool]:
 
 
 def broadcast_(tensor: torch.Tensor, source: int, world: World, group: ProcessGroup | None = None) -> None:
-    """Overwrite a tensor on every rank, or on every one of a group of them, with the source rank's one."""
-    if group is not None:
-        dist.broadcast(tensor, src=source, group=group)
-    elif world.is_connected:
-        dist.broadcast(tensor, group=world.dense, group_src=source)
+    """Overwrite a tensor on every rank, or on every one of a group of them, with that of the source, counted there."""
+    if world.is_connected:
+        dist.broadcast(tensor, group=group or world.dense, group_src=source)
 
 
 def all_reduce_(tensor: torch.Tensor, world: World) -> None:

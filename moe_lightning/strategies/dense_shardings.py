@@ -136,6 +136,7 @@ class DenseOptimizerShards:
         rank will clear are dropped.
         """
         chosen = set(updated) if self._world.is_connected else set()
+        holders = self._world.row_cut.holders[self._world.row_cut.index]
         for is_part in (False, True):
             parameters = [p for p in self.owners if p in chosen and is_cut(p) == is_part]
             if is_part and self._world.copy_group is None:
@@ -145,7 +146,8 @@ class DenseOptimizerShards:
                 if not mine:
                     continue
                 flat = torch.cat([p.detach().reshape(-1) for p in mine])
-                broadcast_(flat, owner, self._world, self._world.copy_group if is_part else None)
+                source, group = (sorted(holders).index(owner), self._world.copy_group) if is_part else (owner, None)
+                broadcast_(flat, source, self._world, group)
                 if owner != self._world.rank:
                     for parameter, values in zip(mine, torch.split(flat, [p.numel() for p in mine]), strict=True):
                         parameter.copy_(values.view_as(parameter))

@@ -26,6 +26,7 @@ from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_pipeline import CASES as KNOWN
 from tests.distributed.test_pipeline import LLAMA, MICROS, Own, load, save, train
 from tests.distributed.training import RandomTokens, make_trainer
+from tests.parameters import slow
 
 NOISY = KNOWN["noisy"]["model"]
 GROUPED = {**LLAMA, "num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
@@ -57,6 +58,7 @@ def in_stages(key: str, ranks: int, **strategy: Any) -> list[Any]:
 
 CP: dict[str, Any] = {"mesh": {"cp": 2}}
 TP: dict[str, Any] = {"mesh": {"tp": 2}}
+CP_TP: dict[str, Any] = {"mesh": {"cp": 2, "tp": 2}}
 ZERO1: dict[str, Any] = {"dense": "zero1"}
 FSDP: dict[str, Any] = {"dense": "fsdp"}
 HSDP: dict[str, Any] = {"dense": "hsdp", "shard_size": 2}
@@ -71,12 +73,18 @@ INTERLEAVED: dict[str, Any] = {"schedule": "interleaved"}
         ("short", 4, ZERO1),
         ("short", 4, {**FSDP, **INTERLEAVED}),
         *[
-            pytest.param(key, ranks, {**axis, **schedule}, marks=pytest.mark.slow)
+            slow(key, ranks, {**axis, **schedule})
             for axis in (CP, TP, ZERO1, FSDP, {**CP, **ZERO1}, {**CP, **FSDP})
             for schedule in ({}, INTERLEAVED)
             for key, ranks in (("gpt2", 4), ("llama", 4), ("uneven", 4), ("few", 8), ("accumulated", 4))
         ],
-        *[pytest.param(key, 8, HSDP, marks=pytest.mark.slow) for key in ("uneven", "few")],
+        *[slow(key, 8, HSDP) for key in ("uneven", "few")],
+        *[
+            slow(key, 8, {**axes, **schedule})
+            for axes in (CP_TP, {**TP, **ZERO1}, {**TP, **FSDP}, {**TP, **HSDP}, {**CP_TP, **FSDP})
+            for schedule in ({}, INTERLEAVED)
+            for key in ("short", "gpt2")
+        ],
     ],
 )
 def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
