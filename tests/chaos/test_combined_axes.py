@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
+from tests.parameters import slow
 
 STEPS = 8
 CPTP: dict[str, Any] = {"mesh": {"cp": 2, "tp": 2}}
@@ -17,7 +18,7 @@ NOISY = {"dropout": 0.1, "router": {"noisy_top_k": True, "jitter": 0.1}}
 PLACES = ["forward", "exchange", "prepare", "update", "committed"]
 
 
-@pytest.mark.parametrize("place", ["backward", *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES)])
+@pytest.mark.parametrize("place", ["backward", *map(slow, PLACES)])
 def test_three_of_four_keep_what_a_fourth_takes_up(tmp_path: Path, place: str) -> None:
     """Sequences and layers in two parts each: three ranks have all of it, and wait."""
     kills = [Kill(worker=1, step=4, place=place)]
@@ -29,18 +30,25 @@ def test_three_of_four_keep_what_a_fourth_takes_up(tmp_path: Path, place: str) -
         assert run.assert_replicas_equal() > 0
 
 
-@pytest.mark.parametrize("place", ["backward", *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES)])
-def test_rows_of_parts_come_from_snapshots_and_are_dealt_anew(tmp_path: Path, place: str) -> None:
-    """One copy in rows of two, for each of two parts of the layers; two ranks go on with a whole row each."""
+@pytest.mark.parametrize(
+    ("dense", "place"),
+    [("fsdp", "backward"), *(slow("fsdp", place) for place in PLACES)]
+    + [slow("zero1", place) for place in ("backward", *PLACES)],
+)
+def test_what_one_rank_had_comes_from_snapshots_and_is_dealt_anew(tmp_path: Path, dense: str, place: str) -> None:
+    """One copy in rows of two, for each of two parts of the layers, or the optimizer states of those; three ranks go on
+    as two with a whole row each, or hold whole layers and wait for a fourth.
+    """
     kills, holds = [Kill(worker=1, step=4, place=place)], [Hold(step=6, ranks=4)]
-    strategy: dict[str, Any] = {"mesh": {"tp": 2}, "dense": "fsdp"}
+    strategy: dict[str, Any] = {"mesh": {"tp": 2}, "dense": dense}
     with elastic_run(
         tmp_path, workers=4, steps=STEPS, strategy=strategy, kills=kills, holds=holds, saving={"every_n_steps": 1}
     ) as run:
         run.supervise(restart=[1])
         assert_same_losses(run, reference(STEPS))
         assert run.world_sizes()[STEPS] == 4
-        assert {"dense rows 1 of 2 in part 0 of 2", "dense rows 1 of 2 in part 1 of 2"} <= run.units()
+        if dense == "fsdp":
+            assert {"dense rows 1 of 2 in part 0 of 2", "dense rows 1 of 2 in part 1 of 2"} <= run.units()
 
 
 @pytest.mark.slow
@@ -56,19 +64,6 @@ def test_another_copy_has_the_rows_of_a_lost_part(tmp_path: Path, place: str) ->
         assert all(report["steps_lost"] == 0 for report in run.reports())
         assert "dense rows 1 of 2 in part 1 of 2" in run.units()
         assert run.assert_replicas_equal() > 0
-
-
-@pytest.mark.parametrize("place", ["backward", *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES)])
-def test_optimizer_states_of_parts_come_from_snapshots_and_are_dealt_anew(tmp_path: Path, place: str) -> None:
-    """Three ranks hold whole layers and wait for a fourth."""
-    kills, holds = [Kill(worker=1, step=4, place=place)], [Hold(step=6, ranks=4)]
-    strategy: dict[str, Any] = {"mesh": {"tp": 2}, "dense": "zero1"}
-    with elastic_run(
-        tmp_path, workers=4, steps=STEPS, strategy=strategy, kills=kills, holds=holds, saving={"every_n_steps": 1}
-    ) as run:
-        run.supervise(restart=[1])
-        assert_same_losses(run, reference(STEPS))
-        assert run.world_sizes()[STEPS] == 4
 
 
 @pytest.mark.slow
