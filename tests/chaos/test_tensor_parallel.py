@@ -13,6 +13,7 @@ import pytest
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, finish, reference
 from tests.chaos.test_min_ranks import wait_for_recovery
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 STEPS = 10
 TP2 = {"mesh": {"tp": 2}}
@@ -25,7 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
         return run.losses()
 
 
-@pytest.mark.parametrize("place", ["forward", "exchange", "backward", "prepare", "update", "committed"])
+@pytest.mark.parametrize("place", ["exchange", "update", *map(slow, ["forward", "backward", "prepare", "committed"])])
 def test_another_slice_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[int, float], place: str) -> None:
     """Four ranks in two slices go on as two in one; the third waits."""
     kills = [Kill(worker=1, step=5, place=place)]

@@ -30,6 +30,7 @@ from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.training import TINY, RandomTokens, make_trainer, train
+from tests.parameters import slow
 
 STEPS = 12
 CASES: dict[str, dict[str, Any]] = {
@@ -56,16 +57,16 @@ def reference(key: str) -> dict[str, Any]:
     ("key", "ranks", "strategy"),
     [
         ("plain", 2, {"dense": "fsdp"}),
-        ("plain", 4, {"dense": "hsdp", "copies": 2}),
+        slow("plain", 4, {"dense": "hsdp", "copies": 2}),
         ("uneven", 3, {"dense": "fsdp"}),
         ("accumulate", 4, {"dense": "hsdp"}),
-        ("noisy", 2, {"dense": "fsdp", "copies": 2}),
+        slow("noisy", 2, {"dense": "fsdp", "copies": 2}),
         ("tied", 4, {"dense": "hsdp", "shard_size": 2}),
-        ("tied", 3, {"dense": "fsdp"}),
+        slow("tied", 3, {"dense": "fsdp"}),
         ("by value", 2, {"dense": "fsdp"}),
-        pytest.param("uneven", 8, {"dense": "hsdp"}, marks=pytest.mark.slow),
-        pytest.param("accumulate", 3, {"dense": "fsdp"}, marks=pytest.mark.slow),
-        pytest.param("noisy", 4, {"dense": "hsdp"}, marks=pytest.mark.slow),
+        slow("uneven", 8, {"dense": "hsdp"}),
+        slow("accumulate", 3, {"dense": "fsdp"}),
+        slow("noisy", 4, {"dense": "hsdp"}),
     ],
 )
 def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
@@ -234,9 +235,9 @@ def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, targ
     [
         ("fsdp", ["one", "hsdp", "zero1"]),
         ("ddp", ["fsdp"]),
-        pytest.param("one", ["fsdp", "hsdp"], marks=pytest.mark.slow),
-        pytest.param("zero1", ["fsdp", "hsdp"], marks=pytest.mark.slow),
-        pytest.param("hsdp", ["one", "ddp", "zero1", "fsdp"], marks=pytest.mark.slow),
+        slow("one", ["fsdp", "hsdp"]),
+        slow("zero1", ["fsdp", "hsdp"]),
+        slow("hsdp", ["one", "ddp", "zero1", "fsdp"]),
     ],
 )
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
@@ -310,11 +311,11 @@ def _held(module: nn.Module) -> dict[str, int]:
     "strategy",
     [
         {"dense": "hsdp", "shard_size": 2},
-        pytest.param({"mesh": {"tp": 2}}, marks=pytest.mark.slow),
-        pytest.param({"mesh": {"cp": 2}}, marks=pytest.mark.slow),
-        pytest.param({"mesh": {"cp": 2}, "dense": "fsdp"}, marks=pytest.mark.slow),
-        pytest.param({"mesh": {"tp": 2}, "dense": "fsdp"}, marks=pytest.mark.slow),
-        pytest.param({"mesh": {"cp": 2, "tp": 2}}, marks=pytest.mark.slow),
+        slow({"mesh": {"tp": 2}}),
+        slow({"mesh": {"cp": 2}}),
+        slow({"mesh": {"cp": 2}, "dense": "fsdp"}),
+        slow({"mesh": {"tp": 2}, "dense": "fsdp"}),
+        slow({"mesh": {"cp": 2, "tp": 2}}),
     ],
     ids=str,
 )

@@ -33,6 +33,7 @@ from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_cut_parameters import Weigher
 from tests.distributed.training import TINY, RandomTokens, make_trainer, train
+from tests.parameters import slow
 
 STEPS = 20
 TP2 = {"mesh": {"tp": 2}}
@@ -68,19 +69,19 @@ def reference(key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("key", "ranks", "strategy"),
     [
-        ("plain", 2, TP2),
+        slow("plain", 2, TP2),
         ("plain", 4, {**TP2, "copies": 2}),
-        ("uneven", 4, {**TP2, "ep_size": 2}),
-        ("accumulate", 4, TP2),
+        slow("uneven", 4, {**TP2, "ep_size": 2}),
+        slow("accumulate", 4, TP2),
         ("noisy", 2, TP2),
-        ("untied", 4, TP2),
-        ("tied", 2, TP2),
+        slow("untied", 4, TP2),
+        slow("tied", 2, TP2),
         ("tied noisy", 4, TP2),
         ("few samples", 4, TP2),
-        pytest.param("noisy", 4, TP2, marks=pytest.mark.slow),
-        pytest.param("accumulate", 2, TP2, marks=pytest.mark.slow),
-        pytest.param("tied", 4, TP2, marks=pytest.mark.slow),
-        pytest.param("tied noisy", 8, TP2, marks=pytest.mark.slow),
+        slow("noisy", 4, TP2),
+        slow("accumulate", 2, TP2),
+        slow("tied", 4, TP2),
+        slow("tied noisy", 8, TP2),
     ],
 )
 def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
@@ -335,10 +336,10 @@ def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, targ
     ("writer", "readers"),
     [
         ("dp2 tp2", ["one", "fsdp", "tp2"]),
-        ("ddp", ["tp2"]),
-        pytest.param("tp2", ["one", "ddp", "dp2 tp2"], marks=pytest.mark.slow),
-        pytest.param("fsdp", ["tp2", "dp2 tp2"], marks=pytest.mark.slow),
-        pytest.param("one", ["dp2 tp2"], marks=pytest.mark.slow),
+        slow("ddp", ["tp2"]),
+        slow("tp2", ["one", "ddp", "dp2 tp2"]),
+        slow("fsdp", ["tp2", "dp2 tp2"]),
+        slow("one", ["dp2 tp2"]),
     ],
 )
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
