@@ -1,10 +1,9 @@
 """The parts of a module that the stages of a pipeline on this rank hold.
 
 A model is cut at its blocks, the elements of a ModuleList. What it has before them belongs to the first stage, what it
-has after them to the last one. Every rank runs the user's step, so nothing has to be known of how a model calls its
-blocks or what else it hands them: blocks of other stages hand hidden states on, the first of a stage takes what has
-arrived instead, and before the first of the next one the step is left. Keys do not change; parameters of other stages
-outside blocks are zeros without memory.
+has after them to the last one. Every rank runs the user's step, whatever it hands to its blocks: those of other stages
+hand hidden states on, the first of a stage takes what has arrived, and before the first of the next one the step
+is left. Keys do not change; parameters of other stages outside blocks are zeros without memory.
 """
 
 from __future__ import annotations
