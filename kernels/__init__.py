@@ -6,9 +6,10 @@ non-contiguous inputs, and raise `ConfigurationError` in one sentence for wrong 
 """
 
 from moe_lightning.kernels.backends import BACKENDS, backend, set_backend
-from moe_lightning.kernels.bodies import ExpertSort
+from moe_lightning.kernels.bodies import Draw, ExpertSort, Sharing
 from moe_lightning.kernels.ops_bytes import pack, packed_bytes, sum_in_rank_order, unpack, xor_parity
 from moe_lightning.kernels.ops_experts import expert_activation, expert_mlp, fuses_experts, grouped_mm
+from moe_lightning.kernels.ops_plan import plan_rows
 from moe_lightning.kernels.ops_rows import (
     chunk_order,
     count_by_expert,
@@ -21,10 +22,13 @@ from moe_lightning.kernels.ops_rows import (
     top_k_routing,
     unpermute,
 )
+from moe_lightning.kernels.ops_stream import keyed_dropout
 
 __all__ = [
     "BACKENDS",
+    "Draw",
     "ExpertSort",
+    "Sharing",
     "backend",
     "chunk_order",
     "count_by_expert",
@@ -34,9 +38,11 @@ __all__ = [
     "gather_rows",
     "grouped_mm",
     "invert",
+    "keyed_dropout",
     "pack",
     "packed_bytes",
     "permute",
+    "plan_rows",
     "reorder_chunks",
     "set_backend",
     "sort_by_expert",

@@ -13,14 +13,24 @@ from dataclasses import dataclass
 import torch
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels import torch_activation, torch_bytes, torch_matmul, torch_routing, torch_rows
+from moe_lightning.kernels import (
+    torch_activation,
+    torch_bytes,
+    torch_matmul,
+    torch_plan,
+    torch_routing,
+    torch_rows,
+    torch_stream,
+)
 from moe_lightning.kernels.bodies import (
     ActivationBodies,
     ByteBodies,
     FusedBodies,
     MatmulBodies,
+    PlanBodies,
     RoutingBodies,
     RowBodies,
+    StreamBodies,
 )
 
 BACKENDS = ("auto", "torch", "triton", "reference")
@@ -38,11 +48,19 @@ class Bodies:
     matmul: MatmulBodies
     activation: ActivationBodies
     bytes: ByteBodies
+    plan: PlanBodies
+    stream: StreamBodies
     fused: FusedBodies | None = None
 
 
 _TORCH = Bodies(
-    routing=torch_routing, rows=torch_rows, matmul=torch_matmul, activation=torch_activation, bytes=torch_bytes
+    routing=torch_routing,
+    rows=torch_rows,
+    matmul=torch_matmul,
+    activation=torch_activation,
+    bytes=torch_bytes,
+    plan=torch_plan,
+    stream=torch_stream,
 )
 
 
@@ -105,7 +123,15 @@ def _load_triton(device_type: str) -> Bodies:
             "TRITON_INTERPRET=1 set before the start"
         )
     # Imported here: Triton is absent on most CPUs, and reads TRITON_INTERPRET when its kernels are defined.
-    from moe_lightning.kernels import triton_activation, triton_bytes, triton_matmul, triton_routing, triton_rows
+    from moe_lightning.kernels import (
+        triton_activation,
+        triton_bytes,
+        triton_matmul,
+        triton_plan,
+        triton_routing,
+        triton_rows,
+        triton_stream,
+    )
 
     return Bodies(
         routing=triton_routing,
@@ -113,5 +139,7 @@ def _load_triton(device_type: str) -> Bodies:
         matmul=triton_matmul,
         activation=triton_activation,
         bytes=triton_bytes,
+        plan=triton_plan,
+        stream=triton_stream,
         fused=triton_matmul,
     )

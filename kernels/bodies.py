@@ -153,6 +153,52 @@ class ActivationBodies(Protocol):
         ...
 
 
+class Sharing(NamedTuple):
+    """How the holders of an expert share its tokens, see `algorithms.quota.settled_quota`.
+
+    Attributes:
+        rounds: of multiplicative weights; 0 splits evenly over replicas.
+        patience: rounds without a gain after which the search ends, where what it has found is good.
+        slack: the search has found something good when the busiest rank is within 1/slack of the bound.
+        one: fixed-point unit of the weights.
+    """
+
+    rounds: int
+    patience: int
+    slack: int
+    one: int
+
+
+class PlanBodies(Protocol):
+    def plan_rows(self, tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
+        """int64 [E, N] each: rows of each expert that the rank sends to, and receives from, every rank."""
+        ...
+
+
+class Draw(NamedTuple):
+    """Which numbers to draw: a key, and the rows of the global batch that the local ones are.
+
+    Attributes:
+        key: int64, already mixed.
+        first: sample of the global batch that begins here.
+        here: local rows of a sample.
+        parts: of equal size, into which a sample's rows are cut.
+        part: which of them is here.
+    """
+
+    key: int
+    first: int
+    here: int
+    parts: int
+    part: int
+
+
+class StreamBodies(Protocol):
+    def dropout(self, x_MD: Tensor, p: float, draw: Draw) -> Tensor:
+        """[M, D]: 0 where the number of an element is below p, else x / (1 - p)."""
+        ...
+
+
 class ByteBodies(Protocol):
     def xor(self, buffers: Sequence[Tensor], out: Tensor) -> None: ...
 

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_lightning.kernels.bodies import ActivationBodies, FusedBodies, MatmulBodies, RoutingBodies, RowBodies
+from moe_lightning.kernels.bodies import (
+    ActivationBodies,
+    Draw,
+    FusedBodies,
+    MatmulBodies,
+    RoutingBodies,
+    RowBodies,
+    StreamBodies,
+)
 
 Grads = tuple[Tensor | None, ...]
 
@@ -67,7 +75,9 @@ class Unpermute(torch.autograd.Function):
             return ctx.room.gather(grad_TD, order_M, ctx.top_k), None, None, None, None
         grad_rows, products_M = ctx.room.spread(grad_TD, order_M, rows_MD, weights_TK, ctx.needs_input_grad[0])
         grad_weights = None
-        if products_M is not None:
+        if products_M is not None and len(order_M) > inverse_TK.numel():  # padded: several rows name an assignment
+            grad_weights = products_M[inverse_TK.clamp_min(0)].masked_fill_(inverse_TK < 0, 0).to(weights_TK.dtype)
+        elif products_M is not None:
             grad_weights = products_M.new_zeros(inverse_TK.numel())
             grad_weights[order_M] = products_M
             grad_weights = grad_weights.view(inverse_TK.shape).to(weights_TK.dtype)
@@ -90,6 +100,20 @@ class GatherRows(torch.autograd.Function):
             None,
             None,
         )
+
+
+class KeyedDropout(torch.autograd.Function):
+    """Keeps nothing but the key: the backward draws the same numbers again."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, p: float, draw: Draw, room: StreamBodies) -> Tensor:
+        ctx.drawn = p, draw, room
+        return room.dropout(x_MD, p, draw)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        p, draw, room = ctx.drawn
+        return room.dropout(grads[0].contiguous(), p, draw), None, None, None
 
 
 class GroupedMM(torch.autograd.Function):

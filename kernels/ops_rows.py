@@ -84,7 +84,7 @@ def sort_by_expert(
     return rooms.routing.sort_by_expert(expert_ids_TK.contiguous(), num_experts, num_rows)
 
 
-def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor) -> Tensor:
+def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor, *, may_pad: bool = False) -> Tensor:
     """Rows of tokens in expert-major order: [M, D] with row m = x[order[m] // K].
 
     The gradient of a token is the sum over its rows, accumulated in fp32 in the order of its choices.
@@ -92,11 +92,13 @@ def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor) -> Tensor:
     Args:
         x_TD: floats [T, D].
         order_M, inverse_TK: from `sort_by_expert`, or any pair with inverse[order[m]] = m and -1 elsewhere.
+        may_pad: `order_M` is longer than all assignments and names any for the rows that `inverse_TK` does not.
     """
     checks.matrix("x", x_TD)
     checks.index("order", order_M, 1, x_TD.device)
     checks.index("inverse", inverse_TK, 2, x_TD.device)
-    checks.rows_fit(order_M, inverse_TK)
+    if not may_pad:
+        checks.rows_fit(order_M, inverse_TK)
     checks.require(
         len(inverse_TK) == len(x_TD), f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x_TD)}"
     )
@@ -109,7 +111,14 @@ def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor) -> Tensor:
     return result
 
 
-def unpermute(rows_MD: Tensor, inverse_TK: Tensor, order_M: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+def unpermute(
+    rows_MD: Tensor,
+    inverse_TK: Tensor,
+    order_M: Tensor,
+    weights_TK: Tensor | None = None,
+    *,
+    may_pad: bool = False,
+) -> Tensor:
     """Weighted sum of the rows of each token: [T, D] with y[t] = sum over k of weights[t, k] * rows[inverse[t, k]].
 
     Accumulated in fp32 in the order of k, result in the dtype of the rows. Dropped assignments add nothing.
@@ -119,11 +128,13 @@ def unpermute(rows_MD: Tensor, inverse_TK: Tensor, order_M: Tensor, weights_TK: 
         rows_MD: floats [M, D].
         inverse_TK, order_M: from `sort_by_expert`.
         weights_TK: floats [T, K], or None for a plain sum. The torch body rounds them to the dtype of the rows.
+        may_pad: as for `permute`.
     """
     checks.matrix("rows", rows_MD)
     checks.index("order", order_M, 1, rows_MD.device)
     checks.index("inverse", inverse_TK, 2, rows_MD.device)
-    checks.rows_fit(order_M, inverse_TK)
+    if not may_pad:
+        checks.rows_fit(order_M, inverse_TK)
     checks.require(len(order_M) == len(rows_MD), f"order lists {len(order_M)} rows, but there are {len(rows_MD)}")
     if weights_TK is not None:
         checks.matrix("weights", weights_TK)

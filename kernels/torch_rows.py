@@ -43,7 +43,7 @@ def combine(rows_MD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) -> T
         return rows_MD.new_zeros(num_tokens, width)
     weights_TK = None if weights_TK is None else weights_TK.to(rows_MD.dtype)
     row_bytes = width * rows_MD.element_size()
-    has_drops = len(rows_MD) < inverse_TK.numel()
+    has_drops = len(rows_MD) != inverse_TK.numel()  # more rows: some are padding, and some may be dropped, too
     if rows_MD.device.type != "cpu" or num_tokens * row_bytes < _HEAP_BYTES:
         return _bags(rows_MD, inverse_TK, weights_TK, has_drops)
     out_TD = buffers.empty((num_tokens, width), rows_MD.dtype, rows_MD.device)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from moe_lightning.modules.router import RouterConfig
     from moe_lightning.modules.routing_replay import record_routing, replay_routing
     from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+    from moe_lightning.strategies.gradient_norm import gradient_norms
 
 __version__ = "0.1.0"
 
@@ -72,6 +73,7 @@ _HOMES = {
     "export_to_huggingface": "callbacks.huggingface_export",
     "global_mean": "modules.losses",
     "global_sum": "modules.losses",
+    "gradient_norms": "strategies.gradient_norm",
     "record_routing": "modules.routing_replay",
     "replay_routing": "modules.routing_replay",
 }
@@ -108,6 +110,7 @@ __all__ = [
     "export_to_huggingface",
     "global_mean",
     "global_sum",
+    "gradient_norms",
     "record_routing",
     "replay_routing",
 ]

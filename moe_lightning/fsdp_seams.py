@@ -1,13 +1,15 @@
-"""Undoing torch's fully_shard, for which torch has no public name as of 2.13: what it keeps private stands here alone.
+"""What torch's fully_shard has no public name for as of 2.13, above all undoing it: what it keeps private stands here
+alone.
 
 `tests/unit/test_seams.py` says which name changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
@@ -39,9 +41,54 @@ def undo_fully_shard(module: nn.Module) -> None:
             owner.__dict__.pop(name, None)
 
 
+def begin_by_hand(module: nn.Module) -> None:
+    """Let a module whose forward pass will not be called as a whole be the root of its parts."""
+    module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+
+
+def end_backward(module: nn.Module) -> None:
+    """What ends the backward pass of a root: gradients that were left for later are summed over ranks, and everything
+    is cut again; collective.
+    """
+    module._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+
+
 def sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
     """The parts that fully_shard was called on."""
     return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[nn.Module]], bool]) -> None:
+    """Gather some float32 parameters of a unit in another dtype; their rows and gradients stay as they are.
+
+    MixedPrecisionPolicy is for all parameters of a unit, those that autocast leaves alone among them; one for each
+    would do.
+
+    Args:
+        unit: that fully_shard was called on, before its first forward pass.
+        chosen: whether the parameter that these modules have in common is meant.
+    """
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    for group in state._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            owner = parameter._module_info
+            if chosen((owner.module, *owner.shared_modules)):
+                _gather_in(parameter, dtype)
+
+
+def _gather_in(parameter: Any, dtype: torch.dtype) -> None:
+    kind = type(parameter)
+
+    def init_dtype_attrs(policy: object) -> None:
+        kind.init_dtype_attrs(parameter, policy)
+        if parameter.orig_dtype == torch.float32:
+            parameter.param_dtype = dtype
+
+    def init_unsharded_param() -> None:
+        kind.init_unsharded_param(parameter)
+        parameter.unsharded_param.grad_dtype = parameter.orig_dtype  # all gradients of a unit are summed together
+
+    parameter.init_dtype_attrs, parameter.init_unsharded_param = init_dtype_attrs, init_unsharded_param
 
 
 def _undo_group(group: Any) -> None:

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "kernels": set[str](),
     "state": {"algorithms"},
     "comm": {"algorithms", "kernels", "state"},
-    "modules": {"comm", "kernels"},
+    "modules": {"comm", "kernels", "state"},
     "models": {"modules", "kernels"},
     "checkpoint": {"algorithms", "comm", "kernels", "state"},
     "data": {"algorithms", "modules", "seams"},

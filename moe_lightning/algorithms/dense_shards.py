@@ -5,9 +5,10 @@ what of them is whose.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, product
 from typing import Self
 
 Groups = tuple[tuple[int, ...], ...]
@@ -45,44 +46,99 @@ def hybrid_shard_size(nodes: Sequence[object], wanted: int | None) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowCut:
-    """How tensors are cut by rows into parts, as `torch.chunk` cuts.
+class Part:
+    """A part of all tensors that are cut: first by tensor index, as `TensorCut` says, then by rows of what that leaves.
 
     Attributes:
-        holders: ranks that hold each part, [parts].
-        part: this rank's.
+        tensor: the tensor index, of `tensors`.
+        row: which of the parts by rows, of `rows`; `rows` itself: nothing.
+    """
+
+    tensor: int = 0
+    tensors: int = 1
+    row: int = 0
+    rows: int = 1
+
+    @property
+    def name(self) -> str:
+        """For inventories; those of other cuts have other names."""
+        of_tensor = f" in part {self.tensor} of {self.tensors}" if self.tensors > 1 else ""
+        return f"dense rows {self.row} of {self.rows}{of_tensor}"
+
+    @staticmethod
+    def is_name(text: str) -> bool:
+        """Whether it is that of a part."""
+        return text.startswith("dense rows ")
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """The part of this name."""
+        numbers = [int(word) for word in name.split() if word.isdecimal()]
+        row, rows, tensor, tensors = numbers if len(numbers) == 4 else [*numbers, 0, 1]
+        return cls(tensor=tensor, tensors=tensors, row=row, rows=rows)
+
+    def speaks_to(self, other: Part) -> bool:
+        """Whether a tensor that has no tensor index comes from this part, not from that of another tensor index."""
+        return self.tensor == other.tensor % self.tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCut:
+    """Into which parts the dense tensors of a world are cut, and which is this rank's.
+
+    Attributes:
+        holders: ranks that hold each part, [tensors * rows], those of one tensor index side by side.
+        index: of this rank's part.
+        tensors: numbers of a tensor index.
     """
 
     holders: Groups
-    part: int
+    index: int
+    tensors: int = 1
 
     @classmethod
     def whole(cls, num_ranks: int) -> Self:
         """Every rank holds everything."""
-        return cls(holders=(tuple(range(num_ranks)),), part=0)
+        return cls(holders=(tuple(range(num_ranks)),), index=0)
 
     @classmethod
-    def among(cls, groups: Groups, rank: int) -> Self:
+    def among(cls, groups: Groups, rank: int, tensors: int = 1) -> Self:
         """The cut over groups that share one copy each."""
-        part = next(group.index(rank) for group in groups if rank in group)
-        return cls(holders=tuple(zip(*groups, strict=True)), part=part)
+        index = next(group.index(rank) for group in groups if rank in group)
+        return cls(holders=tuple(zip(*groups, strict=True)), index=index, tensors=tensors)
 
-    @property
-    def parts(self) -> int:
-        return len(self.holders)
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """All, in the order of `holders`."""
+        rows = len(self.holders) // self.tensors
+        places = product(range(self.tensors), range(rows))
+        return tuple(Part(tensor=tensor, tensors=self.tensors, row=row, rows=rows) for tensor, row in places)
 
-    def of_all(self) -> list[RowCut]:
-        """As every rank sees it."""
-        parts = {rank: part for part, ranks in enumerate(self.holders) for rank in ranks}
-        return [replace(self, part=parts[rank]) for rank in range(len(parts))]
+    @cached_property
+    def part(self) -> Part:
+        """This rank's."""
+        return self.parts[self.index]
+
+    def of_all(self) -> list[Part]:
+        """The part of every rank."""
+        found = {rank: part for part, ranks in zip(self.parts, self.holders, strict=True) for rank in ranks}
+        return [found[rank] for rank in range(len(found))]
 
     def names(self) -> tuple[str, ...]:
-        """Of the parts, for inventories; those of other cuts have other names."""
-        return tuple(f"dense rows {part} of {self.parts}" for part in range(self.parts))
+        """Of the parts."""
+        return tuple(part.name for part in self.parts)
 
-    def bounds(self, rows: int) -> tuple[int, int]:
-        """(first, last) row of this rank's part; equal where it has none."""
-        return part_bounds(rows, self.part, self.parts)
+    def twin(self, rank: int, tensor: int) -> int:
+        """Of another tensor index, the rank in the same copy as a holder of this rank's part."""
+        rows = len(self.holders) // self.tensors
+        return self.holders[tensor * rows + self.index % rows][self.holders[self.index].index(rank)]
+
+    def holders_of(self, cut: TensorCut) -> tuple[int, ...]:
+        """The ranks that hold the same values of a tensor as this one."""
+        if cut.sections or self.tensors == 1:
+            return self.holders[self.index]
+        rows = len(self.holders) // self.tensors
+        return tuple(sorted(rank for ranks in self.holders[self.index % rows :: rows] for rank in ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,31 +146,48 @@ class TensorCut:
     """Which numbers of a tensor are in which part.
 
     Attributes:
-        dim: along which it is cut.
+        shape: of the whole tensor.
+        dim: along which it is cut by tensor index; rows are along the first dimension.
         sections: sizes along `dim` of what lies there one after the other, such as queries, keys and values: each of
-            them is cut by itself, as `torch.chunk` cuts.
+            them is cut by itself, as `torch.chunk` cuts. (): it is not cut by tensor index.
     """
 
+    shape: tuple[int, ...]
     dim: int = 0
-    sections: tuple[int, ...]
+    sections: tuple[int, ...] = ()
 
-    @property
-    def size(self) -> int:
-        """Of the whole tensor along `dim`."""
-        return sum(self.sections)
+    def shape_of(self, part: Part) -> tuple[int, ...]:
+        """Of the tensor that holds a part."""
+        shape = list(self.shape)
+        shape[self.dim] = sum(last - first for first, last in self._ranges(part))
+        first, last = part_bounds(shape[0], part.row, part.rows)
+        return (last - first, *shape[1:])
 
-    def ranges(self, part: int, parts: int) -> tuple[tuple[int, int], ...]:
-        """(first, last) along `dim` of what is in a part, which holds it in this order; empty ones left out."""
+    def blocks(self, part: Part) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(offsets in the whole tensor, sizes) of what is in a part, which holds these blocks one after the other along
+        `dim`; empty ones left out.
+        """
+        ranges = self._ranges(part)
+        held = sum(last - first for first, last in ranges) if self.dim == 0 else self.shape[0]
+        low, high = part_bounds(held, part.row, part.rows)
+        at = 0
+        for first, last in ranges:
+            begins, ends = [0] * len(self.shape), list(self.shape)
+            begins[self.dim], ends[self.dim] = first, last
+            ahead = first - at if self.dim == 0 else 0  # of the rows of the part
+            begins[0], ends[0] = max(begins[0], low + ahead), min(ends[0], high + ahead)
+            at += last - first
+            sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+            if min(sizes) > 0:
+                yield tuple(begins), sizes
+
+    def _ranges(self, part: Part) -> list[tuple[int, int]]:
+        """(first, last) along `dim` of what has the tensor index of a part, in this order."""
+        if not self.sections:
+            return [(0, self.shape[self.dim])]
         begins = accumulate(self.sections, initial=0)
-        bounds = (part_bounds(size, part, parts) for size in self.sections)
-        found = ((begin + first, begin + last) for begin, (first, last) in zip(begins, bounds, strict=False))
-        return tuple((first, last) for first, last in found if first < last)
-
-
-def part_of(name: str) -> tuple[int, int]:
-    """(part, parts) of one of `RowCut.names`."""
-    part, _, parts = name.removeprefix("dense rows ").partition(" of ")
-    return int(part), int(parts)
+        bounds = (part_bounds(size, part.tensor, part.tensors) for size in self.sections)
+        return [(begin + first, begin + last) for begin, (first, last) in zip(begins, bounds, strict=False)]
 
 
 def part_bounds(rows: int, part: int, parts: int) -> tuple[int, int]:

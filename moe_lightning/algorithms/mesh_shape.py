@@ -21,11 +21,6 @@ Axis = Literal["pp", "dp", "cp", "tp"]
 
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
-_NOT_TOGETHER: tuple[tuple[Axis, Axis], ...] = (
-    ("pp", "cp"),
-    ("pp", "tp"),
-    ("cp", "tp"),
-)
 
 STAGE: frozenset[Axis] = frozenset({"dp", "cp", "tp"})
 """The axes that fold into the ranks among which a stage's experts are dispatched."""
@@ -89,6 +84,11 @@ class MeshShape:
         ]
         return tuple(self._rank(chosen) for chosen in product(*ranges))
 
+    def place(self, rank: int, axes: Collection[Axis]) -> tuple[int, int]:
+        """(which of its `peers` a rank is, how many they are)."""
+        peers = self.peers(rank, axes)
+        return peers.index(rank), len(peers)
+
     def groups(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
         """All ranks, cut into the groups that `peers` tells of each, in the order of their first ranks."""
         return tuple(dict.fromkeys(self.peers(rank, axes) for rank in range(self.num_ranks)))
@@ -108,13 +108,26 @@ class MeshShape:
         return rank
 
 
+def stage_ranks(stage: int, num_ranks: int, axes: MeshShape) -> range:
+    """The ranks that hold a stage in a world of so many. Those that the axes leave over come last and hold none; where
+    they are too few, each of them holds all stages.
+
+    Args:
+        axes: with dp=1.
+    """
+    size = num_ranks // axes.num_ranks * (axes.num_ranks // axes.pp)
+    first = stage % axes.pp * size
+    return range(first, first + size) if size else range(num_ranks)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How the ranks of a world are grouped; the same on all of them.
 
     Attributes:
         shape: ranks along the axes.
-        shards: ranks that share one copy of the dense parameters, by copy; empty where every rank has one of its own.
+        shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; empty
+            where every rank has a copy of its own.
     """
 
     shape: MeshShape
@@ -125,7 +138,7 @@ def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
     """The axes as a user chose them; dp is left at 1.
 
     Raises:
-        ConfigurationError: an unknown axis, a number of ranks that is not positive, or axes that do not go together.
+        ConfigurationError: an unknown axis, a number of ranks that is not positive.
     """
     chosen = dict(mesh or {})
     for axis, size in chosen.items():
@@ -134,8 +147,4 @@ def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
             raise ConfigurationError(f"mesh.{axis}={size!r} is no axis to choose: {cure}")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigurationError(f"mesh.{axis}={size!r} is not an integer of at least 1: set it to one")
-    for pair in _NOT_TOGETHER:
-        if all(chosen.get(axis, 1) > 1 for axis in pair):
-            named = " and ".join(f"mesh.{axis}={chosen[axis]}" for axis in pair)
-            raise ConfigurationError(f"{named} do not go together yet: use one of them beside data parallelism")
     return MeshShape(**chosen)

@@ -237,6 +237,8 @@ def plan_migration(held: BoolArray, planned: Sequence[Placement], nodes: Sequenc
         planned: one placement per layer, already aligned.
         nodes: of each rank; None: every rank is as far from every other.
     """
+    if not planned:
+        return Migration(transfers=(), lost=(), num_ranks=held.shape[2])
     needed = held_states(planned)
     owners = held.sum(axis=2)
     wanted = np.argwhere(needed & ~held)

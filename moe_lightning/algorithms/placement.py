@@ -68,6 +68,18 @@ class Placement:
         table.setflags(write=False)
         return table
 
+    def over(self, ranks: Sequence[int], num_ranks: int) -> Placement:
+        """The same on these ranks, ascending, of so many: the others hold nothing."""
+        pairs, among = self.pairs, np.array(ranks, dtype=np.int64)
+        shape = self.num_experts, num_ranks
+        return Placement.of_pairs(
+            Pairs(experts=pairs.experts, ranks=among[pairs.ranks], replicas=pairs.replicas, shape=shape)
+        )
+
+    def among(self, ranks: Sequence[int]) -> Placement:
+        """The same for these ranks, ascending, which hold everything."""
+        return Placement(replicas=self.replicas[:, list(ranks)])
+
     @property
     def is_replicated(self) -> bool:
         """Whether several ranks hold one of the experts."""

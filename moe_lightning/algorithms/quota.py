@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_lightning.algorithms.pairs import IntArray, Pairs
-from moe_lightning.algorithms.quota_flow import relieve
+from moe_lightning.algorithms.quota_flow import SLACK, relieve, with_slack
 from moe_lightning.algorithms.speeds import Pace
 from moe_lightning.errors import ConfigurationError
 
@@ -53,6 +53,11 @@ class _Demand:
     def shares(self) -> IntArray:
         """Replicas of the pair."""
         return self.pairs.replicas
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether any expert has several holders."""
+        return len(self.starts) < len(self.pairs.experts) and self.pairs.shape[1] > 1
 
     def split(self, pull: IntArray) -> IntArray:
         """Tokens of each pair in proportion to its pull, by cumulative rounding: pair j gets
@@ -106,17 +111,60 @@ def balanced_quota(tokens: IntArray, replicas: IntArray, speeds: IntArray | None
     return pairs.dense(balanced_split(tokens, pairs, speeds))
 
 
+def settled_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
+    """`balanced_quota` for equally fast ranks without its search token by token, whose length nobody knows: where
+    the weights have not come within 0.8 percent of the bound, they go on instead, for 48 rounds.
+
+    Args:
+        tokens: int64 [E], as for `balanced_quota`.
+        replicas: int64 [E, N].
+
+    Returns:
+        int64 [E, N]: those of `balanced_quota` wherever that has nothing to search for.
+
+    Raises:
+        ConfigurationError: an expert has tokens but no replica.
+    """
+    pairs = Pairs.of_table(replicas)
+    demand = _demand(tokens, pairs)
+    if not demand.has_choice:
+        return pairs.dense(demand.demand)
+    return pairs.dense(_weighted_split(demand, Pace.of(None, pairs.shape[1]), tokens, is_last=True)[0])
+
+
+def sharing_rounds(num_pairs: int) -> tuple[int, int, int, int]:
+    """What `settled_quota` does with so many pairs of an expert and a rank: (rounds, rounds of patience, 1 over the
+    part of the bound that is good enough, unit of the weights).
+    """
+    return _ROUNDS, _patience(num_pairs), SLACK, _ONE
+
+
+def _patience(num_pairs: int) -> int:
+    return _LITTLE_PATIENCE if num_pairs <= _FEW_PAIRS else _PATIENCE
+
+
 def balanced_split(tokens: IntArray, pairs: Pairs, speeds: IntArray | None = None) -> IntArray:
     """int64 [P]: `balanced_quota` of holders that are given as pairs; the same arguments, limits and errors."""
     demand = _demand(tokens, pairs)
-    num_ranks = pairs.shape[1]
-    pace = Pace.of(speeds, num_ranks)
-    if len(demand.starts) == len(pairs.experts) or num_ranks == 1:
-        return demand.demand  # one holder each: nothing to choose
+    pace = Pace.of(speeds, pairs.shape[1])
+    if not demand.has_choice:
+        return demand.demand
+    best, load, bound = _weighted_split(demand, pace, tokens, is_last=False)
+    return relieve(best, load, bound, pace, experts=demand.segment, ranks=pairs.ranks, demand=demand.demand)
+
+
+def _weighted_split(demand: _Demand, pace: Pace, tokens: IntArray, *, is_last: bool) -> tuple[IntArray, IntArray, int]:
+    """Tokens of each pair by the best weights, of each rank, and a time that no split can beat.
+
+    Args:
+        is_last: nothing will be moved after this.
+    """
+    pairs = demand.pairs
     mean = max(1, pace.least_time(int(tokens.sum())))
     together = np.add.reduceat(pace.speeds[pairs.ranks], demand.starts)
     bound = max(mean, int((-(-demand.demand[demand.starts] * pace.fastest // together)).max()))
-    pull, first_pull, first_time = _balancing_pull(demand, pace, mean, bound)
+    enough = with_slack(bound) if is_last else np.iinfo(np.int64).max
+    pull, first_pull, first_time = _balancing_pull(demand, pace, mean, bound, enough)
     best = demand.split(pull)
     load = pairs.on_ranks(best)
     if int(pace.times(load).max()) > first_time:
@@ -124,10 +172,10 @@ def balanced_split(tokens: IntArray, pairs: Pairs, speeds: IntArray | None = Non
         load_then = pairs.on_ranks(first)
         if pace.times(load_then).max() < pace.times(load).max():
             best, load = first, load_then
-    return relieve(best, load, bound, pace, experts=demand.segment, ranks=pairs.ranks, demand=demand.demand)
+    return best, load, bound
 
 
-def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int) -> tuple[IntArray, IntArray, int]:
+def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int, enough: int) -> tuple[IntArray, IntArray, int]:
     """weight of the rank * shares of the pair, for the best weights found and for those of speed alone, and a time that
     the latter's longest does not fall short of.
 
@@ -136,13 +184,14 @@ def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int) -> tuple
         pace: of the ranks.
         mean: time of a rank, at least 1.
         bound: a time that no split can beat.
+        enough: patience ends only below this time.
     """
     pairs, starts = demand.pairs, demand.starts
     # Products of a weight with an expert's tokens, summed over its holders, must stay inside int64.
     largest = int((np.add.reduceat(pairs.replicas, starts) * demand.demand[starts]).max())
     one = max(1, min(_ONE, (1 << 62) // max(1, largest)))
     weights = np.maximum(one * pace.speeds // pace.fastest, 1)
-    patience = _LITTLE_PATIENCE if len(pairs.experts) <= _FEW_PAIRS else _PATIENCE
+    patience = _patience(len(pairs.experts))
     best_pull, best_time, best_round = pairs.replicas, np.iinfo(np.int64).max, 0
     first_pull, first_time = best_pull, 0
     for index in range(_ROUNDS):
@@ -154,7 +203,7 @@ def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int) -> tuple
             first_pull, first_time = pull, longest  # rounded down
         if longest < best_time:
             best_pull, best_time, best_round = pull, longest, index
-        if longest <= bound * _GOOD_ENOUGH or index - best_round >= patience:
+        if longest <= bound * _GOOD_ENOUGH or (index - best_round >= patience and best_time <= enough):
             break
         weights = weights * mean // np.maximum(times, max(1, mean // 64))
         weights = np.maximum(weights * one // max(1, int(weights.max())), 1)

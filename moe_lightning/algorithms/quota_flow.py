@@ -18,7 +18,8 @@ import numpy as np
 from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.speeds import Pace
 
-_SLACK = 128
+SLACK = 128
+"""1 over the part of a bound within which moving single tokens does not pay."""
 
 _SINGLE_VISITS, _JOINT_VISITS = 1 << 13, 1 << 15
 """Pairs that the search may look at from single ranks, one or two milliseconds, and then from all together."""
@@ -29,7 +30,7 @@ Step = tuple[int, int]
 
 def with_slack(bound: int) -> int:
     """The time at which moving single tokens stops to pay: 1/128 above a bound."""
-    return bound + bound // _SLACK
+    return bound + bound // SLACK
 
 
 def relieve(
@@ -60,7 +61,7 @@ def relieve(
     )
     singly = True
     while (longest := int(pace.times(np.array(flow.load)).max())) > with_slack(bound) + (
-        0 if singly else bound // _SLACK
+        0 if singly else bound // SLACK
     ):
         if flow.visits_left <= 0:
             if not singly:

@@ -81,6 +81,35 @@ def repair_placements(
     return Repair(placements=tuple(placements), min_replicas=floor, slots=slots)
 
 
+def repair_stages(
+    held: BoolArray,
+    ranks_of_layers: Sequence[Sequence[int]],
+    *,
+    nodes: Sequence[str],
+    min_replicas: int = 1,
+    max_slots: int | None = None,
+) -> Repair:
+    """As `repair_placements`, where some ranks only compute a layer: the others hold nothing of it from now on.
+
+    Args:
+        ranks_of_layers: that compute each layer, ascending, [L].
+    """
+    placements: dict[int, Placement] = {}
+    repairs = []
+    for ranks in dict.fromkeys(map(tuple, ranks_of_layers)):
+        layers = [layer for layer, own in enumerate(ranks_of_layers) if tuple(own) == ranks]
+        own_nodes = [nodes[rank] for rank in ranks]
+        part = held[layers][..., list(ranks)]
+        repairs.append(repair_placements(part, nodes=own_nodes, min_replicas=min_replicas, max_slots=max_slots))
+        wide = (placement.over(ranks, len(nodes)) for placement in repairs[-1].placements)
+        placements |= dict(zip(layers, wide, strict=True))
+    return Repair(
+        placements=tuple(placements[layer] for layer in range(len(held))),
+        min_replicas=min((repair.min_replicas for repair in repairs), default=min_replicas),
+        slots=max((repair.slots for repair in repairs), default=0),
+    )
+
+
 def _residents(held: Pairs) -> IntArray:
     """int64 [N]: experts on each rank."""
     return np.bincount(held.ranks, minlength=held.shape[1])

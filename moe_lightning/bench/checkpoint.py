@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 
 from moe_lightning.algorithms.selection import full_selection, sequential_selection
 from moe_lightning.arguments import Count, OutputFolder, option
+from moe_lightning.bench.checkpoint_bubbles import bubble_table
 from moe_lightning.bench.checkpoint_windows import WINDOWS, room_of, window_stalls, window_table
 from moe_lightning.bench.measure import interleaved, machine, table
 from moe_lightning.checkpoint.agent import Agent
@@ -52,6 +53,7 @@ class Options:
     ranks: Count = option("processes with a state each", 2)
     gigabytes: Annotated[float, Range(above=0, most=1e6)] = option("state of each rank", 0.5)
     lossless: bool = option("also lossless windows: bytes and stall of their steps, and a replay", False)
+    pipeline: bool = option("also the share of snapshots that is copied in the bubbles of a pipeline", False)
     directory: OutputFolder | None = option("where to write (default: the temporary directory)", None)
 
 
@@ -76,6 +78,8 @@ def run(options: Options) -> int:
         print(_persist_table(ranks, options.rounds, arenas, scratch))
         if options.lossless:
             print(_windows(ranks, options.rounds, arenas, scratch))
+        if options.pipeline:
+            print(bubble_table(options.rounds, scratch / "pipeline"))
     finally:
         for rank in ranks:
             rank.close()

@@ -36,6 +36,7 @@ class Options(ModelOptions):
     steps: Count = option("measured steps of each", 10)
     every: Count = option("steps between stock checkpoints", 5)
     batch: Count = option("sequences of all ranks", 8)
+    memory: bool = option("give freed memory back at once: true peaks, and slower steps", False)
     directory: OutputFolder | None = option("where to write checkpoints (default: the temporary directory)", None)
     json: OutputFile | None = option("where to leave all measurements", None)
 
@@ -61,7 +62,8 @@ def run(options: Options) -> int:
         print(training_table(medians, options.batch * options.context))
         print(
             "loop: over experts, as stock PyTorch code does; cpu: processor time of the busier rank; state: parameters "
-            "and optimizer state on each rank"
+            "and optimizer state on each rank; peak: resident memory in the measured steps, over that before the model "
+            "was built; embedding and output matrix are untied everywhere, because a pipeline needs it"
         )
     if "saving" in options.parts:
         print(saving_table(medians, options.every))
@@ -85,6 +87,8 @@ def _check(options: Options) -> None:
         raise ConfigurationError(f"--batch {options.batch} must be even: stock DDP knows no uneven batches")
     if options.experts < _RANKS:
         raise ConfigurationError(f"--experts {options.experts} must be at least {_RANKS}: every token chooses so many")
+    if "training" in options.parts and options.layers < _RANKS:
+        raise ConfigurationError(f"--layers {options.layers} must be at least {_RANKS}: a pipeline has so many stages")
     if options.d_model % 4:
         raise ConfigurationError(f"--d-model {options.d_model} must be a multiple of 4, the number of heads")
 
@@ -129,8 +133,9 @@ def training_table(medians: Medians, tokens: int) -> str:
     for name in TRAININGS:
         row = medians[name]
         times = [cell for kind in ("step_s", "cpu_s") for cell in (_ms(row[kind]), f"{row[kind] / base[kind]:.2f}")]
-        rows.append((name, *times, f"{tokens / row['step_s']:.0f}", f"{row['state_bytes'] / 1e6:.1f}"))
-    return table(("training", "step ms", "ratio", "cpu ms", "ratio", "tokens/s", "state MB"), rows)
+        peak = f"{row['peak_bytes'] / 1e6:.1f}" if "peak_bytes" in row else "-"
+        rows.append((name, *times, f"{tokens / row['step_s']:.0f}", f"{row['state_bytes'] / 1e6:.1f}", peak))
+    return table(("training", "step ms", "ratio", "cpu ms", "ratio", "tokens/s", "state MB", "peak MB"), rows)
 
 
 def saving_table(medians: Medians, every: int) -> str:

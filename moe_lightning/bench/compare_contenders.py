@@ -21,7 +21,8 @@ from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.strategies import ExpertParallelStrategy
 
 TIMEOUT = timedelta(seconds=120)
-
+MICRO_BATCHES = 4
+"""Of the pipeline."""
 
 OURS: dict[str, dict[str, Any]] = {
     "expert_parallel": {},
@@ -29,6 +30,7 @@ OURS: dict[str, dict[str, Any]] = {
     "cut": {"dense": "fsdp"},
     "cp": {"mesh": {"cp": 2}},
     "tp": {"mesh": {"tp": 2}},
+    "pp": {"mesh": {"pp": 2}, "micro_batches": MICRO_BATCHES},
 }
 """Our strategies by the options of each."""
 
@@ -45,7 +47,7 @@ class Contender:
             torch's async_save; "every" and "quarter" are our callback with all of the experts or E/4; None: not at all.
     """
 
-    strategy: Literal["ddp", "fsdp", "expert_parallel", "zero1", "cut", "cp", "tp"]
+    strategy: Literal["ddp", "fsdp", "expert_parallel", "zero1", "cut", "cp", "tp", "pp"]
     loop: bool = False
     saving: Literal["file", "thread", "dcp", "every", "quarter"] | None = None
 
@@ -68,6 +70,7 @@ TRAININGS = {
     "ours, fsdp": Contender(strategy="cut"),
     "ours, cp": Contender(strategy="cp"),
     "ours, tp": Contender(strategy="tp"),
+    f"ours, pp, {MICRO_BATCHES} micro-batches": Contender(strategy="pp"),
 }
 SAVINGS = {
     "DDP, ModelCheckpoint": Contender(strategy="ddp", saving="file"),

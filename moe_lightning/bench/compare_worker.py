@@ -29,6 +29,7 @@ from moe_lightning.bench.compare_contenders import (
     saving_callback,
 )
 from moe_lightning.bench.layer import LoopLayer
+from moe_lightning.bench.peak_memory import PeakMemory, give_back_at_once
 from moe_lightning.bench.training import StepClock, gpt, quiet_trainer, random_text
 from moe_lightning.comm.world import join_local_world
 from moe_lightning.models.gpt_config import GPTConfig
@@ -64,12 +65,27 @@ class ComparedModule(GPTModule):
 
 
 class Watch(StepClock):
-    """Notes, too, the bytes of parameters and optimizer state that live on this rank."""
+    """Notes, too, the bytes of parameters and optimizer state that live on this rank, and the peak of its memory.
+
+    Args:
+        first: unmeasured steps.
+    """
 
     state_bytes = 0
+    peak_bytes: int | None = None
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self._first, self._memory = first, PeakMemory()
+
+    @override
+    def note(self, trainer: pl.Trainer) -> None:
+        if trainer.global_step == self._first:
+            self._memory.restart()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.peak_bytes = self._memory.bytes()
         tensors: list[Any] = list(pl_module.parameters())
         for optimizer in trainer.optimizers:
             tensors += [value for state in optimizer.state.values() for value in state.values()]
@@ -86,6 +102,8 @@ def measure_all(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """What this rank saw of everything that the settings name, in turns."""
     names, results = settings.pop("contenders"), Path(settings.pop("folder"))
     options, rows = Options(**settings), []
+    if options.memory:
+        give_back_at_once()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     join_local_world(rank=rank, size=ranks, backend="gloo", device=torch.device("cpu"), timeout=TIMEOUT)
     for index in range(options.rounds):
@@ -109,7 +127,7 @@ def measure(contender: Contender, options: Options, folder: Path, rank: int, ran
         _COLLECTIVES._pickler, _COLLECTIVES._unpickler = _STOCK_OBJECTS
     pl.seed_everything(0, verbose=False)
     every, first = contender.saves_every(options.every), warmup_steps(options.every)
-    watch, saving = Watch(), saving_callback(contender, folder, num_experts=options.experts, every=every)
+    watch, saving = Watch(first), saving_callback(contender, folder, num_experts=options.experts, every=every)
     strategy = _strategy(contender, ranks)
     trainer = quiet_trainer(
         strategy,
@@ -118,8 +136,8 @@ def measure(contender: Contender, options: Options, folder: Path, rank: int, ran
         plugins=[LightningEnvironment(), *([AsyncCheckpointIO()] if contender.saving == "thread" else [])],
         use_distributed_sampler=False,  # it would shuffle, and not everywhere alike
     )
-    # The loop over experts knows no biases.
-    config = gpt(options, bias=False, router=RouterConfig(top_k=2, aux_loss_coef=0.0))
+    # The loop over experts knows no biases, and a pipeline no tied embeddings.
+    config = gpt(options, bias=False, tie_embeddings=False, router=RouterConfig(top_k=2, aux_loss_coef=0.0))
     trainer.fit(ComparedModule(config, contender), _loader(contender, options, trainer.max_steps, rank, ranks))
     if isinstance(strategy, ExpertParallelStrategy):
         strategy.world.close()
@@ -131,6 +149,8 @@ def measure(contender: Contender, options: Options, folder: Path, rank: int, ran
         "state_bytes": watch.state_bytes,
         "loss": float(trainer.callback_metrics["train/loss"]),
     }
+    if watch.peak_bytes is not None:
+        found["peak_bytes"] = watch.peak_bytes
     if saving is not None:
         saves = range(first, first + options.steps, every)
         found["stall_s"] = statistics.median(saving.stalls_s[step - 1] for step in saves)

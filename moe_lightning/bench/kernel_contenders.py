@@ -8,7 +8,7 @@ Shapes: T tokens, K choices, E experts, D model width, F expert width.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_lightning import kernels as ops
+from moe_lightning.bench.race import reason
+from moe_lightning.modules.moe_layer import MoELayer
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [T, D], expert ids [T, K], weights [T, K]) -> y [T, D]."""
@@ -47,10 +49,15 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """An MLP ready to run: its forward and the parameters whose gradients a backward computes."""
+    """An MLP ready to run: its forward and the parameters whose gradients a backward computes.
+
+    Attributes:
+        is_routed: it takes the routing that it is given, so that its values can be compared.
+    """
 
     forward: Forward
     parameters: tuple[Tensor, ...]
+    is_routed: bool = True
 
 
 def ours(up_EDH: Tensor, down_EFD: Tensor) -> Contender:
@@ -141,7 +148,7 @@ def sonic(up_EDH: Tensor, down_EFD: Tensor, top_k: int) -> Contender:
         result: Tensor = layer(x_TD, kernel_backend_moe=package.KernelBackendMoE.sonicmoe)[0]
         return result
 
-    return Contender(forward=forward, parameters=tuple(layer.parameters()))
+    return Contender(forward=forward, parameters=tuple(layer.parameters()), is_routed=False)
 
 
 def contenders(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Contender], dict[str, str]]:
@@ -149,15 +156,24 @@ def contenders(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[
     generator = torch.Generator(device=device).manual_seed(0)
     up_EDH = _weight(shape.experts, shape.d_model, 2 * shape.d_expert, device, dtype, generator)
     down_EFD = _weight(shape.experts, shape.d_expert, shape.d_model, device, dtype, generator)
+    return _built(_builders(up_EDH, down_EFD, shape.top_k))
+
+
+def _builders(up_EDH: Tensor, down_EFD: Tensor, top_k: int) -> dict[str, Callable[[], Contender]]:
     builders: dict[str, Callable[[], Contender]] = {
         "ours": lambda: ours(up_EDH, down_EFD),
         "loop": lambda: loop(up_EDH, down_EFD),
         "torch grouped_mm": lambda: torch_grouped(up_EDH, down_EFD),
         "hf grouped_mm": lambda: hugging_face(up_EDH, down_EFD),
     }
-    if device.type == "cuda":
+    if up_EDH.is_cuda:
         builders["liger-kernel"] = lambda: liger(up_EDH, down_EFD)
-        builders["sonic-moe"] = lambda: sonic(up_EDH, down_EFD, shape.top_k)
+        builders["sonic-moe"] = lambda: sonic(up_EDH, down_EFD, top_k)
+    return builders
+
+
+def _built(builders: Mapping[str, Callable[[], Contender]]) -> tuple[dict[str, Contender], dict[str, str]]:
+    """What can be built here, and the reasons of the others, whatever a stranger's package raises."""
     built: dict[str, Contender] = {}
     absent: dict[str, str] = {}
     for name, builder in builders.items():
@@ -165,7 +181,68 @@ def contenders(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[
             built[name] = builder()
         except ImportError as error:
             absent[name] = str(error)
+        except Exception as error:
+            absent[name] = reason(error)
     return built, absent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A whole layer ready to run, with its router, and weights in fp32 that it casts.
+
+    Attributes:
+        forward: x [T, D] -> y [T, D].
+        backward: (y, x, gradient of y) -> the gradients of x and, in fp32, of all weights.
+        is_comparable: it has the same weights as the others.
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], list[Tensor]]
+    is_comparable: bool = True
+
+
+def layer_contenders(shape: Shape, device: torch.device) -> tuple[dict[str, Layer], dict[str, str]]:
+    """Ours, and the others behind a plain router and a cast; and the reasons of those that are missing."""
+    torch.manual_seed(0)
+    ours = MoELayer(
+        shape.d_model, shape.d_expert, shape.experts, {"top_k": shape.top_k, "aux_loss_coef": 0.0}, activation="swiglu"
+    ).to(device)
+
+    def forward(x_TD: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            y_TD: Tensor = ours(x_TD)
+        return y_TD
+
+    def backward(y_TD: Tensor, x_TD: Tensor, grad_TD: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(y_TD, [x_TD, own_router_ED, *weights], grad_TD))
+
+    own_router_ED = ours.get_parameter("router.weight")
+    weights = (ours.experts.w_up, ours.experts.w_down)
+    up_EDH, down_EFD = (weight.detach().to(torch.bfloat16).requires_grad_() for weight in weights)
+    built, absent = _built(_builders(up_EDH, down_EFD, shape.top_k))
+    router_ED = own_router_ED.detach().clone().requires_grad_()
+    layers = {name: _behind_a_router(one, router_ED, shape.top_k) for name, one in built.items() if name != "ours"}
+    return {"ours": Layer(forward=forward, backward=backward), **layers}, absent
+
+
+def _behind_a_router(contender: Contender, router_ED: Tensor, top_k: int) -> Layer:
+    """Every forward routes in fp32 and casts fp32 weights to the contender's; every backward casts gradients back."""
+    masters = [parameter.detach().float() for parameter in contender.parameters]
+
+    def forward(x_TD: Tensor) -> Tensor:
+        with torch.no_grad():
+            for parameter, master in zip(contender.parameters, masters, strict=True):
+                parameter.copy_(master)
+        scores_TE = F.linear(x_TD.float(), router_ED).softmax(-1)
+        weights_TK, ids_TK = scores_TE.topk(top_k)
+        return contender.forward(x_TD, ids_TK, weights_TK / weights_TK.sum(-1, keepdim=True))
+
+    def backward(y_TD: Tensor, x_TD: Tensor, grad_TD: Tensor) -> list[Tensor]:
+        leaves = [x_TD, router_ED, *contender.parameters]
+        grad_x, *grads = torch.autograd.grad(y_TD, leaves, grad_TD, allow_unused=True)
+        return [grad_x, *(grad.float() for grad in grads if grad is not None)]
+
+    return Layer(forward=forward, backward=backward, is_comparable=contender.is_routed)
 
 
 def _module(name: str, package: str) -> Any:

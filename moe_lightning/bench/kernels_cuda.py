@@ -5,16 +5,18 @@ Shapes: T tokens, K choices, E experts, M = T*K rows, D model width.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moe_lightning import kernels as ops
-from moe_lightning.bench.kernel_contenders import Contender, Shape, contenders
-from moe_lightning.bench.measure import interleaved_medians, table
+from moe_lightning.bench.kernel_contenders import Layer, Shape, layer_contenders
+from moe_lightning.bench.kernels_exchange import exchange_table
+from moe_lightning.bench.measure import interleaved_medians, table, timed
+from moe_lightning.bench.race import disagreements, race, reason
 
 SHAPES = (
     Shape(name="wide", tokens=32768, d_model=4096, d_expert=2048, experts=64, top_k=4),
@@ -25,6 +27,12 @@ SHAPES = (
     Shape(name="mixtral", tokens=16384, d_model=4096, d_expert=14336, experts=8, top_k=2),
 )
 
+_JUDGE = "torch grouped_mm"
+"""Whose values are taken for right: torch's own kernels, with nothing of ours in them."""
+
+_MOST_ERROR = 0.02
+"""Relative, of bf16 results over sums of thousands of products."""
+
 
 def run(rounds: int) -> None:
     """Print all GPU tables."""
@@ -33,9 +41,11 @@ def run(rounds: int) -> None:
     bandwidth = _copy_bytes(device, rounds)
     print(f"dense bf16 matmul {peak / 1e12:.0f} TFLOP/s, copy {bandwidth / 1e9:.0f} GB/s (read + written)")
     for shape in SHAPES:
-        print(_mlp_table(shape, device, rounds, peak))
+        print(layer_table(shape, device, rounds, peak))
         torch.cuda.empty_cache()
     print(_rows_table(device, rounds, bandwidth))
+    if torch.cuda.device_count() > 1:
+        print(exchange_table(torch.cuda.device_count(), rounds))
 
 
 def _matmul_flops(device: torch.device, rounds: int) -> float:
@@ -55,56 +65,73 @@ def _seconds(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict
     return interleaved_medians(functions, rounds, warmup=5)
 
 
-def _mlp_table(shape: Shape, device: torch.device, rounds: int, peak: float) -> str:
-    headers = ("kernel", "fwd ms", "TFLOP/s", "% of mm", "bwd ms", "TFLOP/s", "% of mm", "kept MiB", "host syncs")
-    built, absent = contenders(shape, device, torch.bfloat16)
+def layer_table(shape: Shape, device: torch.device, rounds: int, peak: float) -> str:
+    """Whole layers in turns: router, cast of the weights to bf16, experts; what computes other values is left out."""
     generator = torch.Generator(device=device).manual_seed(1)
-    x_TD = torch.randn(
-        shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16, generator=generator
-    ).requires_grad_()
-    scores_TE = torch.rand(shape.tokens, shape.experts, device=device, generator=generator)
-    weights_TK, ids_TK = (t.detach() for t in ops.top_k_routing(scores_TE, shape.top_k))
-    rows = []
-    for name, contender in built.items():
-        try:
-            row = _mlp_row(contender, shape, (x_TD, ids_TK, weights_TK), rounds, peak)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            if name == "ours":
-                raise
-            absent[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    x_TD, grad_TD = (
+        torch.randn(shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16, generator=generator)
+        for _ in range(2)
+    )
+    x_TD.requires_grad_()
+    layers, left_out = layer_contenders(shape, device)
+
+    def both(layer: Layer) -> list[Tensor]:
+        y_TD = layer.forward(x_TD)
+        return [y_TD.detach(), *layer.backward(y_TD, x_TD, grad_TD)[:2]]  # of x and of the router, alike for all
+
+    checked = {name: partial(both, layer) for name, layer in layers.items() if layer.is_comparable}
+    if _JUDGE in checked:
+        left_out |= disagreements(checked, both(layers[_JUDGE]), _MOST_ERROR)
+    measures, sizes = {}, {}
+    for name, layer in layers.items():
+        if name in left_out:
             continue
-        rows.append((name, *row))
-    for name, reason in absent.items():
-        print(f"{shape.name}: {name} left out: {reason}")
-    return table(headers, rows, f"{shape.name}: {shape}, bf16")
+        try:
+            measures[name] = _passes(layer, x_TD, grad_TD)
+            sizes[name] = _kept_mib(layer, x_TD), _host_syncs(partial(layer.forward, x_TD))
+        except Exception as error:  # whatever a stranger's kernel raises
+            left_out[name] = reason(error)
+            measures.pop(name, None)
+    ended = race(measures, rounds, warmup=5)
+    rows = []
+    for name, medians in ended.medians.items():
+        cells: list[str] = []
+        for what, flops in (("forward", shape.forward_flops), ("backward", 2 * shape.forward_flops)):
+            rate = flops / medians[what]
+            cells += [f"{medians[what] * 1e3:.2f}", f"{rate / 1e12:.0f}", f"{100 * rate / peak:.0f}"]
+        kept_mib, syncs = sizes[name]
+        rows.append((name, *cells, f"{kept_mib:.0f}", str(syncs)))
+    headers = ("layer", "fwd ms", "TFLOP/s", "% of mm", "bwd ms", "TFLOP/s", "% of mm", "kept MiB", "host syncs")
+    notes = [f"{shape.name}: {name} left out: {why}" for name, why in {**left_out, **ended.left_out}.items()]
+    title = f"{shape.name}: {shape}, bf16, router and cast included; values checked against {_JUDGE}"
+    return "\n".join([table(headers, rows, title), *notes])
 
 
-def _mlp_row(
-    contender: Contender, shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], rounds: int, peak: float
-) -> list[str]:
-    leaves = [inputs[0], *contender.parameters]
-    grad_TD = torch.ones_like(inputs[0])
-    y_TD = contender.forward(*inputs)  # compiles and tunes what wants to be
-    torch.autograd.grad(y_TD, leaves, grad_TD, allow_unused=True)
-    del y_TD
-    syncs = _host_syncs(lambda: contender.forward(*inputs))
+def _passes(layer: Layer, x_TD: Tensor, grad_TD: Tensor) -> dict[str, Callable[[], float]]:
+    """Seconds of a forward, and of the backward of another one."""
+
+    def backward() -> float:
+        y_TD = layer.forward(x_TD)
+        return timed(lambda: layer.backward(y_TD, x_TD, grad_TD))
+
+    return {"forward": lambda: timed(partial(layer.forward, x_TD)), "backward": backward}
+
+
+def _kept_mib(layer: Layer, x_TD: Tensor) -> float:
+    """What a forward keeps for its backward."""
+    if x_TD.device.type != "cuda":
+        return 0.0
     before = torch.cuda.memory_allocated()
-    y_TD = contender.forward(*inputs)
+    y_TD = layer.forward(x_TD)
     kept_mib = (torch.cuda.memory_allocated() - before) / 2**20
-
-    def backward() -> None:
-        torch.autograd.grad(y_TD, leaves, grad_TD, retain_graph=True, allow_unused=True)
-
-    times = _seconds({"forward": lambda: contender.forward(*inputs), "backward": backward}, rounds)
-    cells: list[str] = []
-    for name, flops in (("forward", shape.forward_flops), ("backward", 2 * shape.forward_flops)):
-        rate = flops / times[name]
-        cells += [f"{times[name] * 1e3:.2f}", f"{rate / 1e12:.0f}", f"{100 * rate / peak:.0f}"]
-    return [*cells, f"{kept_mib:.0f}", str(syncs)]
+    del y_TD
+    return kept_mib
 
 
 def _host_syncs(function: Callable[[], object]) -> int:
     """How often a call makes the host wait for the device."""
+    if not torch.cuda.is_available():
+        return 0
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
@@ -128,8 +155,8 @@ def _rows_table(device: torch.device, rounds: int, bandwidth: float) -> str:
         rows_MD = ops.permute(x_TD, sort.order_M, sort.inverse_TK)
         moved = (x_TD.numel() + rows_MD.numel()) * 2
         calls = {
-            "permute": functools.partial(ops.permute, x_TD, sort.order_M, sort.inverse_TK),
-            "unpermute": functools.partial(ops.unpermute, rows_MD, sort.inverse_TK, sort.order_M, weights_TK),
+            "permute": partial(ops.permute, x_TD, sort.order_M, sort.inverse_TK),
+            "unpermute": partial(ops.unpermute, rows_MD, sort.inverse_TK, sort.order_M, weights_TK),
         }
         for name, seconds in _seconds(calls, rounds).items():
             rate = moved / seconds

@@ -31,11 +31,13 @@ def interleaved_medians(
     contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2
 ) -> dict[str, float]:
     """Median seconds that each contender takes, in turns."""
-    seconds = interleaved({name: partial(_timed, call) for name, call in contenders.items()}, rounds, warmup)
+    seconds = interleaved({name: partial(timed, call) for name, call in contenders.items()}, rounds, warmup)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def _timed(call: Callable[[], object]) -> float:
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call, until the accelerator has done it."""
+    synchronize()
     start = time.perf_counter()
     call()
     synchronize()

@@ -60,6 +60,7 @@ class Options:
     d_model: Count = option("model width", 64)
     d_expert: Count = option("expert width", 128)
     dense: Literal["ddp", "hsdp"] = option("how the ranks of in-process kills share dense parameters", "ddp")
+    pp: Count = option("pipeline stages of in-process kills", 1)
     seed: NonNegativeInt = option("of the moments of the kills", 0)
     quick: bool = option("one round of everything, of few steps: only to try it", False)
     json: OutputFile | None = option("where to leave all measurements", None)
@@ -106,6 +107,11 @@ def _checked(options: Options) -> Options:
             f"--ranks {options.ranks} must be at least 2 and divide --batch {options.batch}: plain DDP knows no uneven "
             "batches"
         )
+    if options.ranks < 2 * options.pp or options.ranks % options.pp:
+        raise ConfigurationError(
+            f"--pp {options.pp} must divide --ranks {options.ranks} and leave each stage two of them: else a kill "
+            "takes what nobody else has"
+        )
     if "trace" in options.parts and options.trace is None:
         options = replace(options, parts=[part for part in options.parts if part != "trace"])
         print("no --trace is given: that part is left out")
@@ -125,8 +131,10 @@ def _load() -> str:
 
 def _kills(task: Task, options: Options) -> dict[str, list[dict[str, float]]]:
     """In-process: one rank is killed, the others go on."""
-    mine = replace(task, folder=f"{task.folder}-live", recovery={"min_replicas": 2}, strategy={"dense": options.dense})
-    act, rows = kills_in_process(task.ranks, options.rounds, options.seed)
+    strategy = {"dense": options.dense, "mesh": {"pp": options.pp}}
+    mine = replace(task, folder=f"{task.folder}-live", recovery={"min_replicas": 2}, strategy=strategy)
+    left = (task.ranks - 1) // options.pp * options.pp
+    act, rows = kills_in_process(task.ranks, left, options.rounds, options.seed)
     run_elastic(mine, act)
     print(f"SIGKILL to the next finished step, in process: medians of {len(rows)}, ms")
     medians = medians_of(rows)

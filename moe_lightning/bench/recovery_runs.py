@@ -243,9 +243,11 @@ def _without_snapshots_after(task: Task) -> Iterator[None]:
 # --- kills ----------------------------------------------------------------------------------------------------------
 
 
-def kills_in_process(ranks: int, rounds: int, seed: int) -> tuple[Callable[[Watch], None], list[dict[str, float]]]:
-    """Kills one rank after the other at random moments; seconds of every phase until all survivors have finished the
-    next step.
+def kills_in_process(
+    ranks: int, left: int, rounds: int, seed: int
+) -> tuple[Callable[[Watch], None], list[dict[str, float]]]:
+    """Kills one rank after the other at random moments; seconds of every phase until the survivors, `left` of whom
+    train, have finished the next step.
     """
     rows: list[dict[str, float]] = []
     rng = random.Random(seed)
@@ -256,7 +258,7 @@ def kills_in_process(ranks: int, rounds: int, seed: int) -> tuple[Callable[[Watc
             before = watch.settled(after_s=after_s, ranks=ranks)
             victim = sorted(before)[index % ranks] if index else min(before)
             killed_s = _kill([victim], before, rng)
-            after = watch.settled(after_s=killed_s, ranks=ranks - 1, steps=1)
+            after = watch.settled(after_s=killed_s, ranks=left, steps=1)
             rows.append(_phases(watch, after, killed_s))
             after_s = time.time()
 

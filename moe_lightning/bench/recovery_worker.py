@@ -146,7 +146,8 @@ def train(settings: dict[str, Any]) -> None:
     )
     batch = task.batch // task.ranks if task.stock else task.batch
     loader = DataLoader(random_text(_SAMPLES, task.context), batch, shuffle=True)
-    module = GPTModule(gpt(task), OptimizerConfig(lr=1e-4, warmup_steps=0, decay="constant"))
+    is_tied = task.strategy.get("mesh", {}).get("pp", 1) == 1
+    module = GPTModule(gpt(task, tie_embeddings=is_tied), OptimizerConfig(lr=1e-4, warmup_steps=0, decay="constant"))
     trainer.fit(module, loader, ckpt_path=_last(task))
     elastic = getattr(trainer.strategy, "elastic", None)
     if elastic is not None:

@@ -127,9 +127,8 @@ def _block_costs(layer: MoELayer, link: Line, times: ExpertTimes, weight_dtype: 
     stacks = layer.experts.stacked_parameters().values()
     numbers = sum(stack.shape[1:].numel() for stack in stacks)
     trained_bytes = sum(s.shape[1:].numel() * s.element_size() for s in stacks if s.requires_grad)
-    width = layer.experts.w_up.shape[1]
     return BlockCosts(
-        row_bytes=width * layer.experts.w_up.element_size(),
+        row_bytes=layer.experts.width * layer.experts.dtype.itemsize,
         weight_bytes=numbers * weight_dtype.itemsize,
         gradient_bytes=trained_bytes,
         bytes_per_s=1 / max(link.per_unit_s, 1e-15),
@@ -178,21 +177,24 @@ def _copy(payload: Tensor, send: list[int], recv: list[int], world: World) -> No
 
 def measure_experts(experts: Experts, world: World, dtype: torch.dtype) -> ExpertTimes:
     """Seconds of one expert over the rows that it computes; collective, for the median rank counts."""
-    width = experts.w_up.shape[1]
+    parameters = experts.stacked_parameters()
     stacks = {
-        name: torch.randn(1, *stack.shape[1:], dtype=dtype, device=world.device).mul_(0.02).requires_grad_()
-        for name, stack in experts.stacked_parameters().items()
+        name: torch.randn(1, *stack.shape[1:], dtype=dtype, device=world.device).mul_(0.02)
+        if stack.is_floating_point()
+        else stack.new_zeros(1, *stack.shape[1:])
+        for name, stack in parameters.items()
     }
+    trained = [stacks[name].requires_grad_() for name, parameter in parameters.items() if parameter.requires_grad]
     rows_tried: list[float] = []
     forward_s: list[float] = []
     backward_s: list[float] = []
     for rows in _EXPERT_ROWS:
         if len(rows_tried) > 2 and forward_s[-1] > _LONG_S:
             break
-        x = torch.randn(rows, width, dtype=dtype, device=world.device, requires_grad=True)
+        x = torch.randn(rows, experts.width, dtype=dtype, device=world.device, requires_grad=True)
         counts = torch.tensor([rows], device=world.device)
         out = experts(x, counts, stacks)
-        grad = partial(torch.autograd.grad, out, [x, *stacks.values()], torch.ones_like(out), retain_graph=True)
+        grad = partial(torch.autograd.grad, out, [x, *trained], torch.ones_like(out), retain_graph=True)
         rows_tried.append(float(rows))
         forward_s.append(_fastest_s(partial(experts, x, counts, stacks), world, over_ranks=statistics.median))
         backward_s.append(_fastest_s(grad, world, over_ranks=statistics.median))

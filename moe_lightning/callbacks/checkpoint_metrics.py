@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.checkpoint.agent_control import warnings_of
+from moe_lightning.checkpoint.copy_windows import Window
 from moe_lightning.checkpoint.session import CheckpointSession
 
 
@@ -22,7 +23,10 @@ def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) 
     report, status = session.last_report, session.status()
     if report is not None:
         metrics |= {"snapshot_ms": 1e3 * report.copy_s, "snapshot_bytes": report.copied_bytes}
-        metrics |= {f"copied_{window.value}_bytes": size for window, size in report.copied_by_window.items()}
+        copied = report.copied_by_window
+        metrics |= {f"copied_{window.value}_bytes": size for window, size in copied.items()}
+        if copied and report.copied_bytes:
+            metrics["copied_in_bubbles"] = copied[Window.BUBBLE] / report.copied_bytes
     if status.committed_step is not None:
         metrics |= {"persist_ms": 1e3 * status.persist_s, "persist_bytes": status.persist_bytes}
     for warning in warnings_of(status):

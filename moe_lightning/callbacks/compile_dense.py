@@ -23,6 +23,7 @@ from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.strategies.stage_cut import is_gated
 from moe_lightning.values import validated
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -94,14 +95,17 @@ def _keep_noise_out(part: nn.Module) -> None:
 
 def dense_parts(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The largest submodules without experts that have several layers, with their names; a single layer gains nothing
-    from being compiled alone.
+    from being compiled alone. Of the blocks of a pipeline stage, which are called for other stages too, the parts.
     """
     for child_name, child in model.named_children():
         path = f"{name}.{child_name}".lstrip(".")
+        goes_inside = isinstance(child, nn.ModuleList | nn.ModuleDict) or any(
+            isinstance(part, MoELayer) or is_gated(part) for part in child.modules()
+        )
         if isinstance(child, MoELayer):
             if child.shared_expert is not None:
                 yield f"{path}.shared_expert", child.shared_expert
-        elif isinstance(child, nn.ModuleList | nn.ModuleDict) or any(isinstance(m, MoELayer) for m in child.modules()):
+        elif goes_inside:
             yield from dense_parts(child, path)
         elif next(child.children(), None) is not None:
             yield path, child

@@ -94,7 +94,8 @@ class FaultRecovery(Callback, RecoveryListener):
             raise ConfigurationError(f"FaultRecovery needs strategy='expert_parallel', not {type(strategy).__name__}")
         if stage != "fit":
             return
-        strategy.placing.require_replicas(self._min_replicas, strategy.world_size)
+        stage_size = max(1, strategy.world_size // strategy.worlds.axes.pp)
+        strategy.placing.require_replicas(self._min_replicas, stage_size)
         if strategy.elastic is None:
             rank_zero_info(
                 "FaultRecovery: no elastic launcher started these ranks, so a fault ends the run; "
@@ -130,8 +131,9 @@ class FaultRecovery(Callback, RecoveryListener):
         node_of = strategy.node_of
         if self._protection != "auto":
             return protected_by(PROTECTIONS[self._protection], node_of, self._failures)
-        holders = [p.holders(e) for p in strategy.experts.placements for e in range(p.num_experts)]
-        holders += strategy.world.row_cut.holders  # of dense parameters
+        stacks, stages = strategy.state.training_state().stacks, strategy.state.stages
+        holders = [stack.placement.holders(e) for stack in stacks for e in range(stack.num_experts)]
+        holders += strategy.world.row_cut.holders if stages is None else map(tuple, stages.ranks)  # of dense parameters
         replicated = all(len({node_of[rank] for rank in ranks}) > self._failures for ranks in holders)
         failures = min(self._failures, len(set(node_of)) - 1)
         return choose_protection(
@@ -156,10 +158,10 @@ class FaultRecovery(Callback, RecoveryListener):
     def _replay_next_rank(self, trainer: pl.Trainer) -> None:
         """Begin to repeat the updates of the next rank's shard, from its present state; collective."""
         strategy = _strategy(trainer)
-        if strategy.state.cuts_dense:
+        if strategy.state.parts.is_wished:
             raise ConfigurationError(
-                "optimizer_replay repeats a peer's updates, and under dense=fsdp or hsdp, or mesh.tp, nobody has its "
-                "gradients: use dense=hsdp or mesh.tp, whose copies replace lost parts, without optimizer_replay"
+                "optimizer_replay repeats a peer's updates, and under dense=fsdp or hsdp, mesh.tp or mesh.pp, nobody "
+                "has its gradients: use dense=hsdp or a mesh, whose copies replace lost parts, without optimizer_replay"
             )
         if strategy.state.shards_optimizers:
             strategy.state.replay_peer((strategy.world.rank + 1) % strategy.world.size, trainer.global_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -11,11 +12,20 @@ from typing_extensions import override
 
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.huggingface.adapters import (
+    merged_dense,
+    merged_experts,
+    require_peft_knows,
+    write_adapter,
+)
 from moe_lightning.models.huggingface.export import Export, check_target, copy_companions, plan_export
 from moe_lightning.models.huggingface.module import HuggingFaceModule
+from moe_lightning.modules.experts import Experts
 from moe_lightning.state.row_blocks import cuts_of
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.values import validated
+
+Form = Literal["merged", "adapter"]
 
 
 @validated
@@ -25,28 +35,32 @@ class HuggingFaceExport(pl.Callback):
     Args:
         dirpath: of the folder; it must not exist, unless this run (the same `default_root_dir`) exported it before.
         dtype: of its tensors; None: that of the checkpoint the model came from.
+        form: of a model with adapters: "merged" into its weights, or the "adapter" alone, which peft loads.
 
     Raises:
         ConfigurationError: at the start of training: the folder holds something else or cannot be written, or
             transformers has no class for the model.
     """
 
-    def __init__(self, dirpath: str | Path, dtype: str | None = None) -> None:
+    def __init__(self, dirpath: str | Path, dtype: str | None = None, form: Form = "merged") -> None:
         self._path = Path(dirpath)
-        self._dtype = dtype
+        self._dtype, self._form = dtype, form
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = _checked(pl_module)
+        _check_form(module, self._form)
         plan_export(module.architecture, module.model, self._dtype)
         _check(trainer, self._path)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        export_to_huggingface(trainer, self._path, dtype=self._dtype)
+        export_to_huggingface(trainer, self._path, dtype=self._dtype, form=self._form)
 
 
-def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str | None = None) -> None:
+def export_to_huggingface(
+    trainer: pl.Trainer, path: str | Path, *, dtype: str | None = None, form: Form = "merged"
+) -> None:
     """Write the trainer's HuggingFaceModule as a checkpoint that plain transformers loads; collective.
 
     Rank 0 writes: the dense weights, which it has, then the experts of one layer after the other, which it collects
@@ -56,12 +70,14 @@ def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str |
         trainer: with a model, under ExpertParallelStrategy or any strategy of one rank.
         path: of a folder that does not exist, or that the same run exported; that one is replaced.
         dtype: of the tensors; None: that of the checkpoint the model came from.
+        form: of a model with adapters, see HuggingFaceExport.
 
     Raises:
         ConfigurationError: another module or strategy, a folder that holds something else or cannot be written, or a
             model that transformers has no class for.
     """
     module, path = _checked(trainer.lightning_module), Path(path)
+    _check_form(module, form)
     if not isinstance(trainer.strategy, ExpertParallelStrategy) and trainer.world_size > 1:
         raise ConfigurationError(
             f"{type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot be exported: "
@@ -77,7 +93,13 @@ def export_to_huggingface(trainer: pl.Trainer, path: str | Path, *, dtype: str |
     dense, stacks = module.model.state_dict(), _stacks(trainer, module, export)
     if isinstance(trainer.strategy, ExpertParallelStrategy):
         dense = full_model_state(dense, {}, trainer.strategy.world, cuts=cuts_of(module.model))
-    if trainer.is_global_zero:
+    adapter = module.config.adapter
+    if trainer.is_global_zero and adapter is not None and form == "adapter":
+        write_adapter(path, export, adapter, module.config.pretrained, dense, stacks)
+    elif trainer.is_global_zero:
+        if adapter is not None:
+            dense, shapes = merged_dense(dense, adapter), [_experts(module, b).shapes for b in export.blocks]
+            stacks = (merged_experts(s, shape, adapter) for s, shape in zip(stacks, shapes, strict=True))
         export.write(path, dense, stacks, run=_run(trainer))
         copy_companions(module.config.folder, path)
     else:
@@ -90,13 +112,22 @@ def _stacks(trainer: pl.Trainer, module: HuggingFaceModule, export: Export) -> I
     """The full stacks of one block after the other, on rank 0; empty on the others."""
     strategy = trainer.strategy
     for block in export.blocks:
-        parameters = module.architecture.layers[block].experts.stacked_parameters()
+        parameters = _experts(module, block).stacked_parameters()
         local = {name: parameter.detach() for name, parameter in parameters.items()}
         if not isinstance(strategy, ExpertParallelStrategy):
             yield local
             continue
         rows = {name: strategy.experts.stack_of[parameter] for name, parameter in parameters.items()}
         yield full_model_state(local, rows, strategy.world)
+
+
+def _experts(module: HuggingFaceModule, block: str) -> Experts:
+    return module.architecture.layers[block].experts
+
+
+def _check_form(module: HuggingFaceModule, form: Form) -> None:
+    if form == "adapter":
+        require_peft_knows(module.config.adapter)
 
 
 def _check(trainer: pl.Trainer, path: Path) -> None:

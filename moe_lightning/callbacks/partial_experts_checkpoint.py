@@ -57,7 +57,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
 
     Logs checkpoint/stall_ms (every step), and for each snapshot checkpoint/snapshot_ms, snapshot_bytes,
     predicted_bytes, k_snapshot, k_persist, persist_ms, persist_bytes, plt; with scheduled windows also
-    copied_idle_bytes, copied_compute_bytes, copied_communication_bytes.
+    copied_{bubble,idle,compute,communication}_bytes and copied_in_bubbles, the first one's share.
 
     Raises:
         ConfigurationError: a value outside its range, another strategy, or steps that lossless=True cannot run again.

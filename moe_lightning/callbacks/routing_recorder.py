@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 from typing_extensions import override
@@ -17,13 +19,15 @@ from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.strategies.stage_state import StageState, stages_of
 from moe_lightning.values import PositiveInt, validated
 
 
 @validated
 class RoutingRecorder(Callback):
     """Writes an .npz with `counts` [samples, layers, ranks, experts], the assignments of every sampled step before any
-    drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only.
+    drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only. In a
+    pipeline it has the layers of all stages, and the ranks of one.
 
     A resumed run continues the file: samples after the step that it resumes from are dropped.
 
@@ -45,7 +49,9 @@ class RoutingRecorder(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        layers = moe_layers(pl_module)
+        stages = stages_of(trainer)
+        layers = moe_layers(pl_module) if stages is None else stages.layers
+        ranks = trainer.world_size if stages is None else stages.num_ranks
         experts = {layer.num_experts for layer in layers}
         if len(experts) != 1:
             raise ConfigurationError(
@@ -54,7 +60,7 @@ class RoutingRecorder(Callback):
             )
         self._samples, self._iterations = [], []
         if trainer.global_step and self._path.is_file():
-            self._continue(trainer.global_step, (len(layers), trainer.world_size, experts.pop()))
+            self._continue(trainer.global_step, (len(layers), ranks, experts.pop()))
 
     def _continue(self, step: int, shape: tuple[int, ...]) -> None:
         counts, iterations = read_routing_trace(self._path)
@@ -72,9 +78,12 @@ class RoutingRecorder(Callback):
     ) -> None:
         accumulating = seams.is_accumulating(trainer)
         iteration = trainer.global_step + 1 if accumulating else trainer.global_step
-        if (iteration - 1) % self._every or not trainer.is_global_zero:
+        stages = stages_of(trainer)
+        if (iteration - 1) % self._every or not (trainer.is_global_zero or stages is not None):
             return
-        counts = np.stack([_counts(layer) for layer in moe_layers(pl_module)])
+        counts = _counts(moe_layers(pl_module), stages)
+        if not trainer.is_global_zero:
+            return
         self._running = counts if self._running is None else self._running + counts
         if not accumulating:
             self._samples.append(self._running)
@@ -107,8 +116,20 @@ class RoutingRecorder(Callback):
             raise
 
 
-def _counts(layer: MoELayer) -> NDArray[np.int64]:
-    """int64 [N, E] of the last micro-batch."""
-    assert layer.statistics is not None
-    counts: NDArray[np.int64] = layer.statistics.tokens_NE.cpu().numpy()
+def _counts(layers: Sequence[MoELayer], stages: StageState | None) -> NDArray[np.int64]:
+    """int64 [L, N, E] of the last micro-batch; collective in a pipeline.
+
+    Args:
+        layers: of this rank.
+        stages: whose layers are counted, too.
+    """
+    own = [layer.statistics.tokens_NE for layer in layers if layer.statistics is not None]
+    if stages is None:
+        counts_LNE = torch.stack(own)
+    else:
+        nothing = torch.zeros(0, stages.num_ranks, stages.layers[0].num_experts, dtype=torch.int64)
+        whole_LNE = stages.counts_of_all(torch.stack(own) if own else nothing)
+        assert whole_LNE is not None, "every step routes tokens"
+        counts_LNE = whole_LNE
+    counts: NDArray[np.int64] = counts_LNE.cpu().numpy()
     return counts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from moe_lightning.modules.routing_files import Piece, read_samples, write_piece
 from moe_lightning.modules.routing_replay import Choices, check_expert_ids, choosing, forced, routers_of
 from moe_lightning.modules.stream import SampleStream
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.stage_state import StageState, stages_of
 from moe_lightning.values import validated
 
 
@@ -30,8 +32,8 @@ class RoutingReplay(Callback):
             number of ranks, with gradients through the weights.
 
     Raises:
-        ConfigurationError: when training starts, another strategy, or no router whose choices can be kept; while it
-            runs, tokens that the folder does not have.
+        ConfigurationError: when training starts, another strategy, no router whose choices can be kept, or a stage of a
+            pipeline without one; while it runs, tokens that the folder does not have.
     """
 
     def __init__(self, path: str, mode: Literal["record", "replay"] = "record") -> None:
@@ -39,8 +41,8 @@ class RoutingReplay(Callback):
         self._mode = mode
         self._stack = ExitStack()
         self._routers: list[Router] = []
-        self._seen = Choices()
-        self._piece, self._count = Piece(step=0, first_sample=0), 0
+        self._layers: list[int] = []
+        self._seen: dict[Piece, _Seen] = {}
         self._table: tuple[Piece, Tensor] | None = None
 
     @override
@@ -50,22 +52,38 @@ class RoutingReplay(Callback):
                 f"RoutingReplay follows samples as ExpertParallelStrategy cuts them, not as "
                 f"{type(trainer.strategy).__name__}: use strategy='expert_parallel', or replay_routing in your step"
             )
-        self._routers = routers_of(pl_module)
-        self._seen = Choices([None] * len(self._routers))
+        stages = stages_of(trainer)
+        with nullcontext() if stages is None else stages.cut.whole():
+            self._routers = routers_of(pl_module)
+        self._layers = list(range(len(self._routers))) if stages is None else stages.numbers
+        if not self._layers:
+            raise ConfigurationError(
+                "a stage of mesh.pp has no MoE layer whose routing could be kept: use fewer stages, or drop "
+                "RoutingReplay"
+            )
+        self._seen = {}
         choose = self._record if self._mode == "record" else self._replay
-        choosers = [
-            lambda router, scores, layer=layer: choose(layer, router, scores) for layer in range(len(self._routers))
-        ]
-        self._stack.enter_context(choosing(self._routers, choosers))
+        choosers = [lambda router, scores, layer=layer: choose(layer, router, scores) for layer in self._layers]
+        self._stack.enter_context(choosing([self._routers[layer] for layer in self._layers], choosers))
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._mode == "replay" or any(chosen is None for chosen in self._seen.by_layer):
+        for piece, seen in sorted(self._seen.items(), key=lambda entry: entry[0]):
+            self._write(piece, seen, stages_of(trainer))
+        self._seen = {}
+
+    def _write(self, piece: Piece, seen: _Seen, stages: StageState | None) -> None:
+        """What was chosen for the samples of a micro-batch; collective in a pipeline, whose first stage writes."""
+        if seen.by_layer.keys() != set(self._layers):
             return
-        if self._count:
-            ids = self._seen.stacked()
-            write_piece(self._folder, self._piece, ids.view(self._count, -1, *ids.shape[1:]).cpu())
-        self._seen = Choices([None] * len(self._routers))
+        ids_TLK = Choices([seen.by_layer[layer] for layer in self._layers]).stacked()
+        if stages is not None:
+            ids_LTK = ids_TLK.movedim(1, 0)
+            all_LTK = stages.counts_of_all(ids_LTK)
+            ids_TLK = ids_LTK.new_zeros(len(self._routers), *ids_LTK.shape[1:]) if all_LTK is None else all_LTK
+            ids_TLK = ids_TLK.movedim(0, 1)
+        if stages is None or 0 in stages.cut.stages:
+            write_piece(self._folder, piece, ids_TLK.reshape(seen.count, -1, *ids_TLK.shape[1:]).cpu())
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -75,8 +93,9 @@ class RoutingReplay(Callback):
         chosen = router.choose(scores_TE)
         if router.training:
             _require_position(router.stream)
-            self._seen.by_layer[layer] = chosen
-            self._piece, self._count = _piece(router.stream), router.stream.num_samples
+            if router.stream.num_samples:
+                seen = self._seen.setdefault(_piece(router.stream), _Seen(count=router.stream.num_samples))
+                seen.by_layer[layer] = chosen
         return chosen
 
     def _replay(self, layer: int, router: Router, scores_TE: Tensor) -> Tensor:
@@ -90,6 +109,14 @@ class RoutingReplay(Callback):
             check_expert_ids(ids, self._routers)
             self._table = piece, ids.flatten(0, 1).long()
         return forced(self._table[1][:, layer])(router, scores_TE)
+
+
+@dataclass
+class _Seen:
+    """What was chosen for as many samples, int64 [T, K] by layer."""
+
+    count: int
+    by_layer: dict[int, Tensor] = field(default_factory=dict)
 
 
 def _piece(stream: SampleStream) -> Piece:

@@ -15,20 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.dense_shards import RowCut, TensorCut
+from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
 from moe_lightning.comm.collect import collect_on_root
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.row_blocks import (
     cut_of,
-    is_cut,
     joined,
     local,
-    own_part,
     part_of_whole,
     rows_like,
-    whole_shape,
 )
 from moe_lightning.state.table import State
 
@@ -74,18 +71,21 @@ def full_model_state(
     Args:
         state: the local state_dict.
         experts: which of its keys, or of those of other ranks, are expert stacks.
-        cuts: of the dense tensors of which this rank holds a part, by key.
+        cuts: of the dense tensors of which this rank, or one of another stage, holds a part, by key.
         spoken: of the rest, what this rank speaks for; None: every rank has it all.
     """
     mine = {f"{key}/{e}": state[key][slot] for key, stack in experts.items() for slot, e in stack.owned()}
     mine |= {f"{key}/whole": value for key, value in (spoken or {}).items() if isinstance(value, Tensor)}
-    if world.speaks_for_rows:
-        mine |= {f"{key}/rows/{world.row_cut.part}": local(state[key]) for key in cuts}
+    mine |= {
+        f"{key}/rows/{world.row_cut.index}": local(state[key])
+        for key, cut in cuts.items()
+        if key in state and world.row_cut.holders_of(cut)[0] == world.rank
+    }
     collected = collect_on_root(mine, world)
     if world.rank:
         return {}
     told = {key.removesuffix("/whole"): value for key, value in collected.items() if key.endswith("/whole")}
-    whole = dict(state) | told | {key: _joined(collected, key, cut, world) for key, cut in cuts.items()}
+    whole = dict(state) | told | {key: _joined(collected, key, cut, world.row_cut) for key, cut in cuts.items()}
     return whole | {key: _stack(collected, key, stack) for key, stack in experts.items()}
 
 
@@ -93,7 +93,7 @@ def local_model_state(
     full: Mapping[str, Any],
     here: Mapping[str, Any],
     experts: Mapping[str, ExpertStack],
-    cut: RowCut,
+    part: Part,
     *,
     cuts: Mapping[str, TensorCut] = _NO_CUTS,
     strict: bool = True,
@@ -103,7 +103,7 @@ def local_model_state(
     Args:
         here: what it is to be like.
         experts: which keys are expert stacks.
-        cut: which parts of dense tensors this rank has.
+        part: of dense tensors that this rank has.
         cuts: how they are cut, by key.
 
     Raises:
@@ -127,8 +127,7 @@ def local_model_state(
         if key in experts:
             expected = torch.Size((experts[key].num_experts, *expected[1:]))
         elif key in cuts:
-            dim, size = cuts[key].dim, cuts[key].size
-            expected = torch.Size((*expected[:dim], size, *expected[dim + 1 :]))
+            expected = torch.Size(cuts[key].shape)
         if tensor.shape != expected:
             raise CheckpointError(
                 f"the checkpoint's {key!r} has shape {list(tensor.shape)}, the model's {list(expected)}: "
@@ -137,7 +136,7 @@ def local_model_state(
         if key in experts:
             tensor = experts[key].select(tensor)
         elif key in cuts:
-            tensor = rows_like(here[key], part_of_whole(tensor, cuts[key], cut.part, cut.parts))
+            tensor = rows_like(here[key], part_of_whole(tensor, cuts[key], part))
         result[key] = tensor
     return result
 
@@ -149,15 +148,17 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
     mine: dict[str, Tensor] = {}
     names = {parameter: name for name, parameter in state.module.named_parameters()}
     for number, parameter in enumerate(state.numbered(index)):
-        stack = state.stack_of.get(parameter)
+        stack, cut = state.stack_of.get(parameter), cut_of(parameter)
+        keeper = state.keepers.get(parameter, state.holders(names.get(parameter, ""))[0])
         for name, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
             if stack is not None and value.shape[:1] == parameter.shape[:1]:
                 mine |= {f"{number}/{name}/{e}": value[slot] for slot, e in stack.owned()}
-            elif is_cut(parameter) and value.ndim:
-                mine |= {f"{number}/{name}/rows/{state.cut.part}": value} if world.speaks_for_rows else {}
-            elif state.keepers.get(parameter, state.holders(names.get(parameter, ""))[0]) == world.rank:
+            elif cut is not None and value.ndim:
+                if state.keepers.get(parameter, state.cut.holders_of(cut)[0]) == world.rank:
+                    mine[f"{number}/{name}/rows/{state.cut.index}"] = value
+            elif keeper == world.rank and (cut is None or state.cut.part.tensor == 0):
                 mine[f"{number}/{name}"] = value
     collected = collect_on_root(mine, world)
     if world.rank:
@@ -201,8 +202,9 @@ def _stack(collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Ten
     return torch.stack([collected[f"{key}/{e}"] for e in range(stack.num_experts)])
 
 
-def _joined(collected: Mapping[str, Tensor], key: str, cut: TensorCut, world: World) -> Tensor:
-    return joined([collected[f"{key}/rows/{part}"] for part in range(world.row_cut.parts)], cut)
+def _joined(collected: Mapping[str, Tensor], key: str, cut: TensorCut, among: RowCut) -> Tensor:
+    told = {part: collected.get(f"{key}/rows/{index}") for index, part in enumerate(among.parts)}
+    return joined({part: values for part, values in told.items() if values is not None}, cut)
 
 
 def _optimizer_entries(
@@ -223,7 +225,7 @@ def _optimizer_entries(
             elif parameter in state.stack_of:
                 entry[name] = _stack(collected, key, state.stack_of[parameter])
             elif (cut := cut_of(parameter)) is not None:
-                entry[name] = _joined(collected, key, cut, world)
+                entry[name] = _joined(collected, key, cut, state.cut)
         if entry:
             entries[number] = entry
     return entries
@@ -239,11 +241,12 @@ def _numbered_groups(state: State, index: int) -> list[dict[str, Any]]:
 
 
 def _cut_entry(entry: Mapping[str, Any], parameter: nn.Parameter, state: State) -> dict[str, Any]:
-    stack = state.stack_of.get(parameter)
+    stack, cut = state.stack_of.get(parameter), cut_of(parameter)
+    if cut is not None:
+        is_like = {name: isinstance(v, Tensor) and tuple(v.shape) == cut.shape for name, v in entry.items()}
+        return {name: part_of_whole(v, cut, state.cut.part) if is_like[name] else v for name, v in entry.items()}
     if stack is None:
-        shape = whole_shape(parameter)
-        is_like = {name: isinstance(value, Tensor) and value.shape == shape for name, value in entry.items()}
-        return {name: own_part(parameter, v, state.cut) if is_like[name] else v for name, v in entry.items()}
+        return dict(entry)
     return {
         name: stack.select(value) if isinstance(value, Tensor) and stack.is_full(value) else value
         for name, value in entry.items()

@@ -36,12 +36,13 @@ def broadcast_dense(state: State, world: World, source: int, *, but: Collection[
     Args:
         but: names of parameters that are cut over ranks, or will be.
     """
-    everyone = state.world_size
+    everyone, kept = state.world_size, {name for name, p in state.dense.items() if p in state.keepers}
     tensors = [
         piece.tensor
         for piece in state.pieces(transient=True)
         if not piece.is_replaceable and len(piece.holders) == everyone and piece.tensor.numel()
-        if piece.key.removeprefix("dense/").rpartition("/")[0] not in but
+        if (name := piece.key.removeprefix("dense/").rpartition("/")[0]) not in but
+        if not (piece.is_moment and name in kept)
     ]
     for dtype in sorted({t.dtype for t in tensors}, key=str):
         bucket: list[Tensor] = []

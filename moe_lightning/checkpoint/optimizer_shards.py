@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,24 +36,23 @@ def unpack_states(data: Tensor, shapes: Shapes) -> dict[str, Tensor]:
 
 
 def move_shards(
-    shards: Iterable[tuple[str, int]], owners: Mapping[str, int], local: Mapping[str, States], world: World
+    shards: Iterable[tuple[str, int]], takers: Mapping[str, Sequence[int]], local: Mapping[str, States], world: World
 ) -> dict[str, dict[str, Tensor]]:
-    """Bring every parameter's optimizer state from the rank that has it to the one that keeps it from now on;
-    collective.
+    """Bring every parameter's optimizer state from the rank that has it to those that take it; collective.
 
     Args:
         shards: (name, rank) as in `RecoveryPlan.shards`; a rank of -1 is passed over: it is read from a snapshot.
-        owners: the keeper of each name in the new world.
+        takers: of each name in the new world.
         local: states of the names that this rank has, live or replayed.
 
     Returns:
-        Copies of the states, on the host, of the names that this rank keeps.
+        Copies of the states, on the host, of the names that this rank takes.
     """
     sources = {name: rank for name, rank in shards if rank >= 0}
     packed = {name: pack_states(local[name]) for name, rank in sources.items() if rank == world.rank}
     told = all_gather_json({name: [data.numel(), shapes_of(local[name])] for name, data in packed.items()}, world)
-    names = sorted(sources)
-    entries = {name: told[sources[name]][name] for name in names}
-    parcels = [PeerBuffer(source=sources[name], target=owners[name], nbytes=entries[name][0]) for name in names]
-    arrived = exchange_parcels(parcels, lambda at: packed[names[at]], world)
-    return {names[at]: unpack_states(data, entries[names[at]][1]) for at, data in arrived.items()}
+    entries = {name: told[rank][name] for name, rank in sources.items()}
+    ways = [(name, target) for name in sorted(sources) for target in takers[name]]
+    parcels = [PeerBuffer(source=sources[name], target=target, nbytes=entries[name][0]) for name, target in ways]
+    arrived = exchange_parcels(parcels, lambda at: packed[ways[at][0]], world)
+    return {ways[at][0]: unpack_states(data, entries[ways[at][0]][1]) for at, data in arrived.items()}

@@ -36,7 +36,8 @@ class CheckpointSettings:
         failures_per_hour: expected rate of faults, for the adaptive interval.
         fallback_dir: room for snapshots where shared memory is missing or too small; None: the checkpoint directory.
         windows: when snapshots are copied: in "any" part of a step, as soon as possible, or "scheduled" by HAS (REFT
-            4.1): while the device is idle, then during computation, then during exchanges, as far as each is needed.
+            4.1): while a stage waits for others (bubbles), while the device is idle, then during computation, then
+            during exchanges, as far as each is needed.
         lossless: take windows of sparse snapshots, from which nothing is lost (`algorithms/replay_window.py`):
             `k_snapshot` experts of a layer are copied whole in each step, None or "auto": as many as hide under one.
 

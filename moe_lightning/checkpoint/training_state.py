@@ -21,7 +21,8 @@ from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.state.pieces import StatePiece
+from moe_lightning.state.frozen_base import is_digest, require_same_base
+from moe_lightning.state.pieces import Block, StatePiece
 from moe_lightning.state.table import State
 
 Writers = Mapping[tuple[int, int], int]
@@ -101,7 +102,7 @@ class TrainingState(State):
         """
         layers, experts = range(self.num_layers), self.num_layers * self.num_experts
         whole = sum(sum(self._expert_sizes(layer)) for layer in layers) / len(layers)
-        weights = [p for stack in self.stacks for p in stack.parameters.values()]
+        weights = [p for stack in self.stacks for p in stack.saved.values()]
         weight = sum(p.shape[1:].numel() * (computed_in or p.dtype).itemsize for p in weights) / len(layers)
         dense = sum(self.rank_bytes(self.num_experts)) - experts * whole
         shape = {"num_layers": self.num_layers, "num_experts": self.num_experts, "k": k}
@@ -136,7 +137,7 @@ class TrainingState(State):
 
     def _expert_sizes(self, layer: int) -> tuple[int, ...]:
         """Bytes of the tensors of an expert."""
-        stacks = [t for p in self.stacks[layer].parameters.values() for t in (p, *self.moments(p).values())]
+        stacks = [t for p in self.stacks[layer].saved.values() for t in (p, *self.moments(p).values())]
         return tuple(stack.shape[1:].numel() * stack.element_size() for stack in stacks)
 
     def expert_writers(self, before: Writers | None = None) -> dict[tuple[int, int], int]:
@@ -183,13 +184,13 @@ class TrainingState(State):
         """
         for layer, stack in enumerate(self.stacks):
             scope = "master" if checkpoint.keys(f"expert/{layer}/0/master/") else "weight"  # as it was written
-            for name, parameter in stack.parameters.items():
+            for name, parameter in stack.saved.items():
                 for slot, expert in stack.held():
                     key = checkpoint.key_at(f"expert/{layer}/{expert}/{scope}/{name}", checkpoint.first_step)
-                    checkpoint.read_into(key, parameter.data[slot])
+                    _restore(checkpoint, key, parameter.data[slot])
         for piece in self.pieces():
             if not piece.is_replaceable and not piece.is_moment:
-                checkpoint.read_into(piece.key, piece.tensor, block=piece.block)
+                _restore(checkpoint, piece.key, piece.tensor, piece.block)
 
     @torch.no_grad()
     def restore_dense(self, checkpoint: CheckpointSource) -> None:
@@ -202,7 +203,7 @@ class TrainingState(State):
         self.adopt({f"optimizer/{n}": checkpoint.read_object(f"optimizer/{n}") for n in numbers}, checkpoint.shapes())
         for piece in self.pieces():
             if not piece.is_replaceable:
-                checkpoint.read_into(piece.key, piece.tensor, block=piece.block)
+                _restore(checkpoint, piece.key, piece.tensor, piece.block)
 
     @torch.no_grad()
     def restore_optimizers(self, checkpoint: CheckpointSource) -> None:
@@ -224,7 +225,7 @@ class TrainingState(State):
         self.adopt(objects, checkpoint.shapes())
         for piece in self.pieces():
             if piece.is_moment:
-                checkpoint.read_into(piece.key, piece.tensor, block=piece.block)
+                _restore(checkpoint, piece.key, piece.tensor, piece.block)
 
     @torch.no_grad()
     def restore_experts(self, checkpoint: CheckpointSource, experts: Collection[tuple[int, int]]) -> None:
@@ -238,7 +239,21 @@ class TrainingState(State):
             for slot, expert in stack.held():
                 if (layer, expert) in experts:
                     for piece in self.rows(layer, slot, expert):
-                        checkpoint.read_into(piece.key, piece.tensor)
+                        _restore(checkpoint, piece.key, piece.tensor)
+
+
+def _restore(checkpoint: CheckpointSource, key: str, tensor: torch.Tensor, block: Block | None = None) -> None:
+    """Fill a tensor; one that is a digest of frozen weights must be what it is.
+
+    Raises:
+        CheckpointError: the frozen weights are others, or there is no such tensor of this shape.
+    """
+    if not is_digest(key):
+        checkpoint.read_into(key, tensor, block=block)
+        return
+    saved = torch.empty_like(tensor)
+    checkpoint.read_into(key, saved, block=block)
+    require_same_base(saved, tensor, key, checkpoint.path.name)
 
 
 def _rows(pieces: Sequence[StatePiece]) -> int:

@@ -12,7 +12,28 @@ import torch
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.pieces import is_moment
+
+
+def replay_of(restored: CheckpointSource, max_steps: int) -> WindowReplay | None:
+    """The replay that makes restored state whole; None where it is, and what was read is let go of.
+
+    Args:
+        max_steps: of the training; -1: no limit.
+
+    Raises:
+        ConfigurationError: training ends before the state is whole.
+    """
+    if restored.first_step == restored.step:
+        restored.release()
+        return None
+    if 0 <= max_steps < restored.step:
+        raise ConfigurationError(
+            f"max_steps={max_steps} ends before the state of {restored.path.name} is whole, whose steps "
+            f"{restored.first_step + 1} to {restored.step} are run again: raise max_steps to {restored.step}"
+        )
+    return WindowReplay(restored)
 
 
 class WindowReplay:

@@ -14,7 +14,7 @@ from moe_lightning.errors import ConfigurationError
 GIB = 2**30
 
 _RANK_BYTES = GIB // 4  # of an interpreter that has imported torch and Lightning
-_TRAINING_BYTES = 16  # of a parameter in float32: weight, gradient and AdamW's two moments
+_TRAINING_BYTES = {"adamw": 16, "muon": 12, "adafactor": 8}  # of a float32 parameter: weight, gradient and moments
 _TOKEN_BYTES = 8
 
 
@@ -46,18 +46,19 @@ def check_processes(ranks: int, num_workers: int = 0) -> None:
         )
 
 
-def check_model(sizes: Mapping[str, int], parameters: int, memory_bytes: int) -> None:
+def check_model(sizes: Mapping[str, int], parameters: int, memory_bytes: int, optimizer: str = "adamw") -> None:
     """Refuse a model whose training state exceeds all the memory there is.
 
     Args:
         sizes: what the number of parameters depends on, by key.
         parameters: at least so many, each expert once.
         memory_bytes: of all ranks together.
+        optimizer: its name in an OptimizerConfig.
 
     Raises:
         ConfigurationError: the size that stands out most.
     """
-    needed = parameters * _TRAINING_BYTES
+    needed = parameters * _TRAINING_BYTES[optimizer]
     if needed > memory_bytes:
         key = max(sizes, key=lambda name: sizes[name])
         raise ConfigurationError(

@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--prefix", default="", help="only keys that begin with this, such as expert/0/")
     export_hf.add_argument("path", metavar="CKPT", help="a .ckpt file, or a directory as above")
     export_hf.add_argument("target", type=Path, metavar="DIR", help="the folder to write; it must not exist")
+    export_hf.add_argument("--adapter", action="store_true", help="write the adapters alone, as peft loads them")
     export_hf.add_argument("--dtype", help="of its tensors, such as bfloat16; default: that of the original")
     prune.add_argument("--keep", type=value(int), required=True, metavar="N", help="whole checkpoints to keep")
     return parser
@@ -189,8 +190,9 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
 def _export_hf(arguments: argparse.Namespace, console: Console) -> int:
     from moe_lightning.cli.huggingface import export_checkpoint
 
-    written = export_checkpoint(arguments.path, arguments.target, dtype=arguments.dtype)
-    console.print(f"{arguments.target}: {_size(written)} for transformers", soft_wrap=True)
+    alone = arguments.adapter
+    written = export_checkpoint(arguments.path, arguments.target, dtype=arguments.dtype, adapter_alone=alone)
+    console.print(f"{arguments.target}: {_size(written)} for {'peft' if alone else 'transformers'}", soft_wrap=True)
     return 0
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.state.frozen_base import BASE_DIGEST, require_same_base
+
+if TYPE_CHECKING:
+    from moe_lightning.models.huggingface.architecture import Architecture
+    from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
 _MODEL = "model."
 """Where a HuggingFaceModule keeps the model."""
@@ -37,20 +42,24 @@ class _Source(Protocol):
         ...
 
 
-def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None) -> int:
+def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, adapter_alone: bool = False) -> int:
     """Write the model of a checkpoint for plain transformers; returns the bytes of its tensors.
 
-    Experts that a partial checkpoint left behind come as they were saved last.
+    Experts that a partial checkpoint left behind come as they were saved last. Adapters are added to the weights of the
+    checkpoint that training began with.
 
     Args:
         path: a Lightning checkpoint file, a checkpoint directory, or a directory of these: its newest.
         target: a folder that does not exist.
         dtype: of the tensors; None: that of the checkpoint that training began with.
+        adapter_alone: write the adapters only, as peft loads them.
 
     Raises:
-        ConfigurationError: it is of another module, transformers has no class for the model, or the folder exists.
+        ConfigurationError: it is of another module or without adapters that are asked for, transformers has no class
+            for the model, or the folder exists.
         CheckpointError: it is missing or damaged.
     """
+    from moe_lightning.models.huggingface.adapters import require_peft_knows, write_adapter
     from moe_lightning.models.huggingface.export import copy_companions, existing, plan_export
     from moe_lightning.models.huggingface.loading import build_skeleton
     from moe_lightning.models.huggingface.module import HuggingFaceConfig
@@ -65,6 +74,17 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None) ->
     architecture = config.architecture(source.hyper_parameters["huggingface"])
     export = plan_export(architecture, build_skeleton(architecture), dtype)
 
+    if config.adapter is not None:
+        trained = _Adapted(source, config, architecture, alone=adapter_alone)
+        if adapter_alone:
+            dense, blocks = trained.adapters(), trained.expert_adapters()
+            return write_adapter(target, export, config.adapter, config.pretrained, dense, blocks)
+        written = export.write(target, trained.dense(), trained.experts())
+        copy_companions(config.folder, target)
+        return written
+    if adapter_alone:
+        require_peft_knows(None)
+
     def stacks() -> Iterator[dict[str, Tensor]]:
         for index, (block, layer) in enumerate(architecture.layers.items()):
             names = layer.experts.stacked_parameters()
@@ -73,6 +93,69 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None) ->
     written = export.write(target, {name: source.dense(name) for name in export.dense}, stacks())
     copy_companions(config.folder, target)
     return written
+
+
+class _Adapted:
+    """A model with the adapters of a checkpoint beside the weights of the folder that it was trained from.
+
+    Args:
+        source: the checkpoint.
+        config: with adapters.
+        architecture: of the model.
+        alone: only adapters are asked for, so the folder is not read.
+
+    Raises:
+        CheckpointError: the folder holds other weights than those that the adapters were trained beside.
+    """
+
+    def __init__(self, source: _Source, config: HuggingFaceConfig, architecture: Architecture, *, alone: bool) -> None:
+        from moe_lightning.models.huggingface.loading import build_skeleton, load_model
+        from moe_lightning.models.huggingface.weights import WeightsFolder
+        from moe_lightning.modules.adapters import adapt_dense
+        from moe_lightning.modules.experts import deferred_experts
+
+        assert config.adapter is not None
+        self._source, self._config, self._architecture = source, config.adapter, architecture
+        self._folder = str(config.folder)
+        if alone:
+            self._model = build_skeleton(architecture, config.adapter)
+            adapt_dense(self._model, config.adapter)
+            return
+        with deferred_experts():
+            self._model = load_model(architecture, WeightsFolder(config.folder), config.adapter)
+
+    def adapters(self) -> dict[str, Tensor]:
+        """Of the layers outside of experts, by their names in the model."""
+        names = [name for name, _ in self._model.named_parameters() if ".adapter.lora_" in name]
+        return {name: self._source.dense(name) for name in names}
+
+    def expert_adapters(self) -> Iterator[dict[str, Tensor]]:
+        """Of one block after the other, stacks [E, ...]."""
+        for index, (block, layer) in enumerate(self._architecture.layers.items()):
+            names = [name for name in layer.experts.stacked_parameters() if name.startswith("lora_")]
+            yield {name: self._source.experts(index, block, name, layer.num_experts) for name in names}
+
+    def dense(self) -> dict[str, Tensor]:
+        """The tensors outside of experts, by their names in the model, with the adapters added."""
+        from moe_lightning.models.huggingface.adapters import merged_dense
+
+        here = self._model.state_dict()
+        require_same_base(self._source.dense(BASE_DIGEST), here[BASE_DIGEST], BASE_DIGEST, self._folder)
+        return merged_dense(here | self.adapters(), self._config)
+
+    def experts(self) -> Iterator[dict[str, Tensor]]:
+        """The stacks [E, ...] of one block after the other, with the adapters added."""
+        from moe_lightning.models.huggingface.adapters import merged_experts
+
+        layers = self._architecture.layers.items()
+        for index, ((block, layer), adapters) in enumerate(zip(layers, self.expert_adapters(), strict=True)):
+            experts = layer.experts
+            experts.place(range(layer.num_experts), torch.device("cpu"))
+            stacks = {name: stack.detach() for name, stack in experts.stacked_parameters().items()} | adapters
+            saved = self._source.experts(index, block, BASE_DIGEST, layer.num_experts)
+            require_same_base(saved, stacks[BASE_DIGEST], f"MoE layer {index}", self._folder)
+            yield merged_experts(stacks, experts.shapes, self._config)
+            experts.to_empty(device="meta")  # one layer at a time
 
 
 class _File:

@@ -33,24 +33,26 @@ def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
     memory = whole_memory(trainer, nodes)
     check_processes(devices, data.get("num_workers", 0))
     if isinstance(module, GPTModule):
-        _check_gpt(module.config, memory, config["strategy"].get("slots"), devices * nodes)
+        optimizer = module.optimizer_config.name
+        _check_gpt(module.config, memory, config["strategy"].get("slots"), devices * nodes, optimizer)
     elif isinstance(module, SwinModule):
-        _check_swin(module.config, memory)
+        _check_swin(module.config, memory, module.optimizer_config.name)
     for name in ("num_shapes", "global_batch_size"):
         if name in data:
             check_sample(f"data.{name}", data[name], data[name], machine_memory())
 
 
-def _check_gpt(config: GPTConfig, memory_bytes: int, slots: int | None, ranks: int) -> None:
+def _check_gpt(config: GPTConfig, memory_bytes: int, slots: int | None, ranks: int, optimizer: str) -> None:
     sizes = {f"model.{name}": getattr(config, name) or 0 for name in _GPT_SIZES}
-    check_model(sizes, least_gpt_parameters(config), memory_bytes)
+    check_model(sizes, least_gpt_parameters(config), memory_bytes, optimizer)
     # One sample's activations between the layers, or the tables of rotary positions.
     check_sample("model.context_length", config.context_length, config.context_length * config.d_model, memory_bytes)
     if slots is not None:
-        check_model({"strategy.slots": slots}, ranks * least_slot_parameters(config, slots), memory_bytes)
+        parameters = ranks * least_slot_parameters(config, slots)
+        check_model({"strategy.slots": slots}, parameters, memory_bytes, optimizer)
 
 
-def _check_swin(config: SwinConfig, memory_bytes: int) -> None:
+def _check_swin(config: SwinConfig, memory_bytes: int, optimizer: str) -> None:
     sizes = {f"model.{name}": getattr(config, name) or 0 for name in _SWIN_SIZES}
     side = config.image_size
     check_sample("model.image_size", side, 3 * side * side, memory_bytes)
@@ -58,4 +60,4 @@ def _check_swin(config: SwinConfig, memory_bytes: int) -> None:
     hidden = [math.ceil((config.mlp_ratio or 4.0) * width) for width in widths]
     dense = sum(depth * 4 * width**2 for depth, width in zip(config.depths or (), widths, strict=False))
     expert = 2 * widths[-1] * hidden[-1] * config.num_experts if widths else 0
-    check_model(sizes, dense + expert + config.num_classes, memory_bytes)
+    check_model(sizes, dense + expert + config.num_classes, memory_bytes, optimizer)

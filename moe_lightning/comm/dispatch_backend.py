@@ -6,17 +6,19 @@ shadows), M rows, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_lightning import kernels as ops
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.comm.exchange import exchange_rows
+from moe_lightning.comm.device_plan import DevicePlan, lay_out
+from moe_lightning.comm.exchange import Meanwhile, exchange_rows
 from moe_lightning.comm.world import World
 from moe_lightning.kernels.buffers import upload
 
@@ -31,6 +33,7 @@ class DispatchPlan:
         recv_EN: int64, rows of each expert that it receives from each.
         experts_C: the expert of each of this rank's slots, -1 where it is vacant, and of each of its shadows.
         num_experts_N: int64, experts that each rank computes, shadows included.
+        loads_N: int64, rows that each rank computes.
     """
 
     tokens_EN: IntArray
@@ -38,6 +41,7 @@ class DispatchPlan:
     recv_EN: IntArray
     experts_C: tuple[int, ...]
     num_experts_N: IntArray
+    loads_N: IntArray
 
 
 class DispatchBackend(Protocol):
@@ -52,18 +56,19 @@ class DispatchBackend(Protocol):
     sent_bytes: int
 
     def dispatch(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan, meanwhile: Callable[[], None] | None
+        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: Any, meanwhile: Meanwhile
     ) -> tuple[Tensor, Tensor, Any]:
         """Bring the tokens of all ranks to the ranks that compute them; collective, differentiable.
 
         Args:
             x_TD: this rank's tokens.
             expert_ids_TK: their choices, -1 where dropped.
-            plan: who computes what.
+            plan: who computes what: a `DispatchPlan`; a `DevicePlan` where the backend says `takes_device_plans`.
             meanwhile: to be called while the rows travel.
 
         Returns:
-            The rows [M, D] in the order of `plan.experts_C`; how many belong to each, int64 [C], where x_TD is; and a
+            The rows [M, D] in the order of slots and shadows (those of a `DevicePlan` end with some that nobody
+            counts); how many belong to each, int64 [C], where x_TD is; and a
             handle for `combine`.
         """
 
@@ -89,15 +94,15 @@ class Route:
         plan: of the dispatch.
         order_M: int64, flat assignment (t * K + k) of each row in the order of sending: by target rank, then expert.
         inverse_TK: int64, row of each assignment, -1 where dropped.
-        send_rows, recv_rows: rows to and from each rank.
+        send_rows, recv_rows: rows to and from each rank; of a `DevicePlan` their blocks, or, packed, tensors.
         slot_order_M: index that sorts the received rows by slot, shadows last, and its inverse.
     """
 
-    plan: DispatchPlan
+    plan: DispatchPlan | DevicePlan
     order_M: Tensor
     inverse_TK: Tensor
-    send_rows: Sequence[int]
-    recv_rows: Sequence[int]
+    send_rows: Sequence[int] | Tensor
+    recv_rows: Sequence[int] | Tensor
     slot_order_M: Tensor
     slot_inverse_M: Tensor
 
@@ -107,19 +112,33 @@ class ExchangeBackend:
 
     Args:
         world: the ranks.
+
+    Attributes:
+        takes_device_plans: whether `dispatch` takes a `DevicePlan`, too.
+        is_packed: whether its rows of all ranks follow each other under such a plan, and how many they are stands in
+            tensors; else they travel in blocks of one size.
     """
+
+    takes_device_plans = True
+    is_packed = False
 
     def __init__(self, world: World, /) -> None:
         self.world = world
         self.sent_rows = self.sent_bytes = 0
 
     def dispatch(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan, meanwhile: Callable[[], None] | None
+        self, x_TD: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan | DevicePlan, meanwhile: Meanwhile
     ) -> tuple[Tensor, Tensor, Route]:
         """See `DispatchBackend`."""
-        route, tokens_C = _route(expert_ids_TK, plan)
-        rows_MD = ops.permute(x_TD, route.order_M, route.inverse_TK)
-        self.sent_rows = sum(route.send_rows) - route.send_rows[self.world.rank]
+        if isinstance(plan, DispatchPlan):
+            route, tokens_C = _route(expert_ids_TK, plan)
+        else:
+            if not len(x_TD):  # a row that nobody takes: blocks are filled with rows that there are
+                x_TD, expert_ids_TK = F.pad(x_TD, (0, 0, 0, 1)), F.pad(expert_ids_TK, (0, 0, 0, 1), value=-1)
+            route, tokens_C = _device_route(expert_ids_TK, plan, is_packed=self.is_packed)
+        rows_MD = ops.permute(x_TD, route.order_M, route.inverse_TK, may_pad=isinstance(plan, DevicePlan))
+        if not isinstance(route.send_rows, Tensor):
+            self.sent_rows = sum(route.send_rows) - route.send_rows[self.world.rank]
         self.sent_bytes = self.sent_rows * rows_MD.shape[-1] * rows_MD.element_size()
         rows_MD = self.exchange(rows_MD, route.send_rows, route.recv_rows, plan, meanwhile=meanwhile)
         return ops.gather_rows(rows_MD, route.slot_order_M, route.slot_inverse_M), tokens_C, route
@@ -128,17 +147,22 @@ class ExchangeBackend:
         """See `DispatchBackend`."""
         rows_MD = ops.gather_rows(rows_MD, handle.slot_inverse_M, handle.slot_order_M)
         rows_MD = self.exchange(rows_MD, handle.recv_rows, handle.send_rows, handle.plan, is_return=True)
-        return ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK)
+        if isinstance(handle.plan, DispatchPlan):
+            return ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK)
+        num_tokens = len(weights_TK)
+        weights_TK = weights_TK if num_tokens else F.pad(weights_TK, (0, 0, 0, 1))
+        out_TD = ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK, may_pad=True)
+        return out_TD if num_tokens else out_TD[:0]
 
     def exchange(
         self,
         rows_MD: Tensor,
-        send: Sequence[int],
-        recv: Sequence[int],
-        plan: DispatchPlan,
+        send: Sequence[int] | Tensor,
+        recv: Sequence[int] | Tensor,
+        plan: DispatchPlan | DevicePlan,
         *,
         is_return: bool = False,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Meanwhile = None,
     ) -> Tensor:
         """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; differentiable."""
         return exchange_rows(rows_MD, send, recv, self.world, meanwhile)
@@ -171,6 +195,21 @@ def _route(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[Route, Tensor]:
         slot_inverse_M=slot_inverse_M,
     )
     return route, tokens
+
+
+def _device_route(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> tuple[Route, Tensor]:
+    layout = lay_out(expert_ids_TK, plan, is_packed=is_packed)
+    blocks = [plan.block] * plan.send_EN.shape[1]
+    route = Route(
+        plan=plan,
+        order_M=layout.order_M,
+        inverse_TK=layout.inverse_TK,
+        send_rows=layout.send_N if is_packed else blocks,
+        recv_rows=layout.recv_N if is_packed else blocks,
+        slot_order_M=layout.slot_order_M,
+        slot_inverse_M=layout.slot_inverse_M,
+    )
+    return route, layout.tokens_C
 
 
 def _by_slot(recv_EN: IntArray, experts_C: Sequence[int]) -> tuple[IntArray, tuple[IntArray, IntArray]]:

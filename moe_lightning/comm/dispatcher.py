@@ -22,19 +22,25 @@ from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.algorithms.speeds import uneven
 from moe_lightning.comm.decision_check import fingerprint, require_agreement
+from moe_lightning.comm.device_plan import DevicePlanner
 from moe_lightning.comm.dispatch_backend import BackendFactory, DispatchBackend, DispatchPlan, ExchangeBackend
 from moe_lightning.comm.exchange import all_gather_counts
 from moe_lightning.comm.padded import PaddedBackend
+from moe_lightning.comm.symmetric import SymmetricBackend
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import upload
 from moe_lightning.registry import Registry
 
 QuotaPolicy = Literal["balanced", "equal"]
+PlanPlace = Literal["host", "device"]
 
 
 DISPATCH_BACKENDS: Registry[BackendFactory] = Registry(
-    "dispatch", BackendFactory, {"exchange": ExchangeBackend, "padded": PaddedBackend}, makes=DispatchBackend
+    "dispatch",
+    BackendFactory,
+    {"exchange": ExchangeBackend, "padded": PaddedBackend, "symmetric": SymmetricBackend},
+    makes=DispatchBackend,
 )
 
 
@@ -69,15 +75,18 @@ class Dispatcher:
         slot_experts: this rank's slots in their order, -1 where vacant; None: its experts, ascending.
         layer: ordinal of the MoE layer, for messages.
         backend: carries the rows: a name in `DISPATCH_BACKENDS`.
+        plan_on: "host", which waits for the counts of every micro-batch, or "device", see `comm.device_plan`.
 
     Attributes:
         last_rank_loads: int64 [N], rows that each rank computed in the last planned micro-batch; None for a world of
-            one rank.
+            one rank, and where the host does not know.
         told: a 63-bit number of this rank's that travels with its counts.
+        plans_on_device: whether the host learns no counts.
         heard: those of all ranks, from the last counts; empty before any.
 
     Raises:
-        ConfigurationError: the placement does not fit the world, a group lacks an expert, or an unknown name.
+        ConfigurationError: the placement does not fit the world, a group lacks an expert, an unknown name, or what a
+            plan on the device does not do: dispatch groups, some backends, elastic runs, speeds, shadows.
     """
 
     def __init__(
@@ -89,11 +98,14 @@ class Dispatcher:
         slot_experts: Sequence[int] | None = None,
         layer: int = 0,
         backend: str = "exchange",
+        plan_on: PlanPlace = "host",
     ) -> None:
         if placement.num_ranks != world.size:
             raise ConfigurationError(f"the placement is for {placement.num_ranks} ranks, but {world.size} are running")
         if quota not in ("balanced", "equal"):
             raise ConfigurationError(f"quota={quota!r} is not known: use 'balanced' or 'equal'")
+        if plan_on not in ("host", "device"):
+            raise ConfigurationError(f"plan={plan_on!r} is not known: use 'host' or 'device'")
         placement.check_groups(groups)
         self.placement = placement
         self.world = world
@@ -105,14 +117,28 @@ class Dispatcher:
         self._layer = layer
         self._shadows: ShadowPlan | None = None
         self._speeds: IntArray | None = None
-        self.told = 0
+        self._told = 0
         self.heard: list[int] = []
         self._resident_N = np.bincount(placement.pairs.ranks, minlength=world.size)
         self._backend: DispatchBackend = DISPATCH_BACKENDS.make(backend, world)
-        placed = (placement.replicas, repr(self.groups), quota, backend)
+        self.plans_on_device = plan_on == "device"
+        placed = (placement.replicas, repr(self.groups), quota, backend, *([plan_on] if self.plans_on_device else []))
         self._placement_print = self._plan_print = fingerprint(*placed)
         self._quota_print = 0
         self.last_rank_loads: IntArray | None = None
+        self._planner: DevicePlanner | None = None
+        if self.plans_on_device and world.size > 1:
+            self._refuse_on_device(len(self.groups) > 1, "knows no dispatch groups: drop ep_size")
+            takes_plan = getattr(self._backend, "takes_device_plans", False)
+            self._refuse_on_device(not takes_plan, f"needs a dispatch that takes it, and {backend!r} does not")
+            self._planner = DevicePlanner(
+                placement,
+                world,
+                is_balanced=self._is_balanced,
+                slot_experts=self.slot_experts,
+                fingerprint=self._placement_print,
+                what=f"the placement of MoE layer {layer}",
+            )
 
     @classmethod
     def local(cls, num_experts: int) -> Dispatcher:
@@ -137,6 +163,7 @@ class Dispatcher:
     @shadows.setter
     def shadows(self, plan: ShadowPlan | None) -> None:
         if plan is not None:
+            self._refuse_on_device(plan.num_copies > 0, "knows no shadows: use shadows=none")
             plan.check(self.placement)
             if len(self.groups) > 1:
                 raise ConfigurationError(
@@ -153,7 +180,22 @@ class Dispatcher:
     @speeds.setter
     def speeds(self, speeds: IntArray | None) -> None:
         self._speeds = uneven(speeds)
+        self._refuse_on_device(self._speeds is not None, "shares tokens out among equally fast ranks: give no speeds")
         self._sign()
+
+    @property
+    def told(self) -> int:
+        """A 63-bit number of this rank's that travels with its counts."""
+        return self._told
+
+    @told.setter
+    def told(self, word: int) -> None:
+        self._refuse_on_device(word != 0, "brings the host no word of other ranks: follow no speeds")
+        self._told = word
+
+    def _refuse_on_device(self, is_wanted: bool, lack: str) -> None:
+        if is_wanted and self.plans_on_device and self.world.size > 1:
+            raise ConfigurationError(f"plan='device' {lack}, or use plan='host'")
 
     def _sign(self) -> None:
         """Take the fingerprint of what this rank plans by."""
@@ -164,8 +206,8 @@ class Dispatcher:
             self._plan_print ^= fingerprint(self._speeds)
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
-        """All ranks' assignments per expert, int64 [N, E]; the layer's one synchronisation of host and device with
-        several ranks.
+        """All ranks' assignments per expert, int64 [N, E], on the host; the layer's one synchronisation of host and
+        device with several ranks. On the device, and no synchronisation, where plans are made there.
 
         A hash of this rank's placement, shadows, speeds and latest quota travels along, and what it tells.
 
@@ -174,6 +216,8 @@ class Dispatcher:
         """
         if self.world.size == 1:
             return counts_E.unsqueeze(0)
+        if self._planner is not None:
+            return self._planner.gather_counts(counts_E)
         own = torch.tensor([self._plan_print ^ self._quota_print, self.told])
         told_NE2 = all_gather_counts(torch.cat([counts_E, upload(own, counts_E.device)]), self.world)
         require_agreement(told_NE2[:, -2].tolist(), f"the plan (placement, shadows, quotas) of MoE layer {self._layer}")
@@ -199,10 +243,17 @@ class Dispatcher:
             recv_EN=recv_EN,
             experts_C=(*self.slot_experts, *self._visiting()),
             num_experts_N=num_experts_N,
+            loads_N=quota_EN.sum(axis=0),
         )
 
     def dispatch(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, counts_NE: Tensor, meanwhile: Callable[[], None] | None = None
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        counts_NE: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        is_training: bool = True,
     ) -> Dispatched:
         """Bring this rank's tokens to their experts, and others' here.
 
@@ -211,11 +262,17 @@ class Dispatcher:
             expert_ids_TK: their choices, -1 where dropped.
             counts_NE: assignments of every rank after drops, from `gather_counts`.
             meanwhile: what this process does while the rows travel; not called in a world of one rank.
+            is_training: whether this is no evaluation.
         """
         if self.world.size == 1:
             by_expert = self.sorted_by_slot(expert_ids_TK)
             rows_MD = ops.permute(x_TD, by_expert.order_M, by_expert.inverse_TK)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=by_expert.tokens_per_expert_E, handle=by_expert)
+        if self._planner is not None:
+            self._refuse_on_device(meanwhile is not None, "tells nobody the counts: drop what balances by them")
+            on_device = self._planner.plan(counts_NE, *expert_ids_TK.shape, is_training=is_training)
+            rows_MD, tokens_S, handle = self._backend.dispatch(x_TD, expert_ids_TK, on_device, None)
+            return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=tokens_S, handle=handle)
         plan, num_slots = self.plan(counts_NE), len(self.slot_experts)
         rows_MD, tokens_C, handle = self._backend.dispatch(x_TD, expert_ids_TK, plan, meanwhile)
         return Dispatched(
@@ -232,9 +289,13 @@ class Dispatcher:
             return ops.unpermute(rows_MD, sent.handle.inverse_TK, sent.handle.order_M, weights_TK)
         return self._backend.combine(rows_MD, sent.handle, weights_TK)
 
-    def sorted_by_slot(self, expert_ids_TK: Tensor) -> ops.ExpertSort:
-        """The assignments by slot, in a world of one rank."""
-        return ops.sort_by_expert(self._slots_of(expert_ids_TK), len(self.slot_experts))
+    def sorted_by_slot(self, expert_ids_TK: Tensor, *, may_drop: bool = True) -> ops.ExpertSort:
+        """The assignments by slot, in a world of one rank.
+
+        Args:
+            may_drop: False promises that no choice is -1; then nothing is read on the host.
+        """
+        return ops.sort_by_expert(self._slots_of(expert_ids_TK), len(self.slot_experts), may_drop=may_drop)
 
     def _slots_of(self, expert_ids_TK: Tensor) -> Tensor:
         """The slot of each chosen expert, in a world of one rank; after a larger world slots are in any order."""

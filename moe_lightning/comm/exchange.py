@@ -16,13 +16,20 @@ from torch.autograd.function import FunctionCtx
 
 from moe_lightning.comm.world import World
 
+Meanwhile = Callable[[], None] | None
+"""What this process does while rows travel."""
+
+Carry = Callable[[Tensor, Any, Any, World, Meanwhile], Tensor]
+"""(rows, sent, received, world, meanwhile): bring rows to the other ranks; the lists are as the carrier wants them."""
+
 
 def exchange_rows(
     rows_MD: Tensor,
-    send_rows: Sequence[int],
-    recv_rows: Sequence[int],
+    send_rows: Sequence[int] | Tensor,
+    recv_rows: Sequence[int] | Tensor,
     world: World,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Meanwhile = None,
+    carry: Carry | None = None,
 ) -> Tensor:
     """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; the gradient travels back
     the same way.
@@ -32,6 +39,7 @@ def exchange_rows(
         send_rows: rows for each rank.
         recv_rows: rows from each rank.
         meanwhile: what this process does while the rows travel; not called in a world of one rank.
+        carry: how they travel; None: in an all-to-all of the compute group.
 
     Returns:
         [sum(recv_rows), D].
@@ -39,7 +47,7 @@ def exchange_rows(
     if world.size == 1:
         return rows_MD
     result: Tensor = _ExchangeRows.apply(  # type: ignore[no-untyped-call]
-        rows_MD, list(send_rows), list(recv_rows), world, meanwhile
+        rows_MD, send_rows, recv_rows, world, meanwhile, carry
     )
     return result
 
@@ -84,24 +92,24 @@ class PendingExchange:
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, send: list[int], recv: list[int], world: World, meanwhile: Callable[[], None] | None
+        ctx: Any, rows: Tensor, send: Any, recv: Any, world: World, meanwhile: Meanwhile, carry: Carry | None
     ) -> Tensor:
-        ctx.lists = (send, recv, world)
-        return _all_to_all(rows, send, recv, world, meanwhile)
+        ctx.lists = (send, recv, world, carry)
+        return (carry or _all_to_all)(rows, send, recv, world, meanwhile)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        send, recv, world = ctx.lists  # type: ignore[attr-defined]
-        return _all_to_all(grads[0], recv, send, world), None, None, None, None
+        send, recv, world, carry = ctx.lists  # type: ignore[attr-defined]
+        return (carry or _all_to_all)(grads[0], recv, send, world, None), None, None, None, None, None
 
 
 def _all_to_all(
-    rows: Tensor, send: list[int], recv: list[int], world: World, meanwhile: Callable[[], None] | None = None
+    rows: Tensor, send: Sequence[int], recv: Sequence[int], world: World, meanwhile: Meanwhile = None
 ) -> Tensor:
     received, rows = rows.new_empty(sum(recv), rows.shape[1]), rows.contiguous()
     with world.exchanges.exchange(rows.device):
         work: Any = dist.all_to_all_single(
-            received, rows, recv, send, group=world.compute, async_op=meanwhile is not None
+            received, rows, list(recv), list(send), group=world.compute, async_op=meanwhile is not None
         )
         if meanwhile is not None:
             meanwhile()

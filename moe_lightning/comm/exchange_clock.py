@@ -1,4 +1,4 @@
-"""How long a rank's token exchanges take, and whether one is under way."""
+"""How long a rank's token exchanges or waits for other stages take, and whether one is under way."""
 
 from __future__ import annotations
 

@@ -41,13 +41,15 @@ def migrate_rows(
     optimizers: Sequence[Optimizer],
     transfers: Sequence[Transfer],
     world: World,
+    dtypes: Collection[torch.dtype] | None = None,
 ) -> int:
     """Carry the transfers out and clear the rows that become vacant; collective.
 
     Args:
         before, after: the same parameters of each layer, in order, under other slots.
         optimizers: whose states move along.
-        transfers: of all ranks, the same list on every rank.
+        transfers: of all ranks, the same list on every rank; with `dtypes`, of the layers given.
+        dtypes: of all that travels, where ranks give some of the layers only; none: nothing travels.
 
     Returns:
         Bytes that left this rank.
@@ -55,11 +57,12 @@ def migrate_rows(
     outgoing = sorted((t for t in transfers if t.source == world.rank), key=lambda t: (t.target, t.layer, t.expert))
     incoming = sorted((t for t in transfers if t.target == world.rank), key=lambda t: (t.source, t.layer, t.expert))
     tensors = [stack.tensors(optimizers) for stack in before]
-    dtypes = sorted({tensor.dtype for layer in tensors for tensor in layer}, key=str) if transfers else []
+    if dtypes is None:
+        dtypes = {tensor.dtype for layer in tensors for tensor in layer} if transfers else ()
     # Everything has arrived before anything is overwritten: a leaving expert may lie where an arriving one will, and
     # an exchange that fails leaves every row as it was.
     pending = []
-    for dtype in dtypes:
+    for dtype in sorted(dtypes, key=str):
         leaving = [(t.target, row) for t in outgoing for row in _rows(tensors, before, t, dtype)]
         arriving = [(t.source, row) for t in incoming for row in _rows(tensors, after, t, dtype)]
         pending.append((arriving, _exchange(leaving, arriving, dtype, world)))

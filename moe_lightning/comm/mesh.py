@@ -84,8 +84,9 @@ class Mesh:
     @cached_property
     def pipe(self) -> World:
         """The ranks that hold the other stages for this rank's samples, by stage."""
-        group = self.whole.axis_groups.get("pp")
-        return World(rank=self.stage, size=self.shape.pp, device=self.whole.device, dense=group, background=group)
+        whole, group = self.whole, self.whole.axis_groups.get("pp")
+        place = {"rank": self.stage, "size": self.shape.pp, "device": whole.device, "bubbles": whole.bubbles}
+        return World(**place, dense=group, background=group)  # type: ignore[arg-type]
 
     @cached_property
     def devices(self) -> DeviceMesh:

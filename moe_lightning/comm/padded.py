@@ -5,31 +5,37 @@ Every rank sends to every other one as many rows for each of its experts as the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning.comm.device_plan import DevicePlan
 from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend
-from moe_lightning.comm.exchange import exchange_rows
+from moe_lightning.comm.exchange import Meanwhile, exchange_rows
 
 
 class PaddedBackend(ExchangeBackend):
     """An `ExchangeBackend` whose exchanges are padded; the results are the same."""
 
+    takes_device_plans = False
+
     @override
     def exchange(
         self,
         rows_MD: Tensor,
-        send: Sequence[int],
-        recv: Sequence[int],
-        plan: DispatchPlan,
+        send: Sequence[int] | Tensor,
+        recv: Sequence[int] | Tensor,
+        plan: DispatchPlan | DevicePlan,
         *,
         is_return: bool = False,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Meanwhile = None,
     ) -> Tensor:
         """Rows go out at the heads of full buffers, one for each rank, and are picked out of those that arrive."""
+        assert isinstance(plan, DispatchPlan)
+        assert not isinstance(send, Tensor)
+        assert not isinstance(recv, Tensor)
         there = (plan.tokens_EN.max() * plan.num_experts_N).tolist()
         here = [there[self.world.rank]] * self.world.size
         outgoing, incoming = (here, there) if is_return else (there, here)

@@ -8,7 +8,7 @@ routers would count tokens that nobody trains on.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -44,7 +44,8 @@ class Pipe:
         count = STAGES_PER_RANK[schedule] * world.size
         own = range(world.rank, count, world.size)
         self._is_first, self._is_last = own[0] == 0, own[-1] == count - 1
-        stages: list[Any] = [_Stage(number, count, sent, compute, world) for number in own]
+        self._bubbles = _Bubbles(world)
+        stages: list[Any] = [_Stage(number, count, sent, compute, world, self._bubbles) for number in own]
         options: dict[str, Any] = {"n_microbatches": micros, "loss_fn": _given, "scale_grads": False}
         if len(stages) == 1:
             kind = Schedule1F1B if micros >= count else ScheduleGPipe
@@ -59,13 +60,42 @@ class Pipe:
         arguments = (self._micros,) if self._is_first else ()
         target = self._micros if self._is_last else None
         run = self._schedule.step if backward else self._schedule.eval
-        run(*arguments, target=target, return_outputs=False)
+        with self._bubbles.outside_of_stages():
+            run(*arguments, target=target, return_outputs=False)
+
+
+class _Bubbles:
+    """Tells the world's clock how long a pipe runs and computes nothing."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._bubble = world, ExitStack()
+
+    def _begin(self) -> None:
+        self._bubble.enter_context(self._world.bubbles.exchange(self._world.device))
+
+    @contextmanager
+    def outside_of_stages(self) -> Generator[None, None, None]:
+        """Around a run."""
+        with self._bubble:
+            self._begin()
+            yield
+
+    @contextmanager
+    def computing(self) -> Generator[None, None, None]:
+        """Around what a stage computes."""
+        self._bubble.close()
+        try:
+            yield
+        finally:
+            self._begin()
 
 
 class _Stage(PipelineStage):
     """One that tells which micro-batch it computes, and lets mistakes through as they are."""
 
-    def __init__(self, number: int, count: int, sent: Sequence[Tensor], compute: Compute, world: World) -> None:
+    def __init__(
+        self, number: int, count: int, sent: Sequence[Tensor], compute: Compute, world: World, bubbles: _Bubbles
+    ) -> None:
         outcome, wire = torch.zeros(()), tuple(sent)
         super().__init__(
             part := _Part(number, compute),
@@ -77,15 +107,15 @@ class _Stage(PipelineStage):
             group=world.dense,
         )
 
-        self._part = part
+        self._part, self._bubbles = part, bubbles
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._part.micro = fwd_chunk_id
-        with _bare():
+        with _bare(), self._bubbles.computing():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with _bare():
+        with _bare(), self._bubbles.computing():
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 

@@ -70,7 +70,8 @@ class ReplicaSum:
         """Sum now; a parameter that got no gradient on this rank counts as zero, a frozen one is left alone."""
         if self._world.size == 1:
             return
-        for parameter in filter(_is_trained, self._parameters):
+        trained = list(filter(_is_trained, self._parameters))
+        for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif not parameter.grad.is_contiguous():
@@ -78,7 +79,7 @@ class ReplicaSum:
         if not self._has_replicas:
             return
         pieces = [piece for piece in self._pieces if _is_trained(piece.parameter)]
-        for dtype in sorted({p.dtype for p in self._parameters}, key=str):
+        for dtype in sorted({p.dtype for p in trained}, key=str):
             self._sum([piece for piece in pieces if piece.parameter.dtype == dtype], dtype)
 
     def _sum(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:

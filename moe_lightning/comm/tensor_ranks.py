@@ -78,7 +78,7 @@ class TensorRanks:
         if x.shape[dim] % self.size:
             raise ConfigurationError(
                 f"{x.shape[dim]} positions of a sequence are no multiple of mesh.tp={self.size}: pad the sequences, "
-                "change their length, or lower mesh.tp"
+                "change their length (with mesh.cp, that of each part), or lower mesh.tp"
             )
 
 

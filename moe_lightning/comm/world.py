@@ -51,14 +51,17 @@ class World:
             rank.
         compute: group of dispatch and combine.
         background: group of transfers that overlap with compute.
-        shards: ranks that share one copy of the dense parameters, by copy; empty where every rank has one of its own.
-        shard_group: this rank's among them; None where nothing is cut.
+        shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; in a
+            pipeline those of this rank's stage. Empty where every rank has a copy of its own.
+        shard_group: those among them that have rows of what is this rank's by its tensor index; None where it has all
+            of that.
         copy_group: the ranks that hold the same part of other copies; None where there is one copy.
         shape: ranks along the axes of the mesh; None: all of them are data-parallel.
         axis_groups: this rank's group along each axis but dp that has several ranks.
         is_cut: whether somebody has cut the connections of this world.
         stage: the ranks of this rank's pipeline stage; None where there is one stage.
         exchanges: the clock of this rank's exchanges on the compute group.
+        bubbles: the clock of this rank's waits for other stages of a pipeline.
     """
 
     rank: int
@@ -75,10 +78,11 @@ class World:
     is_cut: Callable[[], bool] = field(default=_never, repr=False, compare=False)
     stage: World | None = field(default=None, repr=False)
     exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
+    bubbles: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
         """A copy of a model talks to the same ranks over the same groups, which cannot be copied."""
-        return replace(self, exchanges=ExchangeClock())
+        return replace(self, exchanges=ExchangeClock(), bubbles=ExchangeClock())
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> World:
@@ -88,12 +92,21 @@ class World:
     @classmethod
     def offline(cls, rank: int, size: int, device: torch.device, shape: MeshShape | None = None) -> World:
         """The place that a process expects in a world that it has not joined yet: no groups, so no communication."""
-        return cls(rank=rank, size=size, device=device, shape=shape)
+        world = cls(rank=rank, size=size, device=device, shape=shape)
+        if shape is None or shape.pp == 1:
+            return world
+        ranks = shape.peers(rank, STAGE)
+        return replace(world, stage=cls(rank=ranks.index(rank), size=len(ranks), device=device))
 
     @property
     def is_connected(self) -> bool:
         """Whether there are peers to talk to."""
         return self.dense is not None
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether somebody may cut its connections while its ranks talk."""
+        return self.is_cut is not _never
 
     @classmethod
     def before_setup(cls, device: torch.device) -> World:
@@ -120,18 +133,7 @@ class World:
         if layout is None:
             return world
         world, shards = _with_axes(world, layout.shape, timeout), layout.shards
-        if "tp" in world.axis_groups:
-            parts, copies = layout.shape.groups({"tp"}), layout.shape.groups({"dp", "cp"})
-            copy_group = _own_group(copies, world.rank, timeout, "copies") if len(copies[0]) > 1 else None
-            return replace(world, shards=parts, shard_group=world.axis_groups["tp"], copy_group=copy_group)
-        if not shards or len(shards[0]) == 1:
-            return world
-        if len(shards) == 1:
-            return replace(world, shards=shards, shard_group=world.dense)
-        shard_group, copy_group = (
-            _own_group(groups, world.rank, timeout, "shards") for groups in (shards, tuple(zip(*shards, strict=True)))
-        )
-        return replace(world, shards=shards, shard_group=shard_group, copy_group=copy_group)
+        return world if not shards else _sharing(world, shards, layout.shape, timeout)
 
     @property
     def groups(self) -> list[ProcessGroup]:
@@ -143,12 +145,9 @@ class World:
     @cached_property
     def row_cut(self) -> RowCut:
         """How dense parameters are cut here."""
-        return RowCut.among(self.shards, self.rank) if self.shards else RowCut.whole(self.size)
-
-    @property
-    def speaks_for_rows(self) -> bool:
-        """Whether this rank is the first of the holders of its rows of dense parameters."""
-        return self.row_cut.holders[self.row_cut.part][0] == self.rank
+        if not self.shards:
+            return RowCut.whole(self.size)
+        return RowCut.among(self.shards, self.rank, tensors=1 if self.shape is None else self.shape.tp)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """What collectives have left in a tensor, on the host: nothing that other ranks sent is judged or made final
@@ -197,12 +196,33 @@ def with_stage(whole: World, shape: MeshShape, timeout: timedelta) -> World:
     groups: dict[str, ProcessGroup | None] = dict.fromkeys(("dense", "compute", "background"))
     if len(ranks) > 1:
         groups = {purpose: _own_group(stages, whole.rank, timeout, purpose) for purpose in groups}
-    place = {"rank": ranks.index(whole.rank), "size": len(ranks), "exchanges": ExchangeClock()}
-    stage = replace(whole, axis_groups={}, **place, **groups)  # type: ignore[arg-type]
+    place = {"rank": ranks.index(whole.rank), "size": len(ranks)}  # the clocks are this rank's, in both
+    axes = {axis: group for axis, group in whole.axis_groups.items() if axis in STAGE}
+    stage = replace(whole, shape=replace(shape, pp=1), axis_groups=axes, **place, **groups)  # type: ignore[arg-type]
     return replace(whole, stage=stage)
 
 
-def _own_group(groups: Groups, rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:
+def _sharing(world: World, shards: Groups, shape: MeshShape, timeout: timedelta) -> World:
+    """Ranks that share copies of the dense parameters, in a pipeline those of each stage."""
+    stage, size, copies = world.stage or world, len(shards[0]) // shape.tp, len(shards) // shape.pp
+    shard_group, copy_group = (stage.dense if size == stage.size else None), None
+    if 1 < size < stage.size:
+        rows = [ranks[at : at + size] for ranks in shards for at in range(0, len(ranks), size)]
+        shard_group = _own_group(rows, world.rank, timeout, "shards")
+    if copies > 1:
+        stages = [shards[at : at + copies] for at in range(0, len(shards), copies)]
+        alike = [ranks for groups in stages for ranks in zip(*groups, strict=True)]
+        copy_group = _own_group(alike, world.rank, timeout, "copies")
+    first = world.rank - stage.rank
+    own = tuple(ranks for ranks in shards if first <= ranks[0] < first + stage.size)
+    world = replace(world, shards=own, shard_group=shard_group, copy_group=copy_group)
+    if world.stage is None:
+        return world
+    counted = tuple(tuple(rank - first for rank in ranks) for ranks in own)
+    return replace(world, stage=replace(stage, shards=counted, shard_group=shard_group, copy_group=copy_group))
+
+
+def _own_group(groups: Sequence[tuple[int, ...]], rank: int, timeout: timedelta, purpose: str) -> ProcessGroup:
     """Of all these groups, which every rank builds in one order, this rank's."""
     own: ProcessGroup | None = None
     for ranks in groups:
@@ -272,10 +292,10 @@ def any_says(words: Sequence[bool], world: World) -> list[bool]:
     return [bool(count) for count in world.read(said)]
 
 
-def broadcast_(tensor: torch.Tensor, source: int, world: World) -> None:
-    """Overwrite a tensor on every rank with the source rank's one."""
+def broadcast_(tensor: torch.Tensor, source: int, world: World, group: ProcessGroup | None = None) -> None:
+    """Overwrite a tensor on every rank, or on every one of a group of them, with that of the source, counted there."""
     if world.is_connected:
-        dist.broadcast(tensor, group=world.dense, group_src=source)
+        dist.broadcast(tensor, group=group or world.dense, group_src=source)
 
 
 def all_reduce_(tensor: torch.Tensor, world: World) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from moe_lightning.elastic.membership import node_of
+from moe_lightning.elastic.settings import may_hang_s
 
 Link = frozenset[str]
 """Two nodes."""
@@ -199,8 +200,9 @@ def _why_overdue(member: Member, world: StandingWorld | None, now: float, *, oth
         silent_since = max(silent_since, world.progress_at)
     if now - silent_since > patience.silence_s:
         return f"stopped answering for {patience.silence_s:.1f} s"
-    if broken_at is not None and member.joining_since is None and now - broken_at > patience.hang_s + _HANG_MARGIN_S:
-        return f"did not come back within {patience.hang_s:g} s after its world broke"
+    hang_s = may_hang_s(patience.hang_s, patience.start_s, member.progress)
+    if broken_at is not None and member.joining_since is None and now - broken_at > hang_s + _HANG_MARGIN_S:
+        return f"did not come back within {hang_s:g} s after its world broke"
     return None
 
 

@@ -390,7 +390,7 @@ class Monitor:
 
     def _end_if_hanging(self) -> None:
         """End a process whose main thread does not come back from a broken world: everybody waits for it."""
-        watch, limit = self._guarded, self._settings.hang_timeout_s
+        watch, limit = self._guarded, self._settings.may_hang_s(self._progress)
         if watch is None or watch.broken_at is None or self._main_is_here or self._clock.now - watch.broken_at < limit:
             return
         end_hanging_process(limit, watch.reason)

@@ -34,7 +34,8 @@ class ElasticSettings:
         rendezvous_timeout_s: how long a process that needs the rendezvous host waits for it. Training needs it only
             when ranks come or go.
         hang_timeout_s: a member whose main thread does not come to the next join within this time after its world
-            broke ends its process, so that the others need not wait for it.
+            broke ends its process, so that the others need not wait for it. Before its first step, in which kernels
+            compile and communicators begin, it may take `start_timeout_s`, if that is longer.
         build_timeout_s: for building groups. gloo waits this long, and cannot be freed, for a member that is lost just
             while connections are made; so it is below `hang_timeout_s`.
         join_timeout_s: how long a member waits for a world, and a world below `min_ranks` for more members.
@@ -72,6 +73,10 @@ class ElasticSettings:
         """How often a client of the rendezvous host says that it is there."""
         return min(BEAT_S, 0.1 * self.silence_timeout_s)
 
+    def may_hang_s(self, progress: int) -> float:
+        """How long a member that has told so many steps may take to come back from a world that broke."""
+        return may_hang_s(self.hang_timeout_s, self.start_timeout_s, progress)
+
     def __post_init__(self) -> None:
         MEMBERSHIPS.find(self.membership)
         if self.build_timeout_s >= self.hang_timeout_s:
@@ -80,6 +85,11 @@ class ElasticSettings:
             )
         if self.notice_url is not None and not self.notice_url.startswith(("http://", "https://")):
             raise ConfigurationError(f"notice_url={self.notice_url!r} must begin with http:// or https://")
+
+
+def may_hang_s(hang_s: float, start_s: float, progress: int) -> float:
+    """See `ElasticSettings.hang_timeout_s`: a first step is slow, and nothing of it can be interrupted."""
+    return hang_s if progress else max(hang_s, start_s)
 
 
 def new_token() -> str:

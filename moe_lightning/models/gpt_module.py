@@ -1,4 +1,4 @@
-"""The GPT as a LightningModule: next-token loss, AdamW, warm-up and decay."""
+"""The GPT as a LightningModule: next-token loss, optimizer, warm-up and decay."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from moe_lightning.config import build_config
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.adafactor import Adafactor, by_expert
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.muon import Muon, muon_groups
@@ -31,30 +33,36 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule.
 
     Attributes:
-        name: "adamw", or "muon": Muon for matrices, each expert's by itself, and AdamW for the rest.
-        lr: peak learning rate.
-        betas, eps, weight_decay: of AdamW; matrices decay, biases and norms do not.
+        name: "adamw"; "muon": Muon for matrices, each expert's by itself, and AdamW for the rest; or "adafactor":
+            factored second moments and no first ones, each expert's by itself.
+        lr: peak learning rate; of Adafactor relative to the size of each tensor.
+        betas, eps: of AdamW.
+        weight_decay: matrices decay, biases and norms do not.
         momentum: of Muon.
+        fused: of AdamW, one kernel for all tensors.
         warmup_steps: optimizer steps of linear warm-up.
         decay: "cosine" or "linear" down to min_lr_ratio * lr at the end of training, or "constant".
         min_lr_ratio: final share of the peak.
 
     Raises:
-        ConfigurationError: a value outside its range.
+        ConfigurationError: a value outside its range, or `fused` for another optimizer than AdamW.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "muon", "adafactor"] = "adamw"
     lr: Annotated[float, Range(above=0, most=1e3)] = 3e-4
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     eps: Annotated[float, Range(above=0, most=1)] = 1e-8
     weight_decay: Coefficient = 0.1
     momentum: Probability = 0.95
+    fused: bool = False
     warmup_steps: NonNegativeInt = 100
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     min_lr_ratio: Fraction = 0.1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
+        if self.fused and self.name != "adamw":
+            raise ConfigurationError(f"fused=true is for name='adamw', not {self.name!r}: drop one of them")
 
     def factor(self, step: int, total_steps: int) -> float:
         """Share of the peak learning rate at a step."""
@@ -183,16 +191,30 @@ class GPTModule(SupervisedModule):
 
 
 def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> OptimizerLRScheduler:
-    """What `configure_optimizers` of a module answers for this configuration; the module must have a trainer."""
-    adam: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    optimizer: torch.optim.Optimizer
-    if config.name == "muon":
-        optimizer = Muon(muon_groups(module, config.weight_decay), momentum=config.momentum, **adam)
-    else:
-        optimizer = torch.optim.AdamW(parameter_groups(module, config.weight_decay), **adam)
-    total_steps = int(module.trainer.estimated_stepping_batches)
+    """What `configure_optimizers` of a module answers for this configuration; the module must have a trainer.
+
+    Raises:
+        ConfigurationError: clipping that Lightning does not do for fused optimizers.
+    """
+    optimizer, trainer = _optimizer(module, config), module.trainer
+    if config.fused and str(trainer.precision) == "bf16-mixed" and trainer.gradient_clip_val:
+        raise ConfigurationError(
+            f"Lightning does not clip (gradient_clip_val={trainer.gradient_clip_val}) under precision='bf16-mixed' for "
+            "optimizer.fused=true: drop one of them"
+        )
+    total_steps = int(trainer.estimated_stepping_batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    adam: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.name == "muon":
+        return Muon(muon_groups(model, config.weight_decay), momentum=config.momentum, **adam)
+    groups = parameter_groups(model, config.weight_decay)
+    if config.name == "adafactor":
+        return Adafactor(by_expert(model, groups), lr=config.lr)
+    return torch.optim.AdamW(groups, fused=config.fused or None, **adam)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -75,8 +75,9 @@ class Muon(Optimizer):
     def _update_matrices(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
+        if not state:  # every state counts its steps, for a rank that has none of its kind to tell others of
+            state |= {"step": torch.tensor(0.0), "momentum_buffer": torch.zeros_like(gradient)}
+        state["step"] += 1
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - group["momentum"])
         ahead = gradient.lerp(buffer, group["momentum"])

@@ -55,19 +55,20 @@ def model_size(model: nn.Module) -> ModelSize:
 
 def whole_parameters(model: nn.Module, *, trained: bool = False) -> int:
     """Parameters of the whole model, each expert once; with `trained` only those that need gradients."""
-    experts = {id(p): module for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
-    total = 0
-    for parameter in model.parameters():
-        if trained and not parameter.requires_grad:
-            continue
-        owner = experts.get(id(parameter))
-        total += parameter.numel() if owner is None else owner.num_experts * math.prod(parameter.shape[1:])
-    return total
+    stacks = [module for module in model.modules() if isinstance(module, Experts)]
+    of_experts = {id(p) for experts in stacks for p in experts.parameters()}
+    dense = [p for p in model.parameters() if id(p) not in of_experts and (p.requires_grad or not trained)]
+    spread = sum(experts.num_experts * expert_size(experts, trained=trained) for experts in stacks)
+    return spread + sum(p.numel() for p in dense)
 
 
-def expert_size(experts: Experts, *, matrices_only: bool = False) -> int:
-    """Parameters of one expert, with or without its biases."""
-    rows = [p.shape[1:] for p in experts.stacked_parameters().values()]
+def expert_size(experts: Experts, *, matrices_only: bool = False, trained: bool = False) -> int:
+    """Parameters of one expert, with or without its biases, or only those that need gradients; quantised ones count as
+    the numbers that they stand for.
+    """
+    stacks = experts.stacked_parameters()
+    rows = [p.shape[1:] for name, p in stacks.items() if p.requires_grad or (name in experts.shapes and not trained)]
+    rows += [experts.shapes[name] for name in experts.shapes if name not in stacks and not trained]
     return sum(math.prod(shape) for shape in rows if len(shape) > 1 or not matrices_only)
 
 

@@ -10,7 +10,7 @@ Shapes: M rows sorted by slot, S slots, D model width, F expert width.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, Protocol
 
@@ -20,9 +20,13 @@ from torch import Tensor, nn
 from moe_lightning import kernels as ops
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.kernels.bodies import ExpertSort, is_gated
+from moe_lightning.modules.quantized import quantise, quantised_grouped_mm, quantised_sizes
+from moe_lightning.state.frozen_base import BASE_DIGEST, digest_of
 from moe_lightning.values import PositiveInt, validated
 
 Activation = Literal["gelu", "swiglu", "gelu_tanh", "swiglu_clamped"]
+
+_MATRICES = ("w_up", "w_down")
 
 VACANT = -1
 """In the place of an expert: a slot that holds none. Its rows are zero, get no tokens and stay zero."""
@@ -68,6 +72,8 @@ class Experts(nn.Module):
 
     Attributes:
         source: gives the first weights of the experts that come to live here; None: they are drawn at random.
+        shapes: of the weights of an expert by name, whatever they are kept in, adapters left out.
+        adapter: what adapters are multiplied by, see `freeze`; None: there are none.
 
     Raises:
         ConfigurationError: a size below one or an unknown activation.
@@ -89,6 +95,7 @@ class Experts(nn.Module):
         self.activation: Activation = activation
         self.slot_experts: tuple[int, ...] = tuple(range(num_experts))
         self.source: ExpertSource | None = None
+        self.adapter: float | None = None
         self._init_std = init_std
         self._down_init_std = init_std if down_init_std is None else down_init_std
         # Drawn from the global generator, which the ranks seed alike; the strategy hands rank 0's value to all.
@@ -99,6 +106,7 @@ class Experts(nn.Module):
         self.w_down = nn.Parameter(torch.empty(num_experts, d_expert, d_model, device=device))
         self.b_up = nn.Parameter(torch.empty(num_experts, d_up, device=device)) if bias else None
         self.b_down = nn.Parameter(torch.empty(num_experts, d_model, device=device)) if bias else None
+        self.shapes = {name: parameter.shape[1:] for name, parameter in self.stacked_parameters().items()}
         if not self.is_deferred:
             self.reset_parameters()
 
@@ -108,11 +116,64 @@ class Experts(nn.Module):
 
     @property
     def is_deferred(self) -> bool:
-        return self.w_up.is_meta
+        return next(self.parameters()).is_meta
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.shapes["w_down"][1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is trained."""
+        return self.get_parameter("w_up" if self.adapter is None else "lora_w_up_a").dtype
 
     def stacked_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters [S, ...] by name, in a fixed order."""
         return dict(self.named_parameters(recurse=False))
+
+    @property
+    def base_names(self) -> frozenset[str]:
+        """Of the stacks that are frozen; none where nothing is."""
+        if BASE_DIGEST not in self._parameters:
+            return frozenset()
+        return frozenset(name for name in self.stacked_parameters() if not name.startswith(("lora_", BASE_DIGEST)))
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether the frozen matrices are quantised."""
+        return "w_up" not in self._parameters
+
+    @torch.no_grad()
+    def freeze(self, *, rank: int, scale: float, in_4_bits: bool) -> None:
+        """Freeze the weights, and train low-rank products beside them, see `modules.adapters`.
+
+        Args:
+            rank: of the products; 0: there are none.
+            scale: that they are multiplied by.
+            in_4_bits: keep the frozen matrices in four bits.
+
+        Raises:
+            ConfigurationError: matrices that cannot be cut into blocks of four-bit numbers.
+        """
+        self.adapter, base, first = scale if rank else None, self.stacked_parameters(), self.w_down
+        for parameter in base.values():
+            parameter.requires_grad_(False)
+        for name in _MATRICES if in_4_bits else ():
+            num_codes, num_scales = quantised_sizes(self.shapes[name])
+            delattr(self, name)
+            self.register_parameter(f"{name}_codes", _frozen(first, num_codes, torch.uint8))
+            self.register_parameter(f"{name}_scales", _frozen(first, num_scales, torch.float32))
+        for name in _MATRICES if rank else ():
+            inputs, outputs = self.shapes[name]
+            a_SDR, b_SRF = first.new_empty(len(first), inputs, rank), first.new_zeros(len(first), rank, outputs)
+            self.register_parameter(f"lora_{name}_a", nn.Parameter(a_SDR))
+            self.register_parameter(f"lora_{name}_b", nn.Parameter(b_SRF))
+        self.register_parameter(BASE_DIGEST, _frozen(first, 1, torch.int64))
+        if not first.is_meta:
+            for slot in self._taken_slots():
+                self._put_base(slot, {name: parameter.data[slot] for name, parameter in base.items()})
+                self._reset_adapters(slot)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -121,34 +182,69 @@ class Experts(nn.Module):
         Raises:
             CheckpointError: the source gives weights of other shapes.
         """
-        if self.source is not None:
-            self._read(self.source)
-            return
-        for index, (name, parameter) in enumerate(self.stacked_parameters().items()):
-            for slot, expert in enumerate(self.slot_experts):
-                if name.startswith("b_") or expert == VACANT:
-                    parameter[slot].zero_()
-                    continue
-                generator = torch.Generator().manual_seed(
-                    (self.init_seed + 1_000_003 * expert + 7919 * index) % (1 << 63)
-                )
-                std = self._down_init_std if name == "w_down" else self._init_std
-                values = torch.randn(parameter.shape[1:], generator=generator) * std
-                parameter[slot].copy_(values)
+        for parameter in self.parameters():
+            parameter.zero_()  # what vacant slots keep
+        for slot in self._taken_slots():
+            self._put_base(slot, self._first_rows(self.slot_experts[slot]))
+            self._reset_adapters(slot)
 
-    def _read(self, source: ExpertSource) -> None:
-        for slot, expert in enumerate(self.slot_experts):
-            rows = source(expert) if expert != VACANT else {}
-            for name, parameter in self.stacked_parameters().items():
-                if not rows:
-                    parameter.data[slot] = 0
-                    continue
-                if rows[name].shape != parameter.shape[1:]:
-                    raise CheckpointError(
-                        f"the first weights of expert {expert} give {name} the shape {list(rows[name].shape)}, the "
-                        f"layer has {list(parameter.shape[1:])}: they belong to another configuration"
-                    )
-                parameter.data[slot] = rows[name]
+    @torch.no_grad()
+    def read_base(self, slots: Iterable[int]) -> None:
+        """Fill the frozen rows of slots from the source: their experts came to live here without them.
+
+        Raises:
+            CheckpointError: there is no source.
+        """
+        for slot in slots:
+            if self.source is None:
+                raise CheckpointError(
+                    f"no rank holds the frozen weights of expert {self.slot_experts[slot]} any more, and they were not "
+                    "read from a folder: start the same command again, or keep more replicas (min_replicas)"
+                )
+            self._put_base(slot, self._first_rows(self.slot_experts[slot]))
+
+    def _taken_slots(self) -> list[int]:
+        return [slot for slot, expert in enumerate(self.slot_experts) if expert != VACANT]
+
+    def _first_rows(self, expert: int) -> Mapping[str, Tensor]:
+        """Of an expert, by the names of the base stacks."""
+        if self.source is None:
+            return {name: self._drawn(expert, index, name) for index, name in enumerate(self.shapes)}
+        rows = self.source(expert)
+        for name, shape in self.shapes.items():
+            if rows[name].shape != shape:
+                raise CheckpointError(
+                    f"the first weights of expert {expert} give {name} the shape {list(rows[name].shape)}, the "
+                    f"layer has {list(shape)}: they belong to another configuration"
+                )
+        return rows
+
+    def _drawn(self, expert: int, index: int, name: str) -> Tensor:
+        if name.startswith("b_"):
+            return torch.zeros(self.shapes[name])
+        std = self._down_init_std if name == "w_down" else self._init_std
+        return torch.randn(self.shapes[name], generator=self._generator(expert, index)) * std
+
+    def _generator(self, expert: int, index: int) -> torch.Generator:
+        return torch.Generator().manual_seed((self.init_seed + 1_000_003 * expert + 7919 * index) % (1 << 63))
+
+    def _put_base(self, slot: int, rows: Mapping[str, Tensor]) -> None:
+        stacks = self.stacked_parameters()
+        for name in self.shapes:
+            if name in stacks:
+                stacks[name].data[slot] = rows[name]
+            else:
+                stacks[f"{name}_codes"].data[slot], stacks[f"{name}_scales"].data[slot] = quantise(rows[name])
+        if self.base_names:
+            stacks[BASE_DIGEST].data[slot] = digest_of(stacks[name].data[slot] for name in sorted(self.base_names))
+
+    def _reset_adapters(self, slot: int) -> None:
+        """As nn.Linear draws its weights for A, and zeros for B."""
+        for index, name in enumerate(_MATRICES if self.adapter is not None else (), start=len(_MATRICES) + 2):
+            a_DR = self.get_parameter(f"lora_{name}_a").data[slot]
+            uniform = torch.rand(a_DR.shape, generator=self._generator(self.slot_experts[slot], index))
+            a_DR.copy_((2.0 * uniform - 1.0) / a_DR.shape[0] ** 0.5)
+            self.get_parameter(f"lora_{name}_b").data[slot] = 0
 
     @torch.no_grad()
     def place(
@@ -202,16 +298,32 @@ class Experts(nn.Module):
             torch.get_autocast_dtype(x_MD.device.type) if torch.is_autocast_enabled(x_MD.device.type) else x_MD.dtype
         )
         stacks = self.stacked_parameters() if weights is None else weights
-        if "b_up" not in stacks and ops.fuses_experts(x_MD):
+        if "b_up" not in stacks and self.adapter is None and ops.fuses_experts(x_MD):
             up_SDH, down_SFD = (stacks[name].to(dtype) for name in ("w_up", "w_down"))
             return ops.expert_mlp(x_MD.to(dtype), up_SDH, down_SFD, tokens_per_slot_S, self.activation)
-        hidden_MF = _linear(x_MD.to(dtype), stacks["w_up"], stacks.get("b_up"), tokens_per_slot_S)
+        hidden_MF = self._linear(x_MD.to(dtype), "up", stacks, tokens_per_slot_S)
         hidden_MF = ops.expert_activation(hidden_MF, self.activation)
-        return _linear(hidden_MF, stacks["w_down"], stacks.get("b_down"), tokens_per_slot_S)
+        return self._linear(hidden_MF, "down", stacks, tokens_per_slot_S)
+
+    def _linear(self, x_MD: Tensor, way: str, stacks: Mapping[str, Tensor], counts_S: Tensor) -> Tensor:
+        """[M, F]: x @ weight + bias of each row's slot, in the dtype of x."""
+        name, bias_SF = f"w_{way}", stacks.get(f"b_{way}")
+        if name in stacks:
+            out_MF = ops.grouped_mm(x_MD, stacks[name].to(x_MD.dtype), counts_S)
+        else:
+            codes, scales = stacks[f"{name}_codes"], stacks[f"{name}_scales"]
+            out_MF = quantised_grouped_mm(x_MD, codes, scales, self.shapes[name][1], counts_S)
+        if bias_SF is not None:
+            out_MF = _AddSlotBias.apply(out_MF, bias_SF.to(x_MD.dtype), counts_S)  # type: ignore[no-untyped-call]
+        if self.adapter is not None:
+            a_SDR, b_SRF = (stacks[f"lora_{name}_{part}"].to(x_MD.dtype) for part in "ab")
+            low_MR = ops.grouped_mm(x_MD, a_SDR, counts_S)
+            out_MF = torch.add(out_MF, ops.grouped_mm(low_MR, b_SRF, counts_S), alpha=self.adapter)
+        return out_MF
 
     def takes_tokens(self, x_TD: Tensor) -> bool:
-        """Whether `of_tokens` saves anything for such rows: without biases, where gathering costs no launch."""
-        return self.b_up is None and ops.fuses_experts(x_TD)
+        """Whether `of_tokens` saves anything for such rows: without biases and adapters, where gathering is free."""
+        return self.b_up is None and self.adapter is None and ops.fuses_experts(x_TD)
 
     def of_tokens(
         self,
@@ -245,12 +357,9 @@ class Experts(nn.Module):
         return f"num_experts={self.num_experts}, slots={list(self.slot_experts)}, activation={self.activation}"
 
 
-def _linear(x_MD: Tensor, weight_SDF: Tensor, bias_SF: Tensor | None, counts_S: Tensor) -> Tensor:
-    """[M, F]: x @ weight + bias of each row's slot, in the dtype of x."""
-    out_MF = ops.grouped_mm(x_MD, weight_SDF.to(x_MD.dtype), counts_S)
-    if bias_SF is not None:
-        out_MF = _AddSlotBias.apply(out_MF, bias_SF.to(x_MD.dtype), counts_S)  # type: ignore[no-untyped-call]
-    return out_MF
+def _frozen(like_SX: Tensor, size: int, dtype: torch.dtype) -> nn.Parameter:
+    """Zeros [S, size]."""
+    return nn.Parameter(like_SX.new_zeros(len(like_SX), size, dtype=dtype), requires_grad=False)
 
 
 class _AddSlotBias(torch.autograd.Function):

@@ -47,10 +47,25 @@ def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, real: Re
         tokens_per_expert_E: assignments per expert whose imbalance is punished: of the global batch, or of this rank.
         real: which rows are tokens; None: all.
     """
-    shares_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp_min(1e-20)
     counts_E = tokens_per_expert_E.to(scores_TE.dtype)
-    fraction_E = upload(counts_E / counts_E.sum().clamp_min(1.0), scores_TE.device)
+    fraction_E = counts_E / counts_E.sum().clamp_min(1.0)
+    if scores_TE.device.type != "cpu" and real is None:
+        return balance_in_few_launches(scores_TE, fraction_E)
+    shares_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp_min(1e-20)
+    fraction_E = upload(fraction_E, scores_TE.device)
     return scores_TE.shape[-1] * (fraction_E * _mean_over_tokens(shares_TE, real)).sum()
+
+
+def balance_in_few_launches(scores_TE: Tensor, fraction_E: Tensor) -> Tensor:
+    """The same for devices, where launches cost more than sums: a token's scores are weighed and summed in one product.
+
+    Args:
+        scores_TE: of tokens only.
+        fraction_E: of the assignments, on the host or the device.
+    """
+    scaled_E = fraction_E * (scores_TE.shape[1] / max(1, len(scores_TE)))
+    weighed_T2 = scores_TE @ upload(torch.stack([scaled_E, torch.ones_like(scaled_E)], dim=1), scores_TE.device)
+    return (weighed_T2[:, 0] / weighed_T2[:, 1].clamp_min(1e-20)).sum()
 
 
 def router_z_loss(logits_TE: Tensor, real: RealTokens | None = None) -> Tensor:

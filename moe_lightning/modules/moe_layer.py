@@ -147,7 +147,18 @@ class MoELayer(nn.Module):
         return self.experts.num_experts
 
     def place(self, dispatcher: Dispatcher, device: torch.device) -> None:
-        """Live under this dispatcher's placement: keep the experts that it gives to this rank's slots."""
+        """Live under this dispatcher's placement: keep the experts that it gives to this rank's slots.
+
+        Raises:
+            ConfigurationError: a plan on the device, and a layer that needs the counts on the host.
+        """
+        if dispatcher.plans_on_device:
+            for name, is_set in (
+                ("capacity_factor", self.router.config.capacity_factor is not None),
+                ("bias", "b_up" in self.experts.stacked_parameters()),
+            ):
+                if is_set:
+                    raise ConfigurationError(f"plan='device' cannot serve an MoE layer with {name}: use plan='host'")
         self.experts.place(
             dispatcher.slot_experts, device, {} if self.ended is None else self.ended.stacks(self.experts)
         )
@@ -172,7 +183,8 @@ class MoELayer(nn.Module):
         computed_NE = self._after_drops(tokens_NE)
         self._account(routing, tokens_NE, computed_NE, is_token_T)
         if self.visits is None and dispatcher.world.size == 1 and self.experts.takes_tokens(x_TD):
-            sort = dispatcher.sorted_by_slot(routing.expert_ids_TK)
+            drops_none = dispatcher.plans_on_device and is_token_T is None and not self.router.stream.is_stand_in
+            sort = dispatcher.sorted_by_slot(routing.expert_ids_TK, may_drop=not drops_none)
             out_TD = self.experts.of_tokens(x_TD, sort, routing.weights_TK, stacks)
         else:
             out_TD = self._sent(x_TD, routing, computed_NE, dispatcher, stacks)
@@ -190,7 +202,8 @@ class MoELayer(nn.Module):
     ) -> Tensor:
         """Tokens travel to their experts, and results back."""
         meanwhile = self.during_dispatch if self.training else None
-        sent = dispatcher.dispatch(x_TD, routing.expert_ids_TK, computed_NE, meanwhile)
+        ids_TK = routing.expert_ids_TK
+        sent = dispatcher.dispatch(x_TD, ids_TK, computed_NE, meanwhile, is_training=self.training)
         if self.visits is not None:
             self.visits.before_experts()
         out_TD = dispatcher.combine(self._compute(sent, stacks), sent, routing.weights_TK)

@@ -186,6 +186,7 @@ class Router(nn.Module):
 
     Attributes:
         chooser: answers for `choose` while it is set, see `modules.routing_replay`.
+        adapter: what is added to the logits, float32 [T, D] -> [T, E], see `modules.adapters`; None: nothing.
     """
 
     expert_bias_E: Tensor
@@ -218,6 +219,7 @@ class Router(nn.Module):
         self.tag = 0
         self._popularity: Popularity | None = None
         self.chooser: Callable[[Router, Tensor], Tensor] | None = None
+        self.adapter: nn.Module | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -260,6 +262,8 @@ class Router(nn.Module):
             noise_TD = self.stream.uniform(3 * self.tag, x_TD.shape[0], x_TD.shape[1], x_TD.device)
             x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
         logits_TE = F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float())
+        if self.adapter is not None:
+            logits_TE = logits_TE + self.adapter(x_TD)
         if self.training and self.noise_weight is not None:
             std_TE = F.softplus(F.linear(x_TD, self.noise_weight.float()))
             noise_TE = self.stream.normal(3 * self.tag + 1, logits_TE.shape[0], self.num_experts, x_TD.device)

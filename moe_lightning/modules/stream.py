@@ -13,27 +13,9 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
+from moe_lightning import kernels as ops
+from moe_lightning.kernels import torch_stream
 from moe_lightning.values import Probability, validated
-
-_MASK_24 = (1 << 24) - 1
-
-
-def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that torch holds it in."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Bijective avalanche of int64 bit patterns; shifts are made logical by masking."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_1
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_2
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 class SampleStream:
@@ -80,26 +62,24 @@ class SampleStream:
 
     def global_rows(self, num_rows: int, device: torch.device) -> Tensor:
         """Global index of each local row; a sample owns num_rows * parts / num_samples consecutive ones."""
+        return torch_stream.global_rows(self._draw(0, num_rows), num_rows, device)
+
+    def draw(self, tag: int, num_rows: int) -> ops.Draw:
+        """The numbers keyed by (seed, step, tag, global row, column); a stream that nobody drives makes a step."""
+        if not self._is_driven:
+            self.step += 1
+        key = self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + self.step + 1
+        return self._draw(torch_stream.mixed(key), num_rows)
+
+    def _draw(self, key: int, num_rows: int) -> ops.Draw:
         here = num_rows // self.num_samples if self.num_samples else 1
-        local = torch.arange(num_rows, device=device)
-        if self.parts == 1:
-            return local + self.first_sample * here
-        return (local // here + self.first_sample) * (here * self.parts) + local % here + self.part * here
+        return ops.Draw(key=key, first=self.first_sample, here=here, parts=self.parts, part=self.part)
 
     def uniform(self, tag: int, num_rows: int, num_columns: int, device: torch.device) -> Tensor:
         """float32 [num_rows, num_columns] in the open interval (0, 1), keyed by (seed, step, tag, global row,
         column).
         """
-        if not self._is_driven:
-            self.step += 1
-        key = _mix(
-            torch.tensor(
-                [_signed(self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + self.step + 1)], device=device
-            )
-        )
-        rows = _mix(self.global_rows(num_rows, device) * _GOLDEN + key)
-        bits = _mix(rows[:, None] + torch.arange(1, num_columns + 1, device=device) * _GOLDEN)
-        return (((bits >> 40) & _MASK_24).float() + 0.5) * 2.0**-24
+        return torch_stream.uniform(self.draw(tag, num_rows), num_rows, num_columns, device)
 
     def normal(self, tag: int, num_rows: int, num_columns: int, device: torch.device) -> Tensor:
         """Standard normal numbers of the same key (Box-Muller)."""
@@ -129,8 +109,7 @@ class StreamDropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         rows = x.reshape(-1, x.shape[-1])
-        keep = self.stream.uniform(3 * self.tag + 2, rows.shape[0], rows.shape[1], x.device) >= self.p
-        return x * (keep.view_as(x) / (1.0 - self.p)).to(x.dtype)
+        return ops.keyed_dropout(rows, self.p, self.stream.draw(3 * self.tag + 2, len(rows))).view_as(x)
 
 
 def attach_stream(model: nn.Module, stream: SampleStream) -> None:

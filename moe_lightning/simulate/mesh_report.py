@@ -76,8 +76,8 @@ class MeshReport:
             ),
             (
                 "snapshot",
-                f"{100 * copied.idle_bytes / total:.0f} % in bubbles, {100 * copied.compute_bytes / total:.0f} % under "
-                f"passes, {copied.stall_s:.3g} s of stall",
+                f"{100 * copied.bubble_bytes / total:.0f} % in bubbles, "
+                f"{100 * copied.compute_bytes / total:.0f} % under passes, {copied.stall_s:.3g} s of stall",
             ),
             ("node lost", f"dp {self.dp} -> {self.dp_after}, {self.waiting} ranks wait; who is left {state}"),
         ]
@@ -110,7 +110,7 @@ def mesh_report(scenario: Scenario) -> MeshReport | None:
         snapshot=schedule_snapshot(
             round(save.snapshot_bytes),
             bytes_per_s=hardware.host_copy_bytes_per_s,
-            idle_s=step.bubble_s,
+            bubble_s=step.bubble_s,
             compute_s=step.hiding * step.passes_s,
         ),
         dp_after=survivors // mesh.unit,

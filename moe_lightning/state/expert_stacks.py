@@ -21,12 +21,19 @@ class ExpertStack:
         slot_experts: expert of each slot, -1 where it is vacant.
         placement: of the layer, over all ranks.
         rank: this one.
+        base: the parameters that are frozen beside adapters: placements move them, checkpoints leave them out.
     """
 
     parameters: Mapping[str, nn.Parameter]
     slot_experts: tuple[int, ...]
     placement: Placement
     rank: int
+    base: frozenset[str] = frozenset()
+
+    @property
+    def saved(self) -> dict[str, nn.Parameter]:
+        """The parameters that checkpoints hold."""
+        return {name: parameter for name, parameter in self.parameters.items() if name not in self.base}
 
     @property
     def num_experts(self) -> int:

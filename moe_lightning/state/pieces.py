@@ -76,6 +76,11 @@ class Block:
         return cls(offsets=(first_row, *[0] * (len(sizes) - 1)), sizes=sizes, whole=(num_rows, *sizes[1:]))
 
     @property
+    def slices(self) -> tuple[slice, ...]:
+        """Of the whole tensor."""
+        return tuple(slice(begin, end) for begin, end in zip(self.offsets, self._ends, strict=True))
+
+    @property
     def is_rows(self) -> bool:
         """Whether it is cut in its first dimension only."""
         return self.sizes[1:] == self.whole[1:]

@@ -1,10 +1,10 @@
 """Tensors of which a rank holds a part, as the plain tensors that they hold: DTensors cut by rows over a shard group,
-and parameters that say themselves how they are cut (tensor parallelism).
+and parameters, DTensors among them, that say themselves how they are cut by tensor index (tensor parallelism).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.dense_shards import RowCut, TensorCut
+from moe_lightning.algorithms.dense_shards import Part, TensorCut
 from moe_lightning.state.pieces import Block
 
 _CUT = "moe_lightning_cut"
@@ -20,9 +20,10 @@ _CUT = "moe_lightning_cut"
 
 def cut_of(tensor: object) -> TensorCut | None:
     """How a tensor is cut of which this rank holds a part only; None: it is whole."""
-    if isinstance(tensor, DTensor):
-        return TensorCut(sections=(tensor.shape[0],))
-    return getattr(tensor, _CUT, None)
+    known: TensorCut | None = getattr(tensor, _CUT, None)
+    if known is None and isinstance(tensor, DTensor):
+        return TensorCut(shape=tuple(tensor.shape))
+    return known
 
 
 def is_cut(tensor: object) -> bool:
@@ -36,18 +37,10 @@ def cuts_of(module: nn.Module) -> dict[str, TensorCut]:
     return {name: cut for name, cut in found.items() if cut is not None}
 
 
-@torch.no_grad()
-def keep_part(parameter: nn.Parameter, cut: TensorCut, part: int, parts: int) -> None:
-    """Leave a parameter a part of its values."""
-    own = part_of_whole(parameter.data, cut, part, parts)
-    hold(parameter, own.clone(memory_format=torch.contiguous_format), cut)
-
-
-def hold(parameter: nn.Parameter, values: Tensor, cut: TensorCut | None) -> None:
-    """Give a parameter other values, which are a part of its tensor, or with no cut the whole one."""
-    parameter.data = values
+def mark(parameter: nn.Parameter, cut: TensorCut | None) -> None:
+    """Note that a parameter is cut by tensor index, or one of another stage in any way; or that it is not."""
     parameter.__dict__.pop(_CUT, None)
-    if cut is not None:
+    if cut is not None and (cut.sections or parameter.is_meta):
         setattr(parameter, _CUT, cut)
 
 
@@ -59,10 +52,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole_shape(tensor: Tensor) -> torch.Size:
     """Of the tensor of which this rank may hold a part."""
-    shape, cut = list(tensor.shape), getattr(tensor, _CUT, None)
-    if cut is not None:
-        shape[cut.dim] = cut.size
-    return torch.Size(shape)
+    cut = cut_of(tensor)
+    return tensor.shape if cut is None else torch.Size(cut.shape)
 
 
 def rows_like(parameter: Tensor, rows: Tensor) -> Tensor:
@@ -74,44 +65,33 @@ def rows_like(parameter: Tensor, rows: Tensor) -> Tensor:
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def part_of_whole(whole: Tensor, cut: TensorCut, part: int, parts: int) -> Tensor:
+def blocks_of(cut: TensorCut, part: Part) -> Iterator[tuple[tuple[slice, ...], Block]]:
+    """What is in a part of a tensor: where it lies in the tensor that holds the part, and in the whole one."""
+    at = 0
+    for offsets, sizes in cut.blocks(part):
+        begins = (at if dim == cut.dim else 0 for dim in range(len(sizes)))
+        yield (
+            tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)),
+            Block(offsets=offsets, sizes=sizes, whole=cut.shape),
+        )
+        at += sizes[cut.dim]
+
+
+def part_of_whole(whole: Tensor, cut: TensorCut, part: Part) -> Tensor:
     """What is in a part of a tensor."""
-    ranges = cut.ranges(part, parts)
-    found = [whole.narrow(cut.dim, first, last - first) for first, last in ranges]
-    return found[0] if len(found) == 1 else torch.cat([whole.narrow(cut.dim, 0, 0), *found], dim=cut.dim)
+    found = [whole[block.slices] for _, block in blocks_of(cut, part)]
+    if not found:
+        return whole.new_empty(cut.shape_of(part))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=cut.dim)
 
 
-def joined(held: Sequence[Tensor], cut: TensorCut) -> Tensor:
+def joined(held: Mapping[Part, Tensor], cut: TensorCut) -> Tensor:
     """The whole tensor of all its parts."""
-    shape = list(held[0].shape)
-    shape[cut.dim] = cut.size
-    whole = held[0].new_empty(shape)
-    for part, values in enumerate(held):
-        at = 0
-        for first, last in cut.ranges(part, len(held)):
-            whole.narrow(cut.dim, first, last - first).copy_(values.narrow(cut.dim, at, last - first))
-            at += last - first
+    whole = next(iter(held.values())).new_empty(cut.shape)
+    for part, values in held.items():
+        for here, block in blocks_of(cut, part):
+            whole[block.slices] = values[here]
     return whole
-
-
-def own_part(parameter: Tensor, whole: Tensor, cut: RowCut) -> Tensor:
-    """What this rank keeps of a tensor that is cut as a parameter is."""
-    way = cut_of(parameter)
-    return whole if way is None else part_of_whole(whole, way, cut.part, cut.parts)
-
-
-def own_blocks(parameter: Tensor, tensor: Tensor, cut: RowCut) -> list[tuple[Tensor, Block]]:
-    """What this rank holds of a tensor that is cut as a parameter is: views, and which blocks of the whole they are."""
-    way = cut_of(parameter)
-    if way is None:
-        return [(tensor, Block.of(tensor.shape))]
-    found, at = [], 0
-    for first, last in way.ranges(cut.part, cut.parts):
-        view = tensor.narrow(way.dim, at, last - first)
-        offsets = tuple(first if dim == way.dim else 0 for dim in range(tensor.ndim))
-        found.append((view, Block(offsets=offsets, sizes=tuple(view.shape), whole=tuple(whole_shape(parameter)))))
-        at += last - first
-    return found
 
 
 @contextmanager

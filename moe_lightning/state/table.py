@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.dense_shards import RowCut
+from moe_lightning.algorithms.dense_shards import RowCut, TensorCut
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.frozen_base import frozen_base
 from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_partial, parse_expert_key
-from moe_lightning.state.row_blocks import is_cut, local, own_blocks, whole_shape
+from moe_lightning.state.row_blocks import blocks_of, cut_of, is_cut, local, whole_shape
 
 Groups = Sequence[Sequence[nn.Parameter]]
 """The parameters of an optimizer's param_groups before any sharding."""
@@ -41,6 +42,7 @@ class State:
     Attributes:
         dense: parameters by name that every rank has.
         stack_of: the stack that each other parameter is in.
+        base: the parameters that adapters leave as they are, of which checkpoints hold digests only.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class State:
         self.cut = cut or RowCut.whole(world_size)
         self.holders = holders or (lambda _: tuple(range(world_size)))
         self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
+        self.base = frozen_base(module)
         self.dense = {name: p for name, p in module.named_parameters() if p not in self.stack_of}
 
     def numbered(self, index: int) -> list[nn.Parameter]:
@@ -72,7 +75,7 @@ class State:
         """Every tensor that this rank holds.
 
         Args:
-            transient: also buffers that no checkpoint keeps.
+            transient: also buffers, and weights beside adapters, that no checkpoint keeps.
 
         Raises:
             ConfigurationError: an optimizer state of experts that has no row for each of them.
@@ -81,8 +84,10 @@ class State:
             for slot, expert in stack.held():
                 yield from self.rows(index, slot, expert, stack.placement.holders(expert))
         for name, parameter in self.dense.items():
-            if is_cut(parameter):
-                yield from self._blocks(name, parameter)
+            if parameter in self.base and not transient:
+                continue
+            if (cut := cut_of(parameter)) is not None:
+                yield from self._blocks(name, parameter, cut)
                 continue
             everyone = self.holders(name)
             yield StatePiece.of(f"dense/{name}/weight", parameter.detach(), everyone)
@@ -94,21 +99,23 @@ class State:
             if transient or name in saved:
                 yield StatePiece.of(f"dense/{name}/buffer", buffer, self.holders(name))
 
-    def _blocks(self, name: str, parameter: nn.Parameter) -> Iterator[StatePiece]:
+    def _blocks(self, name: str, parameter: nn.Parameter, cut: TensorCut) -> Iterator[StatePiece]:
         """The pieces of a parameter that is cut; none where this rank has nothing of it."""
-        own, holders = local(parameter.detach()), self.cut.holders[self.cut.part]
+        own, everyone = local(parameter.detach()), self.cut.holders_of(cut)
+        keepers = (self.keepers[parameter],) if parameter in self.keepers else everyone
         for scope, tensor in ({"weight": own} | self.moments(parameter)).items():
             if tensor.shape != own.shape:
                 raise ConfigurationError(
                     f"the optimizer's {scope!r} of {name} has shape {list(tensor.shape)}, which cannot be cut by rows: "
                     "use an optimizer whose states have the shape of the parameter, such as AdamW, or dense=zero1"
                 )
-            for view, block in own_blocks(parameter, tensor, self.cut):
-                yield StatePiece(key=f"dense/{name}/{scope}", tensor=view, block=block, holders=holders)
+            holders = everyone if tensor is own else keepers
+            for here, block in blocks_of(cut, self.cut.part):
+                yield StatePiece(key=f"dense/{name}/{scope}", tensor=tensor[here], block=block, holders=holders)
 
     def rows(self, layer: int, slot: int, expert: int, holders: tuple[int, ...] = ()) -> Iterator[StatePiece]:
         """The pieces of the expert in a slot."""
-        for name, parameter in self.stacks[layer].parameters.items():
+        for name, parameter in self.stacks[layer].saved.items():
             scopes = {_weight_scope(parameter): parameter.detach()} | self.moments(parameter)
             for scope, stack in scopes.items():
                 if stack.shape[0] != parameter.shape[0]:
@@ -176,10 +183,10 @@ class State:
                 described = moments.get(parameter, {})
                 scalars = told["scalars"].get(number, common if described else {})
                 if parameter in kept and (scalars or described):
-                    known = optimizer.state[parameter]
+                    known, place = optimizer.state[parameter], parameter.device if counts_there(optimizer) else "cpu"
                     optimizer.state[parameter] = (
                         self.moments(parameter)
-                        | {name: v.clone() if isinstance(v, Tensor) else v for name, v in scalars.items()}
+                        | {n: v.to(place, copy=True) if isinstance(v, Tensor) else v for n, v in scalars.items()}
                         | {scope: _made(known.get(scope), *entry, parameter) for scope, entry in described.items()}
                     )
 
@@ -198,6 +205,11 @@ class State:
             if parameter is not None and scope not in WEIGHTS:
                 found[parameter][scope] = dtype, tuple(shape)
         return found
+
+
+def counts_there(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's numbers of steps lie beside its parameters, where fused kernels read them."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _told_shape(parameter: nn.Parameter, moment: Tensor) -> tuple[int, ...]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from moe_lightning.algorithms.dense_shards import Part
 from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.algorithms.recovery_planner import RecoveryPlan
-from moe_lightning.algorithms.repair import Repair, repair_placements
+from moe_lightning.algorithms.repair import Repair, repair_placements, repair_stages
 from moe_lightning.checkpoint.live_state import broadcast_dense, share_optimizers
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import fetch
-from moe_lightning.comm.world import World
+from moe_lightning.comm.world import World, agree
 from moe_lightning.strategies.fit_progress import FitProgress, shared_progress
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
+from moe_lightning.strategies.row_moves import Rows
 
 
 def inventory_of(
@@ -31,30 +33,36 @@ def inventory_of(
         is_prepared: it was ready for the update after that.
     """
     experts, (sharded, owned) = state.experts, state.dense_parts(former)
-    held = [(layer, expert) for layer, stack in enumerate(experts.stacks) for _, expert in stack.held()]
+    numbers = {layer: number for number, layer in enumerate(state.layers)}
+    stacks = zip(experts.layers, experts.stacks, strict=True)
+    held = [(numbers[layer], expert) for layer, stack in stacks for _, expert in stack.held()]
     return RankInventory(
         rank=rank,
         node=node,
         live_version=version if counts else -1,
         prepared=counts and is_prepared,
         experts=tuple(held),
-        sharded_dense=sharded if counts or not state.cuts_dense else (),
+        sharded_dense=sharded if counts or not state.is_shared else (),
         owned_dense=owned,
         replayed_dense=state.replay.names if state.replay is not None else (),
         replay_version=state.replay.version if state.replay is not None and counts else -1,
     )
 
 
-def repaired(plan: RecoveryPlan, nodes: Sequence[str], *, min_replicas: int, max_slots: int | None) -> Repair:
+def repaired(plan: RecoveryPlan, state: RankState, world: World, *, min_replicas: int) -> Repair:
     """The placements of the new world; rank 0 warns where slots are too few for what is wished for.
 
     Args:
-        nodes: of each rank.
         min_replicas: nodes that shall hold each expert.
-        max_slots: of a rank in a layer; None: no limit.
     """
-    repair = repair_placements(plan.held, nodes=nodes, min_replicas=min_replicas, max_slots=max_slots)
-    if repair.min_replicas < min(min_replicas, len(set(nodes))):
+    options: dict[str, Any] = {"nodes": plan.nodes, "min_replicas": min_replicas, "max_slots": state.max_slots}
+    if state.stages is None:
+        repair, most = repair_placements(plan.held, **options), len(set(plan.nodes))
+    else:
+        ranks = state.moves.ranks_of_layers(world)
+        repair = repair_stages(plan.held, ranks, **options)
+        most = min((len({plan.nodes[rank] for rank in own}) for own in ranks), default=1)
+    if repair.min_replicas < min(min_replicas, most):
         rank_zero_warn(
             f"slots are left for {repair.min_replicas} instead of {min_replicas} replicas of each expert: "
             "another lost node may cost state until ranks come back"
@@ -91,6 +99,28 @@ def share_state(state: RankState, plan: RecoveryPlan, world: World) -> None:
     share_optimizers(own, {*newcomers, *plan.apply_prepared}, world, source)
     if newcomers:
         broadcast_dense(own, world, source, but=state.shared_names())
+
+
+def fetch_rows(state: RankState, plan: RecoveryPlan, world: World) -> Rows | None:
+    """What this rank will hold of the dense parameters in another world, where ranks share them; collective there, and
+    changes nothing yet that counts.
+    """
+    if state.stages is not None:
+        rows = state.moves.fetch(plan.shards, world, is_live=world.rank in plan.live_ranks)
+    elif state.parts.is_wished:
+        rows = state.parts.fetch([(name, rank) for name, rank in plan.shards if Part.is_name(name)], world)
+    else:
+        return None
+    agree(world)  # all have theirs, and go on, or none does
+    return rows
+
+
+def enter_experts(state: RankState, plan: RecoveryPlan, repair: Repair, world: World) -> None:
+    """Bring experts to where the placements of another world want them; collective there."""
+    if state.stages is not None:
+        state.moves.enter_world(world, repair.placements, plan.held, plan.nodes)
+    else:
+        state.experts.enter_world(world, repair.placements, plan.held, state.optimizers, plan.nodes)
 
 
 def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:

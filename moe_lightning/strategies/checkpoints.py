@@ -149,9 +149,9 @@ class Checkpoints:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
         module = self._state.module
         keys, stages = self._state.experts.keys(module), self._state.stages
-        cut, cuts = self._worlds.present.row_cut, cuts_of(module)
+        part, cuts = self._worlds.present.row_cut.part, cuts_of(module)
         whole = checkpoint["state_dict"] if stages is None else stages.own_part(checkpoint["state_dict"], strict=strict)
-        local = local_model_state(whole, module.state_dict(), keys, cut, cuts=cuts, strict=strict)
+        local = local_model_state(whole, module.state_dict(), keys, part, cuts=cuts, strict=strict)
         module.load_state_dict(local, strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:

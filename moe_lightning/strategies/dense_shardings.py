@@ -6,6 +6,7 @@ over each of several groups of ranks (hybrid FSDP).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from moe_lightning.algorithms.sharding import longest_processing_time
 from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.registry import Registry
+from moe_lightning.state.row_blocks import is_cut
 
 
 class DenseSharding(Protocol):
@@ -24,7 +26,8 @@ class DenseSharding(Protocol):
     it: one that deals the parameters out otherwise sets `owners`.
 
     Attributes:
-        owners: the rank that keeps the state of each parameter, alike on all ranks; empty where all keep all.
+        owners: the rank that keeps the state of each parameter, alike on all ranks that hold the same values of it;
+            empty where all keep all.
     """
 
     owners: Mapping[nn.Parameter, int]
@@ -109,13 +112,18 @@ class DenseOptimizerShards:
         world: the ranks.
 
     Attributes:
-        owners: rank of each parameter; the largest parameters are dealt first (LPT over elements).
+        owners: rank of each parameter, one of those that hold the same values; the largest parameters are dealt first
+            (LPT over elements).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
         self._world = world
-        parts = longest_processing_time([p.numel() for p in parameters], world.size)
-        self.owners: Mapping[nn.Parameter, int] = dict(zip(parameters, parts, strict=True))
+        self.owners: Mapping[nn.Parameter, int] = {}
+        for is_part in (False, True):
+            chosen = [p for p in parameters if is_cut(p) == is_part]
+            holders = world.row_cut.holders[world.row_cut.index] if is_part else range(world.size)
+            places = longest_processing_time([p.numel() for p in chosen], len(holders))
+            self.owners |= {p: holders[place] for p, place in zip(chosen, places, strict=True)}
 
     def shard(self, optimizer: Optimizer) -> None:
         """Take the parameters of other ranks out of the optimizer's groups."""
@@ -127,14 +135,19 @@ class DenseOptimizerShards:
         """After a step of these parameters: every rank gets the owner's values; gradients that no optimizer of this
         rank will clear are dropped.
         """
-        chosen = set(updated)
-        for dtype in sorted({p.dtype for p in self.owners}, key=str):
-            for owner in range(self._world.size):
-                mine = [p for p, rank in self.owners.items() if rank == owner and p.dtype == dtype and p in chosen]
+        chosen = set(updated) if self._world.is_connected else set()
+        holders = self._world.row_cut.holders[self._world.row_cut.index]
+        for is_part in (False, True):
+            parameters = [p for p in self.owners if p in chosen and is_cut(p) == is_part]
+            if is_part and self._world.copy_group is None:
+                continue  # nobody else has them
+            for dtype, owner in product(sorted({p.dtype for p in parameters}, key=str), range(self._world.size)):
+                mine = [p for p in parameters if self.owners[p] == owner and p.dtype == dtype]
                 if not mine:
                     continue
                 flat = torch.cat([p.detach().reshape(-1) for p in mine])
-                broadcast_(flat, owner, self._world)
+                source, group = (sorted(holders).index(owner), self._world.copy_group) if is_part else (owner, None)
+                broadcast_(flat, source, self._world, group)
                 if owner != self._world.rank:
                     for parameter, values in zip(mine, torch.split(flat, [p.numel() for p in mine]), strict=True):
                         parameter.copy_(values.view_as(parameter))
@@ -149,17 +162,24 @@ DENSE_SHARDINGS: Registry[DenseFactory] = Registry(
 )
 
 
-def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None) -> Groups:
-    """The ranks that share one copy of the dense parameters, by copy; empty where each has one of its own.
+def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None, tensors: int = 1) -> Groups:
+    """The ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; empty where
+    each has a copy of its own.
 
     Args:
         dense: a name of DENSE_SHARDINGS.
         nodes: of each rank.
         wanted: the user's `shard_size`.
+        tensors: neighbouring ranks that compute parts of layers together.
 
     Raises:
         ConfigurationError: a `shard_size` that does not fit the ranks.
     """
     size_of = getattr(DENSE_SHARDINGS.find(dense), "cut_size", None)
-    size = 1 if size_of is None or len(nodes) == 1 else size_of(nodes, wanted)
-    return shard_groups(nodes, size) if size > 1 else ()
+    firsts = nodes[::tensors]
+    least = None if wanted is None else -(-wanted // tensors)
+    size = 1 if size_of is None or len(firsts) == 1 else size_of(firsts, least)
+    if size * tensors == 1:
+        return ()
+    groups = shard_groups(firsts, size)
+    return tuple(tuple(first * tensors + t for t in range(tensors) for first in group) for group in groups)

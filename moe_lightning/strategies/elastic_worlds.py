@@ -35,7 +35,9 @@ from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.brought_state import (
     brought_progress,
+    enter_experts,
     fetch_missing,
+    fetch_rows,
     inventory_of,
     newcomers_of,
     repaired,
@@ -82,7 +84,6 @@ class ElasticWorlds:
         wrapped: WorldListener,
         take_place: Callable[[World], None],
         engine: Membership,
-        *,
         device: torch.device,
         backend: str,
         timeout: timedelta,
@@ -314,7 +315,7 @@ class ElasticWorlds:
 
     def _settle_in(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""
-        layers = self._state.experts.layers
+        layers = self._state.layers
         world = self._join(watch)
         own = inventory_of(
             self._state,
@@ -336,8 +337,7 @@ class ElasticWorlds:
                     last_step=self.version,
                     has_trained=self.version > 0 or self._is_torn,
                 )
-                nodes = self._require_members().nodes
-                repair = repaired(plan, nodes, min_replicas=self.min_replicas, max_slots=self._state.max_slots)
+                repair = repaired(plan, self._state, world, min_replicas=self.min_replicas)
             try:
                 with watch.phase("movement"):
                     self._move(plan, repair, world)
@@ -370,18 +370,18 @@ class ElasticWorlds:
             share_state(state, plan, world)
         # Another fault in these exchanges leaves live rows as they were; what follows does not wait for peers, except
         # where optimizer shards change hands.
-        rows = state.fetch_rows(plan.shards, world) if plan.level == "live" else None
+        rows = fetch_rows(state, plan, world) if plan.level == "live" else None
         self._is_torn |= plan.level != "live"
-        state.experts.enter_world(world, repair.placements, plan.held, state.optimizers, plan.nodes)
+        enter_experts(state, plan, repair, world)
         self._is_torn = True
         self._worlds.members = self.members  # from here on the new world is the present one
         self._take_place(world)
-        if plan.level == "live" and saved is not None:
-            missing = {(la, e) for la, e in np.argwhere(~plan.held.any(axis=2)).tolist()}
-            state.training_state().restore_experts(saved, missing)
         state.reshard(plan.shards if plan.level == "live" else (), rows)
         if saved is not None and plan.lacks_dense:
             state.training_state().restore_dense(saved)
+        if plan.level == "live" and saved is not None:
+            missing = {(la, e) for la, e in np.argwhere(~plan.held.any(axis=2)).tolist()}
+            state.training_state().restore_experts(saved, missing)
         if plan.level != "live":
             assert saved is not None
             state.training_state().restore_model(saved)

@@ -43,7 +43,7 @@ class EvaluatingStrategy(SavingStrategy):
     def _evaluation(self, name: str, context: Context) -> Callable[..., Any]:
         """How a batch is evaluated: by Lightning, or through the stages."""
         pipeline = self._pipeline
-        if pipeline is None:
+        if pipeline is None or pipeline.is_whole:
             step: Callable[..., Any] = getattr(super(), name)
             return step
         own = getattr(self.state.module, name)

@@ -19,7 +19,7 @@ from moe_lightning import seams
 from moe_lightning.algorithms.mesh_shape import chosen_axes
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.algorithms.shadows import ShadowPlan
-from moe_lightning.comm.dispatcher import QuotaPolicy
+from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
@@ -62,8 +62,8 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; those that
             hold no expert are vacant and cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
-        dispatch: how tokens travel: "exchange" (an uneven all-to-all), "padded" (as DeepSpeed-MoE without drops), or a
-            name of `comm.dispatcher.DISPATCH_BACKENDS`.
+        dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
+        plan: where it is planned who computes which tokens: "host", or "device", see `comm.device_plan`.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
             each), "fsdp" (all in rows over the ranks), "hsdp" (in rows over groups of ranks: several copies), or a name
             of `strategies.dense_shardings.DENSE_SHARDINGS`.
@@ -101,6 +101,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         slots: PositiveInt | None = None,
         quota: QuotaPolicy = "balanced",
         dispatch: str = "exchange",
+        plan: PlanPlace = "host",
         dense: str = "ddp",
         shard_size: PositiveInt | None = None,
         zero1: bool = False,
@@ -114,11 +115,11 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
         self.placing = Placing(
-            ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, slots=slots
+            ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots
         )
         self._seed = seed
         self.worlds.axes = chosen_axes(mesh)
-        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp, dense)
+        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp)
         self._schedule: ScheduleName = schedule
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
         check_parts(self.worlds.axes, dense)
@@ -143,17 +144,18 @@ class ExpertParallelStrategy(EvaluatingStrategy):
 
     @override
     def elastic_worlds(self, engine: Membership) -> ElasticWorlds:
-        place, backend, timeout = self.take_place, self.process_group_backend, self.collectives_timeout
-        groups = {"device": self.root_device, "backend": backend, "timeout": timeout}
-        return ElasticWorlds(self.worlds, self.state, self, place, engine, **groups)  # type: ignore[arg-type]
+        groups = self.root_device, self.process_group_backend, self.collectives_timeout
+        return ElasticWorlds(self.worlds, self.state, self, self.take_place, engine, *groups)
 
     def leave(self) -> None:
         """Let go of everything that belongs to the groups of the present world; values stay."""
         self.worlds.leave()
         self.model = self.state.module  # DDP's reducer holds a group
-        self.state.shared.leave()
+        self.state.parts.leave()
         self.steps.leave_world()
         self.state.forget_step()
+        if self._pipeline is not None:
+            self._pipeline.forget_step()
 
     def enter(self, world: World) -> None:
         """Go on among other ranks, whose state is this rank's by now; collective."""
@@ -171,25 +173,25 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         module, is_training = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
-        check_module(trainer, module)
+        check_module(trainer, module, cuts_dense=self.state.is_shared)
         self.build_groups()
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module)
         if not self.state.is_of(module):
             if self.worlds.axes.pp > 1:
-                check_for_pipeline(trainer, module, is_elastic=self.elastic is not None)
-                self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds.mesh)
-            stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds.mesh)
+                check_for_pipeline(trainer, module)
+                self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds)
+            stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds)
             self.state.take(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)
             self._kept = KeptExperts(self.experts, stages)
         elif self._pipeline is not None:
             self._pipeline.cut.apply(self.root_device)
         assert self._kept is not None
         self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
-        self.state.parts.stream = self.steps.stream
         if "tp" in self.world.axis_groups and (is_training or cut_parameters(module)):
-            self.state.parts.begin(self.world)
+            self.state.parts.layers.begin(module, self.worlds.mesh.world)
+        self.steps.draw_noise()
         self._keep_from_ddp()
         super().setup(trainer)
         if self._pipeline is not None:
@@ -210,32 +212,31 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
         self._keep_from_ddp()  # a newcomer has its parts by now
-        self.state.parts.draw_noise(self.world)
-        if self.world.shards and self.worlds.axes.tp == 1:
-            self.state.rows.begin(self.world)
+        self.steps.draw_noise()
+        if self.world.shard_group is not None:
+            self.state.parts.begin(self.worlds.mesh.world)
         elif self._pipeline is None:
             super().configure_ddp()
 
     def _keep_from_ddp(self) -> None:
         module = self.state.module
-        seams.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+        self.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         # In an elastic run a rank that is lost now must not end the others.
         if self._kept is not None and self.elastic is None and self.world.size > 1:
-            room = room_for_experts(self.num_processes)
-            self._kept.keep(room)
-            self.state.rows.gather(self.world, room)
-            self.state.parts.gather(self.world, room)
+            room, ranks = room_for_experts(self.num_processes), self.worlds.mesh.world
+            self.state.gather(ranks, room)
+            self._kept.keep(room)  # in a pipeline dense parameters, too
 
     @override
     def teardown(self) -> None:
         self.checkpoints.release()
         if self._kept is not None:
             self._kept.hand_out()
-            self.state.rows.give_step_up(self.world)
+            self.state.parts.give_step_up(self.world)
         seams.unclip(self.precision_plugin)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else experts were refused their places, and the user shall see that error
@@ -285,7 +286,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     def flight_dtype(self) -> torch.dtype:
         """What experts compute in, and so what their weights travel in when they visit other ranks."""
         is_mixed = str(self.precision_plugin.precision) == "bf16-mixed"
-        return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.w_up.dtype
+        return torch.bfloat16 if is_mixed else self.experts.layers[0].experts.dtype
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -358,7 +359,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with self.steps.accumulating(), super().block_backward_sync(), self.state.rows.summing_later():
+        with self.steps.accumulating(), super().block_backward_sync(), self.state.parts.summing_later():
             yield
 
     @override

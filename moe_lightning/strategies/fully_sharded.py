@@ -2,12 +2,14 @@
 fully_shard, in a way that gradients are sums and that it can be undone in the same process.
 
 Units, which are gathered together, are the elements of ModuleLists, as of a transformer's blocks, and what is left:
-embeddings, the last norm, the head. Experts are left alone.
+embeddings, the last norm, the head. Experts are left alone. Under precision="bf16-mixed" what autocast rounds to
+bfloat16 in any case, the parameters of Linear layers, is gathered so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import update_wrapper
 from itertools import pairwise
 from typing import Any
@@ -18,14 +20,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.fsdp_seams import can_be_undone, sharded_modules, undo_fully_shard
-from moe_lightning.seams import tree_map
+from moe_lightning.fsdp_seams import (
+    begin_by_hand,
+    can_be_undone,
+    end_backward,
+    gather_in,
+    sharded_modules,
+    undo_fully_shard,
+)
+from moe_lightning.seams import trainer_of, tree_map
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_HANDLE = "_moe_lightning_own_outputs"
+_HANDLES = "_moe_lightning_handles"
 
 
 def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], world: World) -> None:
@@ -44,12 +54,15 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
     mesh = _device_mesh(world)
     parts = list(units(module, ignored))
     for unit in parts:
-        setattr(unit, _HANDLE, unit.register_forward_hook(_own_outputs))
+        _keep(unit, unit.register_forward_hook(_own_outputs))
+    autocasts = _autocasts(module)
     for unit in (*parts, module):
         materialise(unit, world.device)
         _check_dtypes(unit, ignored)
         _make_contiguous(unit, ignored)
         fully_shard(unit, mesh=mesh, ignored_params=ignored)
+        if autocasts:
+            gather_in(unit, torch.bfloat16, _are_linear)
     sharded = list(sharded_modules(module))
     if _gathers_ahead(world.device):
         for part, following in pairwise(sharded[1:]):
@@ -57,8 +70,41 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
     for part in sharded:  # ranks have weighed their losses: nothing is divided
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sums
+    for layer in module.modules() if autocasts else ():
+        if _are_linear([layer]):
+            _keep(layer, layer.register_forward_pre_hook(_require_autocast))
     for step in _STEPS:
         setattr(module, step, GatheringStep(module, step))
+
+
+def _autocasts(module: pl.LightningModule) -> bool:
+    trainer = trainer_of(module)
+    return trainer is not None and str(trainer.precision) == "bf16-mixed"
+
+
+def _are_linear(owners: Sequence[nn.Module]) -> bool:
+    """Whether the parameter of these modules is used in the products of Linear layers only; what a subclass does with
+    it nobody knows.
+    """
+    return all(type(owner) is nn.Linear for owner in owners)
+
+
+def _require_autocast(layer: Any, inputs: tuple[Any, ...]) -> None:
+    """
+    Raises:
+        ConfigurationError: it computes in float32, where its weights were rounded.
+    """
+    if layer.weight.dtype == torch.bfloat16 and not torch.is_autocast_enabled(layer.weight.device.type):
+        raise ConfigurationError(
+            "a Linear layer is called outside of autocast, and under precision='bf16-mixed' dense=fsdp and hsdp gather "
+            "its weights in bfloat16: call it inside of trainer.precision_plugin.forward_context(), or make it a "
+            "subclass of Linear, which is gathered in float32"
+        )
+
+
+def _keep(part: nn.Module, handle: RemovableHandle) -> None:
+    """Of a hook, to be removed when the cut is undone."""
+    part.__dict__.setdefault(_HANDLES, []).append(handle)
 
 
 def _gathers_ahead(device: torch.device) -> bool:
@@ -79,6 +125,30 @@ def sum_gradients(module: nn.Module, *, now: bool) -> None:
     module.set_requires_gradient_sync(now)
 
 
+@contextmanager
+def gathered(module: nn.Module) -> Generator[None, None, None]:
+    """Inside, all units stay gathered for several forward and backward passes, in any order, which may be left early;
+    then the gradients that there are are summed over ranks once. Collective.
+    """
+    assert isinstance(module, FSDPModule)
+
+    def reduce(*, now: bool) -> None:
+        module.set_requires_gradient_sync(now)
+        module.set_reshard_after_backward(now)
+        module.set_is_last_backward(now)
+
+    begin_by_hand(module)
+    module.set_reshard_after_forward(False)
+    reduce(now=False)
+    try:
+        for part in sharded_modules(module):
+            part.unshard()
+        yield
+    finally:
+        reduce(now=True)
+    end_backward(module)
+
+
 def let_go_of_gathered(module: nn.Module) -> None:
     """After a forward pass without a backward one: parameters are blocks again everywhere."""
     assert isinstance(module, FSDPModule)
@@ -87,8 +157,8 @@ def let_go_of_gathered(module: nn.Module) -> None:
 
 def undo_shard(module: nn.Module) -> None:
     """Give every module its class and methods back; parameters stay the DTensors that they are between steps."""
-    for part in sharded_modules(module):
-        if (handle := part.__dict__.pop(_HANDLE, None)) is not None:
+    for part in module.modules():
+        for handle in part.__dict__.pop(_HANDLES, ()):
             handle.remove()
     undo_fully_shard(module)
     for step in _STEPS:
@@ -156,8 +226,9 @@ def _device_mesh(world: World) -> DeviceMesh:
     assert world.shard_group is not None
     if world.copy_group is None:
         return DeviceMesh.from_group(world.shard_group, kind, mesh_dim_names=("shard",))
-    groups = [world.copy_group, world.shard_group]
-    return DeviceMesh.from_group(groups, kind, mesh=torch.tensor(world.shards), mesh_dim_names=("copy", "shard"))
+    groups, part = [world.copy_group, world.shard_group], world.row_cut.part
+    mesh = torch.tensor(world.shards).view(-1, part.tensors, part.rows)[:, part.tensor]
+    return DeviceMesh.from_group(groups, kind, mesh=mesh, mesh_dim_names=("copy", "shard"))
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from traceback import extract_tb
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.dense_shards import RowCut
+from moe_lightning.algorithms.dense_shards import TensorCut
 from moe_lightning.comm.world import World, all_reduce_
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.expert_stacks import ExpertStack
-from moe_lightning.state.row_blocks import is_cut, local
+from moe_lightning.state.row_blocks import cut_of, local
+
+
+@torch.no_grad()
+def gradient_norms(module: pl.LightningModule) -> dict[str, Tensor]:
+    """What Lightning's `grad_norm(module, 2)` is on one rank: the 2-norm of every gradient, and of all together, over
+    all ranks and with each expert once; under stock strategies the same as that. For `on_before_optimizer_step`, which
+    comes before clipping; collective.
+
+    Returns:
+        Scalars under Lightning's names, "grad_2.0_norm/NAME" and "grad_2.0_norm_total"; in a pipeline the parameters of
+        this stage, and the total of all.
+    """
+    strategy: Any = module.trainer.strategy
+    if not hasattr(strategy, "worlds"):
+        return {name: torch.as_tensor(norm) for name, norm in grad_norm(module, 2).items()}
+    mesh, stack_of = strategy.worlds.mesh, strategy.experts.stack_of
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    norms = {f"grad_2.0_norm/{name}": global_gradient_norm([p], stack_of, mesh.world) for name, p in named.items()}
+    return norms | {"grad_2.0_norm_total": global_gradient_norm(named.values(), stack_of, mesh.world, mesh.pipe)}
+
+
+def explained_norm(error: Exception) -> Exception:
+    """What is raised in the place of an error of stock functions that know whole gradients of one process only."""
+    called = {frame.name for frame in extract_tb(error.__traceback__)} & {"grad_norm", "clip_grad_norm_"}
+    if not called or not any(words in str(error) for words in ("torch.Tensor and DTensor", "not allocated yet")):
+        return error
+    return ConfigurationError(
+        f"{called.pop()} cannot read gradients of which every rank holds rows: use "
+        "moe_lightning.gradient_norms(module) for their norms, and Trainer(gradient_clip_val=...) or "
+        "self.clip_gradients(...) to clip them"
+    )
 
 
 @torch.no_grad()
@@ -35,13 +71,15 @@ def global_gradient_norm(
     Returns:
         A float32 scalar on the world's device.
     """
-    dense, spread, cut = [], [], world.row_cut
+    dense, spread = [], []
     for parameter in parameters:
+        if parameter.is_meta:  # another stage's
+            continue
         stack = stack_of.get(parameter)
         if stack is not None:
             spread.append(_squared_norms(parameter, stack))
-        elif is_cut(parameter):
-            spread.append(_squared_rows(parameter, cut, speaks=world.speaks_for_rows))
+        elif (cut := cut_of(parameter)) is not None:
+            spread.append(_squared_part(parameter, cut, world))
         elif parameter.grad is not None:
             dense.append(_norm(parameter.grad).square())
     total = torch.stack(dense).sum() if dense else torch.zeros((), device=world.device)
@@ -73,11 +111,12 @@ def _norm(gradient: Tensor, dim: int | None = None) -> Tensor:
     return norm.float()
 
 
-def _squared_rows(parameter: nn.Parameter, cut: RowCut, *, speaks: bool) -> Tensor:
-    """[parts], this rank's at its place where it speaks for its block."""
-    squares = torch.zeros(cut.parts, dtype=torch.float32, device=parameter.device)
-    if speaks and parameter.grad is not None:
-        squares[cut.part] = _norm(local(parameter.grad)).square()
+def _squared_part(parameter: nn.Parameter, cut: TensorCut, world: World) -> Tensor:
+    """[parts], this rank's at its place where it is the first that holds these values."""
+    among = world.row_cut
+    squares = torch.zeros(len(among.holders), dtype=torch.float32, device=parameter.device)
+    if among.holders_of(cut)[0] == world.rank and parameter.grad is not None:
+        squares[among.index] = _norm(local(parameter.grad)).square()
     return squares
 
 

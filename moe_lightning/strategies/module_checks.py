@@ -9,11 +9,15 @@ from torch import nn
 
 from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.frozen_base import frozen_base
 from moe_lightning.state.row_blocks import cuts_of
 
 
-def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def check_module(trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense: bool) -> None:
     """Warn where the loss would depend on the number of ranks in spite of all.
+
+    Args:
+        cuts_dense: whether ranks have parts of the dense parameters.
 
     Raises:
         ConfigurationError: what cannot be trained the same on any number of ranks.
@@ -41,6 +45,11 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         raise ConfigurationError(
             "torch.compile of the whole module cannot follow tokens, whose numbers are known at run time only: "
             "give the Trainer the module itself, and CompileDense() among the callbacks"
+        )
+    if cuts_dense and frozen_base(module):
+        raise ConfigurationError(
+            "adapters need the frozen weights outside of experts whole on every rank, and dense=fsdp, hsdp and mesh.tp "
+            "cut them: use dense=ddp or zero1, and mesh.tp=1"
         )
     if trainer.world_size > 1 and any(
         isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) for m in module.modules()

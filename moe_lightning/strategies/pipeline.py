@@ -23,11 +23,14 @@ from moe_lightning.comm.world import World, all_reduce_, broadcast_
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import LayerStatistics, MoELayer
+from moe_lightning.state.row_blocks import is_cut
 from moe_lightning.strategies.batch_pieces import batch_pieces, joined
+from moe_lightning.strategies.fully_sharded import GatheringStep, gathered, is_sharded
 from moe_lightning.strategies.stage_cut import Left, StageCut
 from moe_lightning.strategies.stand_ins import without_traces
 from moe_lightning.strategies.step_logs import StepLogs, log_again
 from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.worlds import Worlds
 
 _KEPT_SHAPES = 8
 """Schedules that are kept for batches of other shapes."""
@@ -73,21 +76,33 @@ class Pipeline:
         module: the user's.
         schedule: the order of micro-batches.
         steps: follows them.
-        mesh: who has which stage.
+        worlds: who has which stage.
 
     Attributes:
         cut: the parts of the module that are here.
     """
 
-    def __init__(self, module: pl.LightningModule, schedule: ScheduleName, steps: Steps, mesh: Mesh) -> None:
-        per_rank, ranks = STAGES_PER_RANK[schedule], mesh.shape.pp
-        self.cut = StageCut(module, range(mesh.stage, ranks * per_rank, ranks), ranks * per_rank)
-        self._module, self._schedule, self._steps, self._mesh = module, schedule, steps, mesh
-        self._is_last = self.cut.stages[-1] == self.cut.num_stages - 1
+    def __init__(self, module: pl.LightningModule, schedule: ScheduleName, steps: Steps, worlds: Worlds) -> None:
+        mesh, num_stages = worlds.mesh, STAGES_PER_RANK[schedule] * worlds.axes.pp
+        self.cut = StageCut(module, range(mesh.stage, num_stages, mesh.shape.pp), num_stages)
+        self._module, self._schedule, self._steps, self._worlds = module, schedule, steps, worlds
         self._pipes: OrderedDict[Any, tuple[Pipe, int]] = OrderedDict()
         self._run: _Run | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self.cut.apply(mesh.whole.device)
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self._worlds.mesh
+
+    @property
+    def _is_last(self) -> bool:
+        return self.cut.stages[-1] == self.cut.num_stages - 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all stages: there are too few ranks, which do not train."""
+        return self.cut.is_whole
 
     # ------------------------------------------------------------------ steps
 
@@ -121,8 +136,8 @@ class Pipeline:
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._gradients = {}
-        if is_last and self._mesh.world.size > 1:
-            dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts]
+        if is_last and self._mesh.world.size > 1 and not is_sharded(self._module):
+            dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts and not is_cut(p)]
             sum_gradients(dense, self._mesh.world)
 
     def forget_step(self) -> None:
@@ -134,7 +149,7 @@ class Pipeline:
     def settle(self, experts: Collection[nn.Parameter], precision: str) -> None:
         """Begin with the dense values of the first rank of the stage, in the precision they have by now; collective."""
         for tensor in [*self._module.parameters(), *self._module.buffers()]:
-            if tensor not in experts:
+            if tensor not in experts and not is_cut(tensor):
                 broadcast_(tensor.detach(), 0, self._mesh.world)
         converted = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
         if precision.endswith("-true") and len(converted) == 1:
@@ -149,15 +164,17 @@ class Pipeline:
                 "mesh.pp needs batches that can be cut over ranks: return a torch DataLoader or a StepLoader"
             )
         parts = batch_pieces(arguments[0], [piece.rows for piece in batch.pieces])
+        step = step.own if isinstance(step, GatheringStep) else step
         run = _Run(step, context, [(part, *arguments[1:]) for part in parts], batch.pieces, is_training=backward)
-        pipe = self._pipe(run)
-        self._run = run
-        try:
-            with self.cut.flow.watching() if run.is_watched else nullcontext():
-                pipe.run(backward=backward)
-        finally:
-            self._run = None
-            steps.enter(batch)
+        with gathered(module) if is_sharded(module) else nullcontext():
+            pipe = self._pipe(run)
+            self._run = run
+            try:
+                with self.cut.flow.watching() if run.is_watched else nullcontext():
+                    pipe.run(backward=backward)
+            finally:
+                self._run = None
+                steps.enter(batch)
         for layer, seen in run.statistics.items():
             layer.statistics = LayerStatistics(
                 tokens_NE=torch.stack([one.tokens_NE for one in seen]).sum(0),

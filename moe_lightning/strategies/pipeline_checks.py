@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
+from moe_lightning.algorithms.mesh_shape import MeshShape
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.errors import ConfigurationError
 
 _NOT_YET = {
     "LoadBalancer": "moves experts over all ranks",
     "SpeedFollower": "shares work out over all ranks",
-    "FaultRecovery": "recovers worlds of one stage",
-    "RoutingRecorder": "records the layers of whole models",
-    "RoutingReplay": "keeps the choices of whole models",
-    "CompileDense": "compiles whole modules",
-    "RecomputeDense": "takes whole modules",
 }
 """Callbacks that know of one stage only, and what they do."""
 
 
-def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int, dense: str) -> int:
+def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int) -> int:
     """Micro-batches of a batch; 1 without a pipeline.
 
     Args:
         wanted: by the user.
         ranks: of the pipeline.
-        dense: who keeps dense parameters.
 
     Raises:
         ConfigurationError: a schedule that cannot run so many, or what has no meaning without a pipeline.
@@ -36,8 +31,6 @@ def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int,
                 f"schedule={schedule} and micro_batches={wanted} are for pipelines, and mesh.pp is 1: drop them"
             )
         return 1
-    if dense != "ddp":
-        raise ConfigurationError(f"dense={dense} shares parameters that mesh.pp={ranks} cuts: use dense=ddp")
     micros = 2 * ranks if wanted is None else wanted
     if micros < ranks:
         raise ConfigurationError(
@@ -51,15 +44,11 @@ def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int,
     return micros
 
 
-def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule, *, is_elastic: bool) -> None:
+def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """
     Raises:
         ConfigurationError: what cannot be trained in stages.
     """
-    if is_elastic:
-        raise ConfigurationError(
-            "mesh.pp cannot yet change its world, as elastic runs do: say elastic.enabled=false, or use mesh.pp=1"
-        )
     if not module.automatic_optimization:
         raise ConfigurationError(
             "manual optimization calls backward inside of a step, which mesh.pp cuts in stages: use automatic "
@@ -73,3 +62,18 @@ def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule, *, is_el
                     f"{kind.__name__} {_NOT_YET[kind.__name__]}, and cannot work with mesh.pp yet: drop it, or use "
                     "mesh.pp=1"
                 )
+
+
+def check_for_recovery(axes: MeshShape, dense: str) -> None:
+    """
+    Raises:
+        ConfigurationError: a pipeline beside what elastic worlds cannot bring across with it.
+    """
+    others = {"cp": axes.cp, "tp": axes.tp}
+    beside = [f"mesh.{axis}={size}" for axis, size in others.items() if size > 1]
+    beside += [f"dense={dense}"] if dense != "ddp" else []
+    if axes.pp > 1 and beside:
+        raise ConfigurationError(
+            f"mesh.pp={axes.pp} beside {beside[0]} cannot yet change its world, as elastic runs do: say "
+            f"elastic.enabled=false, or drop {beside[0]}"
+        )

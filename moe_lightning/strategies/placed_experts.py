@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -15,16 +14,17 @@ from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migr
 from moe_lightning.algorithms.placement import IntArray, Placement, dispatch_groups
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
-from moe_lightning.comm.dispatcher import Dispatcher, QuotaPolicy
+from moe_lightning.comm.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.comm.replica_check import differing_replicas
 from moe_lightning.comm.replica_sum import ReplicaSum
 from moe_lightning.comm.shadow_exchange import LayerVisits, StepVisits
-from moe_lightning.comm.world import World, broadcast_
+from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
-from moe_lightning.state.expert_stacks import ExpertStack, stacked_states
+from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.strategies.expert_slots import grow, in_slots, new_slots, take_rank_0_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,7 @@ class PlacedExperts:
         ep_size: ranks of a dispatch group; None: all.
         quota: how replicas share tokens.
         dispatch: how tokens travel: a name in `comm.dispatcher.DISPATCH_BACKENDS`.
+        plan_on: "host" or "device", see `comm.dispatcher.Dispatcher`.
         slots: expert rows that every rank keeps for each layer, so that later placements have room; None: as many as
             the first placement needs.
 
@@ -79,6 +80,7 @@ class PlacedExperts:
         ep_size: int | None = None,
         quota: QuotaPolicy = "balanced",
         dispatch: str = "exchange",
+        plan_on: PlanPlace = "host",
         slots: int | None = None,
     ) -> None:
         self.module = module
@@ -89,21 +91,25 @@ class PlacedExperts:
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
         self._quota: QuotaPolicy = quota
-        self._dispatch = dispatch
+        self._dispatch = dispatch, plan_on
         for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
             if world.is_connected:
-                _take_rank_0_experts(layer, world)
-            held = _in_slots(placement, world.rank, slots)
-            layer.place(Dispatcher(placement, world, self._groups, quota, held, index, dispatch), world.device)
+                take_rank_0_experts(layer, world)
+            held = in_slots(placement, world.rank, slots)
+            layer.place(Dispatcher(placement, world, self._groups, quota, held, index, *self._dispatch), world.device)
         ranks = range(world.size)
-        self.room = [[len(_in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
+        self.room = [[len(in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
         self._take(self._stacks([layer.experts.slot_experts for layer in self.layers], placements))
 
     def _stacks(self, slots: Sequence[tuple[int, ...]], placements: Sequence[Placement]) -> list[ExpertStack]:
         """The layers' parameters under these slots and placements."""
         return [
             ExpertStack(
-                parameters=layer.experts.stacked_parameters(), slot_experts=held, placement=p, rank=self.world.rank
+                parameters=layer.experts.stacked_parameters(),
+                slot_experts=held,
+                placement=p,
+                rank=self.world.rank,
+                base=layer.experts.base_names,
             )
             for layer, held, p in zip(self.layers, slots, placements, strict=True)
         ]
@@ -179,6 +185,7 @@ class PlacedExperts:
         held: BoolArray,
         optimizers: Sequence[Optimizer],
         nodes: Sequence[str] | None = None,
+        dtypes: Collection[torch.dtype] | None = None,
     ) -> MigrationReport:
         """Live in another world: the same rows, new peers; experts move to where the placements want them. Collective.
 
@@ -191,6 +198,7 @@ class PlacedExperts:
                 to be filled by whoever restores it.
             optimizers: whose states move along; every rank must have made them.
             nodes: of the ranks; experts come from the own node where they can.
+            dtypes: see `migrate_rows`.
         """
         began = time.perf_counter()
         self.speeds = None
@@ -200,12 +208,35 @@ class PlacedExperts:
         self.room = [[slots] * world.size for _ in placements]
         before, dispatchers = [], []
         for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
-            _grow(layer, slots, optimizers)
+            grow(layer, slots, optimizers)
             mine = held[index, :, world.rank]
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
-            after = next_slots(before[-1], placement.experts_on(world.rank))
-            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, self._dispatch))
-        return self._move(placements, dispatchers, before, held, optimizers, began, nodes)
+            # Rows that are out of date keep their slots, too: what is frozen in them is never out of date.
+            after = next_slots(layer.experts.slot_experts, placement.experts_on(world.rank))
+            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, *self._dispatch))
+        return self._move(placements, dispatchers, before, held, optimizers, began, nodes, dtypes)
+
+    def hold(self, layers: Sequence[MoELayer], placements: Sequence[Placement]) -> None:
+        """Speak of other layers from now on, in the slots as they are, until `settle` lets them dispatch.
+
+        Args:
+            placements: of each, if only those of a former world.
+        """
+        for layer in set(self.layers) - set(layers):
+            layer.dispatcher = Dispatcher.local(layer.num_experts)  # its own holds groups
+        self.layers, self.placements = list(layers), list(placements)
+        self.stacks = self._stacks([layer.experts.slot_experts for layer in layers], placements)
+        self.stack_of = {parameter: stack for stack in self.stacks for parameter in stack.parameters.values()}
+
+    def settle(self, layers: Sequence[MoELayer], placements: Sequence[Placement], world: World) -> None:
+        """Dispatch these layers among these ranks from now on, in the slots as they are."""
+        self.world, self._groups = world, dispatch_groups(world.size, world.size)
+        self.hold(layers, placements)
+        self.room = [[layer.experts.num_slots] * world.size for layer in layers]
+        for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
+            place = placement, world, self._groups, self._quota, layer.experts.slot_experts, index, *self._dispatch
+            layer.dispatcher = Dispatcher(*place)
+        self._take(self.stacks)
 
     def hand_over(
         self,
@@ -222,11 +253,7 @@ class PlacedExperts:
             optimizers: whose states move along.
             nodes: of all ranks of the present world.
         """
-        wide = []
-        for placement in placements:
-            replicas = np.zeros((placement.num_experts, self.world.size), dtype=np.int64)
-            replicas[:, list(staying)] = placement.replicas
-            wide.append(Placement(replicas=replicas))
+        wide = [placement.over(staying, self.world.size) for placement in placements]
         return self.enter_world(self.world, wide, held_states(self.placements), optimizers, nodes)
 
     def _move(
@@ -238,16 +265,21 @@ class PlacedExperts:
         optimizers: Sequence[Optimizer],
         began: float,
         nodes: Sequence[Hashable] | None = None,
+        dtypes: Collection[torch.dtype] | None = None,
     ) -> MigrationReport:
         """Carry rows to the placements' ranks and let the layers go on under their new dispatchers."""
         migration = plan_migration(held, placements, nodes)
         stacks = self._stacks([dispatcher.slot_experts for dispatcher in dispatchers], placements)
         for parameter in self.stack_of:
             parameter.grad = None
-        sent_bytes = migrate_rows(self._stacks(before, placements), stacks, optimizers, migration.transfers, self.world)
-        for layer, dispatcher in zip(self.layers, dispatchers, strict=True):
-            layer.experts.slot_experts = dispatcher.slot_experts
+        former, transfers = self._stacks(before, placements), migration.transfers
+        sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world, dtypes)
+        arrived = {(t.layer, t.expert) for t in transfers if t.target == self.world.rank}
+        for index, (layer, dispatcher) in enumerate(zip(self.layers, dispatchers, strict=True)):
+            slots, layer.experts.slot_experts = layer.experts.slot_experts, dispatcher.slot_experts
             layer.dispatcher = dispatcher
+            if layer.experts.base_names:
+                layer.experts.read_base(new_slots(slots, dispatcher.slot_experts, index, arrived))
         self.placements = list(placements)
         self._take(stacks)
         self.take_speeds(self.speeds)
@@ -278,7 +310,7 @@ class PlacedExperts:
                     )
             held = placement.experts_on(self.world.rank)
             slots = next_slots(layer.experts.slot_experts, held)
-            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots, index, self._dispatch))
+            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots, index, *self._dispatch))
         return result
 
     # ------------------------------------------------------------------ shadows
@@ -292,11 +324,17 @@ class PlacedExperts:
             early_shares: see `LayerVisits`, for each layer.
 
         Raises:
-            ConfigurationError: plans for other placements, or dispatch groups smaller than the world.
+            ConfigurationError: plans for other placements, dispatch groups smaller than the world, or experts in four
+                bits.
         """
         self._part()
         if not any(plan.num_copies for plan in plans):
             return
+        if any(layer.experts.in_4_bits for layer in self.layers):
+            raise ConfigurationError(
+                "shadows of experts in four bits would travel as if they were not: set the balancer's shadows to none, "
+                "or use kind=lora"
+            )
         visits = []
         for layer, plan, share in zip(self.layers, plans, early_shares, strict=True):
             layer.dispatcher.shadows = plan
@@ -323,45 +361,3 @@ class PlacedExperts:
         """The state_dict keys of the expert parameters."""
         named = module.named_parameters(remove_duplicate=False)
         return {name: self.stack_of[parameter] for name, parameter in named if parameter in self.stack_of}
-
-
-def _in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, ...]:
-    """The experts of a rank in its slots, ascending, and -1 in those that are left. No rank needs more slots than there
-    are experts.
-    """
-    needed = max(len(placement.experts_on(n)) for n in range(placement.num_ranks))
-    if slots is not None and slots < needed:
-        raise ConfigurationError(
-            f"slots={slots} cannot hold the {needed} experts that the placement puts on a rank: use at least {needed}"
-        )
-    held = placement.experts_on(rank)
-    room = len(held) if slots is None else min(slots, placement.num_experts)
-    return held + (-1,) * (room - len(held))
-
-
-@torch.no_grad()
-def _grow(layer: MoELayer, slots: int, optimizers: Sequence[Optimizer]) -> None:
-    """Give a layer's stacks vacant rows up to so many slots; parameters and states stay the same objects' own."""
-    vacant = slots - layer.experts.num_slots
-    if vacant <= 0:
-        return
-    for parameter in layer.experts.stacked_parameters().values():
-        for optimizer, name, value in list(stacked_states(parameter, optimizers)):
-            optimizer.state[parameter][name] = torch.cat([value, value.new_zeros(vacant, *value.shape[1:])])
-        parameter.data = torch.cat([parameter.data, parameter.data.new_zeros(vacant, *parameter.shape[1:])])
-        parameter.grad = None
-    layer.experts.slot_experts += (VACANT,) * vacant
-
-
-def _take_rank_0_experts(layer: MoELayer, world: World) -> None:
-    """Start from rank 0, as DDP does for dense parameters: its weights, or its seed where none are allocated."""
-    experts = layer.experts
-    if experts.is_deferred:
-        seed = torch.tensor([experts.init_seed], device=world.device)
-        broadcast_(seed, 0, world)
-        experts.init_seed = int(seed)
-    elif layer.dispatcher.world.size == 1 and world.size > 1:  # never placed: all ranks agree on that
-        for parameter in experts.stacked_parameters().values():
-            values = parameter.data.to(world.device)
-            broadcast_(values, 0, world)
-            parameter.data.copy_(values)

@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from moe_lightning.algorithms.placement import Placement, parse_placements, uniform_placement
-from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, QuotaPolicy
+from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import moe_layers
@@ -39,6 +39,7 @@ class Placing:
         placement: str | os.PathLike[str] | Sequence[Any] | None,
         quota: QuotaPolicy,
         dispatch: str,
+        plan: PlanPlace,
         slots: int | None,
     ) -> None:
         if placement is not None and copies is not None:
@@ -48,7 +49,7 @@ class Placing:
         self._ep_size, self._copies, self._placement, self._slots = ep_size, copies, placement, slots
         DISPATCH_BACKENDS.find(dispatch)
         self._quota: QuotaPolicy = quota
-        self._dispatch = dispatch
+        self._dispatch, self._plan_on = dispatch, plan
         self.promised_replicas = 1
 
     def require_replicas(self, nodes: int, world_size: int) -> int:
@@ -90,6 +91,7 @@ class Placing:
             ep_size=self._ep_size,
             quota=self._quota,
             dispatch=self._dispatch,
+            plan_on=self._plan_on,
             slots=self._slots,
         )
 

@@ -1,10 +1,8 @@
-"""What a rank holds of a run: the module, experts in slots, optimizers, and the optimizer states that it keeps for
-others.
-"""
+"""What a rank holds of a run: the module, experts in slots, optimizers, and the states that it keeps for others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,22 +12,27 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_lightning.algorithms.dense_shards import Part
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
-from moe_lightning.checkpoint.window_replay import WindowReplay
-from moe_lightning.comm.world import World, agree
+from moe_lightning.checkpoint.window_replay import WindowReplay, replay_of
+from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.row_blocks import local, swap_parameters, updating_blocks
-from moe_lightning.strategies.dense_rows import DenseRows
+from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.state.row_blocks import cuts_of, local, swap_parameters, updating_blocks
+from moe_lightning.state.table import counts_there
+from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
+from moe_lightning.strategies.kept_states import keepers_of_units, made_of, name_of, takers_of
+from moe_lightning.strategies.pipeline_checks import check_for_recovery
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows
+from moe_lightning.strategies.stage_moves import StageMoves
 from moe_lightning.strategies.stage_state import StageState
-from moe_lightning.strategies.tensor_parts import TensorParts
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -44,8 +47,8 @@ class RankState:
 
     Attributes:
         max_slots: as given.
-        rows: the dense parameters, where ranks share them.
-        parts: the dense parameters, where ranks compute parts of layers.
+        parts: the dense parameters, where ranks share copies of them.
+        moves: the stages of a pipeline, on their way to other worlds.
         stages: of a pipeline, those on this rank; None without one.
         optimizers: of the running fit.
         replay: of another rank's optimizer shard; None where none is kept.
@@ -55,7 +58,8 @@ class RankState:
 
     def __init__(self, worlds: Worlds, *, dense: str, shard_size: int | None = None, max_slots: int | None) -> None:
         self._worlds, self._dense, self.max_slots = worlds, dense, max_slots
-        worlds.shards_of = partial(cut_groups, dense, wanted=shard_size)
+        tensors, in_rows = worlds.axes.tp, hasattr(DENSE_SHARDINGS.find(dense), "cut_size")
+        worlds.shards_of = partial(cut_groups, dense, wanted=shard_size, tensors=tensors)
         self._module: pl.LightningModule | None = None
         self._experts: PlacedExperts | None = None
         self._groups: list[list[list[nn.Parameter]]] = []
@@ -63,7 +67,8 @@ class RankState:
         self._entrusted: dict[str, dict[str, Tensor]] = {}
         self._own_forward: Any = None
         self.stages: StageState | None = None
-        self.rows, self.parts = DenseRows(self), TensorParts(self, worlds)
+        self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
+        self.moves = StageMoves(self, worlds)
         self.optimizers: Sequence[Optimizer] = ()
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
@@ -92,8 +97,11 @@ class RankState:
         return known is not None and known.module is module and known.world is self._worlds.mesh.world
 
     def take(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
-        """Hold a module whose experts have their places, or some stages of it."""
+        """Hold a module whose experts have their places, or some stages of it; raises as `check_for_recovery`."""
+        if self._worlds.is_elastic:
+            check_for_recovery(self._worlds.axes, self._dense)
         self._module, self._experts, self.stages = module, experts, stages
+        self.parts.layers.stages = None if stages is None else stages.cut
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Hold the optimizers that a fit has made."""
@@ -101,18 +109,19 @@ class RankState:
         for state in (state for optimizer in optimizers for state in optimizer.state.values()):  # made at once: Adagrad
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
-        if self.stages is not None:
-            self.stages.leave_absent(optimizers)
+        self.fill_groups()
         self._shard(self._dense_sharding())
 
     def training_state(self) -> TrainingState:
         """The live tensors of the run under their checkpoint keys."""
-        ranks = self._worlds.mesh.whole
+        mesh = self._worlds.mesh
+        ranks, first = mesh.whole, mesh.whole.rank - mesh.world.rank
+        owners = {} if self._shards is None else self._shards.owners
         return TrainingState(
             self.module,
             self.experts.stacks if self.stages is None else self.stages.stacks(self.experts),
             list(zip(self.optimizers, self._groups, strict=True)),
-            keepers=self._shards.owners if self._shards is not None else {},
+            keepers={parameter: first + rank for parameter, rank in owners.items()},
             rank=ranks.rank,
             world_size=ranks.size,
             cut=ranks.row_cut,
@@ -130,6 +139,19 @@ class RankState:
     def counts_of_all(self, counts_LE: Tensor | None) -> Tensor | None:
         """Of the MoE layers of all stages, from those of this rank's; collective where there are several."""
         return counts_LE if self.stages is None else self.stages.counts_of_all(counts_LE)
+
+    @property
+    def layers(self) -> Sequence[MoELayer]:
+        """The MoE layers of all stages."""
+        return self.experts.layers if self.stages is None else self.stages.layers
+
+    def fill_groups(self) -> None:
+        """Let optimizers update what is here of their parameters."""
+        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = list(parameters)
+        if self.stages is not None:
+            self.stages.leave_absent(self.optimizers)
 
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let other parameters take the places, and the states, of some in the optimizers."""
@@ -164,22 +186,9 @@ class RankState:
         require_updates_by_expert(self.optimizers, self.experts.stack_of)
 
     def go_on_from(self, restored: CheckpointSource) -> None:
-        """Everything was restored: so are this rank's random generators. The updates of a window complete its state.
-
-        Raises:
-            ConfigurationError: training ends before it is complete.
-        """
+        """Everything was restored: so are this rank's random generators. Raises as `replay_of`."""
         restore_random_state(restored, self._worlds.present)
-        self.window_replay, most = None, self.trainer.max_steps
-        if restored.first_step == restored.step:
-            restored.release()
-            return
-        if 0 <= most < restored.step:
-            raise ConfigurationError(
-                f"max_steps={most} ends before the state of {restored.path.name} is whole, whose steps "
-                f"{restored.first_step + 1} to {restored.step} are run again: raise max_steps to {restored.step}"
-            )
-        self.window_replay = WindowReplay(restored)
+        self.window_replay = replay_of(restored, self.trainer.max_steps)
 
     # ------------------------------------------------------------------ a step
 
@@ -230,20 +239,13 @@ class RankState:
     # ------------------------------------------------------------------ who keeps what of the dense parameters
 
     @property
-    def cuts_dense(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether ranks share copies of the dense parameters, where there are enough."""
-        return self._worlds.axes.tp > 1 or hasattr(DENSE_SHARDINGS.find(self._dense), "cut_size")
-
-    @property
-    def shared(self) -> DenseRows | TensorParts:
-        """What brings the dense parameters across where ranks share copies of them."""
-        return self.parts if self._worlds.axes.tp > 1 else self.rows
+        return self.stages is not None or self.parts.is_wished
 
     def shared_names(self) -> Collection[str]:
         """The parameters of which ranks have parts, or will have, where there are enough."""
-        if not self.cuts_dense:
-            return ()
-        return self.parts.ways() if self._worlds.axes.tp > 1 else self.rows.names()
+        return self.parts.ways() if self.stages is None else self.stages.names
 
     def dense_parts(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of what some ranks only keep of the dense state, and of what this rank keeps of that.
@@ -251,17 +253,18 @@ class RankState:
         Args:
             former: the world that this rank comes from.
         """
-        if self.cuts_dense:
-            names = former.row_cut.names()
-            return names, (names[former.row_cut.part], *self.rows.entrusted)
-        owners = self.shard_owners
-        own = {name for name, owner in owners.items() if owner == former.rank}
-        return tuple(sorted(owners)), tuple(sorted(own | self._entrusted.keys()))
+        if self.stages is not None:
+            return self.moves.parts()
+        names = former.row_cut.names() if self.parts.is_wished else ()
+        parts = (*names[former.row_cut.index : former.row_cut.index + 1], *self.parts.entrusted)
+        keepers = self._keepers(former)
+        own = {unit for unit, keeper in keepers.items() if keeper == former.rank}
+        return (*names, *sorted(keepers)), (*parts, *sorted(own | self._entrusted.keys()))
 
     @property
     def shards_optimizers(self) -> bool:
         """Whether one rank keeps the optimizer state of each dense parameter for all."""
-        return self._shards is not None
+        return self._shards is not None and self._worlds.present.size > 1
 
     @property
     def shard_owners(self) -> dict[str, int]:
@@ -271,34 +274,25 @@ class RankState:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return {names[parameter]: rank for parameter, rank in self._shards.owners.items()}
 
-    def _dense_sharding(self) -> DenseSharding:
-        """Of the dense parameters, among the ranks of the present world."""
+    def _keepers(self, world: World) -> dict[str, int]:
+        """The rank of a world that keeps each unit of optimizer states; empty without sharding."""
+        return keepers_of_units(self.shard_owners, cuts_of(self.module), world.row_cut)
+
+    def _dense_sharding(self, world: World | None = None) -> DenseSharding:
+        """Of the dense parameters, among the ranks of a world, or of the present one."""
         dense = [p for p in self.module.parameters() if p.requires_grad and p not in self.experts.stack_of]
-        world = self._worlds.present  # those that will leave it keep nothing for others
+        world = world or self._worlds.mesh.world  # those that will leave it keep nothing for others
         staying = replace(world, size=world.size - self._worlds.spares)
         sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, staying)
         return sharding
 
     def _shard(self, sharding: DenseSharding) -> None:
         """Leave each rank the optimizer state of its share of the dense parameters."""
-        if self._worlds.present.size == 1 or not sharding.owners:
+        if not sharding.owners:
             return
         self._shards = sharding
         for optimizer in self.optimizers:
             self._shards.shard(optimizer)
-
-    def fetch_rows(self, sources: Sequence[tuple[str, int]], world: World) -> Rows | None:
-        """What this rank will hold of the dense parameters in another world, where ranks share them; collective there,
-        and changes nothing yet.
-
-        Args:
-            sources: (name, rank) of every part that a rank has.
-        """
-        if not self.cuts_dense:
-            return None
-        rows = self.shared.fetch(sources, world)
-        agree(world)  # all have theirs, and go on, or none does
-        return rows
 
     def reshard(self, sources: Sequence[tuple[str, int]], rows: Rows | None = None) -> None:
         """Share the dense state among the ranks of the present world; collective where optimizer states move.
@@ -308,50 +302,68 @@ class RankState:
                 from elsewhere by who keeps them from now on.
             rows: of the parameters that this rank will hold, where ranks share them; None: they are restored next.
         """
-        if self.cuts_dense:
-            self.shared.install(rows, self._worlds.present)
+        if self.stages is not None:
+            self.moves.install(rows, self._worlds.present)
             return
-        sharding = self._dense_sharding()
+        if self.parts.is_wished:
+            self.parts.install(rows, self._worlds.present)
+        self._share_states([(unit, rank) for unit, rank in sources if not Part.is_name(unit)], self._worlds.present)
+
+    def gather(self, world: World, most_bytes: int) -> None:
+        """Training has ended: give every rank whole dense parameters, where they take no more than this on any rank;
+        collective where they are cut.
+        """
+        units = list(self._keepers(world).items())
+        if self.parts.gather(world, most_bytes):
+            self._share_states(units, replace(world, shards=(), copy_group=None))
+
+    def _share_states(self, sources: Sequence[tuple[str, int]], world: World) -> None:
+        """Bring optimizer states to the ranks of a world that keep them from now on, where any keeps them for others;
+        collective.
+
+        Args:
+            sources: (unit, rank) of every state that a rank has.
+        """
+        sharding = self._dense_sharding(world)
         if not sharding.owners:
             return
-        world = self._worlds.present
         dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
         homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
-        local = self._held_states([name for name, rank in sources if rank == world.rank])
-        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = list(parameters)
+        local = self._held_states(name for name, rank in sources if rank == world.rank)
+        self.fill_groups()
         self._shards = None
         self._shard(sharding)
-        owners = self.shard_owners or dict.fromkeys(dense, 0)
         for parameter in dense.values():
             homes[parameter].state.pop(parameter, None)
-        for name, states in move_shards(sources, owners, local, world).items():
-            homes[dense[name]].state[dense[name]] = {
-                scope: value if scope == "step" else value.to(dense[name].device) for scope, value in states.items()
+        keepers, ways = self._keepers(world), self.parts.ways()
+        takers = {unit: takers_of(unit, keepers) for unit, _ in sources}
+        arrived = move_shards(sources, takers, local, world)
+        for unit in (unit for unit, keeper in keepers.items() if keeper == world.rank):
+            parameter = dense[name_of(unit)]
+            states, optimizer = made_of(arrived, unit, ways.get(name_of(unit))), homes[parameter]
+            if not states:
+                continue
+            optimizer.state[parameter] = {
+                scope: value if scope == "step" and not counts_there(optimizer) else value.to(parameter.device)
+                for scope, value in states.items()
             }
         self.replay, self._entrusted = None, {}  # of ranks of the former world
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Before ranks leave: what only they keep of the dense state goes to ranks that stay; collective."""
-        self.rows.hand_over(staying, world)
-        owners = self.shard_owners
-        lost = sorted(name for name, owner in owners.items() if owner not in staying)
+        self.parts.hand_over(staying, world)
+        owners = self._keepers(world)
+        lost = sorted(unit for unit, owner in owners.items() if owner not in staying)
         if lost:
-            keepers = {name: staying[number % len(staying)] for number, name in enumerate(lost)}
-            local = self._held_states([name for name in lost if owners[name] == world.rank])
-            self._entrusted |= move_shards([(name, owners[name]) for name in lost], keepers, local, world)
+            keepers = {unit: [staying[number % len(staying)]] for number, unit in enumerate(lost)}
+            local = self._held_states(unit for unit in lost if owners[unit] == world.rank)
+            self._entrusted |= move_shards([(unit, owners[unit]) for unit in lost], keepers, local, world)
 
-    def _held_states(self, names: Sequence[str]) -> dict[str, Mapping[str, Tensor]]:
-        """Optimizer states of parameters, live, or as a rank left them here, or as replayed for a lost peer."""
-        parameters = dict(self.module.named_parameters())
-        found: dict[str, Mapping[str, Tensor]] = {}
-        for name in names:
-            found[name] = self.state_of(parameters[name]) or self._entrusted.get(name, {})
-            if not found[name] and self.replay is not None:
-                states = self.replay.states(name).items()
-                found[name] = {scope: value for scope, value in states if scope != "weight"}
-        return found
+    def _held_states(self, units: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
+        """Optimizer states, live, or as a rank left them here, or as replayed for a lost peer."""
+        parameters, replayed = dict(self.module.named_parameters()), self.replay
+        here = {unit: self._entrusted.get(unit) or self.state_of(parameters[name_of(unit)]) for unit in units}
+        return {unit: s if s or replayed is None else replayed.moments(unit) for unit, s in here.items()}
 
     def replay_peer(self, peer: int, version: int) -> None:
         """Keep the optimizer state of another rank's dense parameters on the host, by repeating its updates (REFT's

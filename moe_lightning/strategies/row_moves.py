@@ -1,40 +1,38 @@
-"""Rows of dense parameters and their optimizer states on their way from the parts of one cut to those of another."""
+"""Parts of dense parameters and their optimizer states on their way from one cut to another."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import product
 
 import torch
 from torch import Tensor
 
-from moe_lightning.algorithms.dense_shards import RowCut, TensorCut, part_of
+from moe_lightning.algorithms.dense_shards import Part, TensorCut
 from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
 from moe_lightning.comm.world import World
 from moe_lightning.kernels import pack, packed_bytes, unpack
-from moe_lightning.state.row_blocks import local
+from moe_lightning.state.row_blocks import blocks_of, local
 from moe_lightning.state.table import State
 
 Rows = Mapping[str, Tensor]
-"""Key of a piece -> the rows that this rank will hold, on the host."""
+"""Key of a piece -> the part that this rank will hold, on the host."""
 
-Range = tuple[int, int]
-"""(first, last) along the dimension in which a tensor is cut."""
+Shared = Sequence[tuple[str, tuple[slice, ...], tuple[slice, ...]]]
+"""(key, where it lies in one part, where in another) of what two parts have in common."""
 
 
 class RowMoves:
-    """Which rows this rank sends and gets. Where there is a source at all, each of several ranks is at one end of a way
-    to another one, so all of them take part in the exchange or none does.
-
-    Rows are counted along the dimension in which a tensor is cut, whichever that is.
+    """What this rank sends and gets. Where there is a source at all, each of several ranks is at one end of a way to
+    another one, so all of them take part in the exchange or none does.
 
     Args:
         state: of this rank under the former cut.
         ways: how parameters are cut, by name.
         sources: (name of a part, the rank that has it); of a rank -1 nothing comes.
-        cuts: that every rank will have.
+        targets: the part that every rank will have.
         world: the ranks.
         entrusted: parts of other ranks that this one has, by name.
+        with_moments: whether optimizer states travel with their parameters.
     """
 
     def __init__(
@@ -42,83 +40,79 @@ class RowMoves:
         state: State,
         ways: Mapping[str, TensorCut],
         sources: Sequence[tuple[str, int]],
-        cuts: Sequence[RowCut],
+        targets: Sequence[Part],
         world: World,
         entrusted: Mapping[str, Rows] | None = None,
+        *,
+        with_moments: bool = True,
     ) -> None:
-        self._cuts, self._world = cuts, world
-        held = held_rows(state, ways)
-        self._of = {key: ways[key.removeprefix("dense/").rpartition("/")[0]] for key in held}
-        self._own = self._turned(held)
-        self._held = {(state.cut.part, state.cut.parts): self._own}
-        self._held |= {part_of(name): self._turned(rows) for name, rows in (entrusted or {}).items()}
+        self._targets, self._world = targets, world
+        own = held_rows(state, ways, with_moments=with_moments)
+        self._cuts = {key: ways[key.removeprefix("dense/").rpartition("/")[0]] for key in own}
+        self._dtypes = {key: tensor.dtype for key, tensor in own.items()}
+        self._held: dict[Part, Rows] = {state.cut.part: own}
+        self._held |= {Part.named(name): rows for name, rows in (entrusted or {}).items()}
         self._ways = [
-            (part_of(name), source, target, self._common(part_of(name), target))
-            for name, source in sources
-            if source >= 0
+            (part, source, target, self._common(part, targets[target]))
+            for part, source in ((Part.named(name), source) for name, source in sources if source >= 0)
             for target in (range(world.size) if source == world.rank else (world.rank,))
         ]
 
-    def _turned(self, rows: Rows) -> dict[str, Tensor]:
-        return {key: tensor.movedim(self._of[key].dim, 0) for key, tensor in rows.items()}
-
     @torch.no_grad()
     def exchange(self) -> dict[str, Tensor]:
-        """What this rank will hold; collective. Rows that have no source are any."""
+        """What this rank will hold; collective. What has no source is any."""
         parcels = [
             PeerBuffer(source=source, target=target, nbytes=self._nbytes(common))
             for _, source, target, common in self._ways
         ]
         arrived = exchange_parcels(parcels, self._packed, self._world)
-        own = self._cuts[self._world.rank]
-        ranges = {key: way.ranges(own.part, own.parts) for key, way in self._of.items()}
-        rows = {key: self._empty(key, sum(last - first for first, last in ranges[key]), "cpu") for key in self._of}
+        own = self._targets[self._world.rank]
+        rows = {key: torch.empty(cut.shape_of(own), dtype=self._dtypes[key]) for key, cut in self._cuts.items()}
         for at, data in arrived.items():
             *_, common = self._ways[at]
-            targets = [_rows(rows[key], ranges[key], wanted) for key, wanted in common]
-            if targets:
-                unpack(data, targets)
-        return {key: tensor.movedim(0, self._of[key].dim) for key, tensor in rows.items()}
+            if common:
+                unpack(data, [rows[key][there] for key, _, there in common])
+        return rows
 
-    def _common(self, part: tuple[int, int], target: int) -> list[tuple[str, Range]]:
-        """Rows of the whole tensors that a part and what a rank will hold have in common."""
-        found, cut = [], self._cuts[target]
-        for key, way in self._of.items():
-            for (first, last), (low, high) in product(way.ranges(*part), way.ranges(cut.part, cut.parts)):
-                if max(first, low) < min(last, high):
-                    found.append((key, (max(first, low), min(last, high))))
+    def _common(self, source: Part, target: Part) -> Shared:
+        """What a part has of what a rank will hold."""
+        found = []
+        for key, cut in self._cuts.items():
+            if not (cut.sections or source.speaks_to(target)):
+                continue
+            wanted = list(blocks_of(cut, target))
+            for here, block in blocks_of(cut, source):
+                for there, other in wanted:
+                    if (common := block.common(other)) is not None:
+                        found.append((key, _within(here, common[0]), _within(there, common[1])))
         return found
 
     def _packed(self, at: int) -> Tensor:
         part, *_, common = self._ways[at]
         held = self._held.get(part, {})
-        rows = [_rows(held[key], self._of[key].ranges(*part), wanted).contiguous() for key, wanted in common]
+        rows = [held[key][here].contiguous() for key, here, _ in common]
         return pack(rows).cpu() if rows else torch.empty(0, dtype=torch.uint8)
 
-    def _nbytes(self, common: Sequence[tuple[str, Range]]) -> int:
-        return packed_bytes([self._empty(key, last - first, "meta") for key, (first, last) in common])
-
-    def _empty(self, key: str, num_rows: int, device: str) -> Tensor:
-        own = self._own[key]
-        return torch.empty((num_rows, *own.shape[1:]), dtype=own.dtype, device=device)
+    def _nbytes(self, common: Shared) -> int:
+        sizes = ((key, tuple(at.stop - at.start for at in here)) for key, here, _ in common)
+        return packed_bytes([torch.empty(size, dtype=self._dtypes[key], device="meta") for key, size in sizes])
 
 
-def _rows(held: Tensor, ranges: Sequence[Range], wanted: Range) -> Tensor:
-    """Some rows of the whole tensor, which lie in one of the ranges that are held."""
-    at = 0
-    for first, last in ranges:
-        if first <= wanted[0] < last:
-            return held[at + wanted[0] - first : at + wanted[1] - first]
-        at += last - first
-    raise AssertionError("nobody asks for rows that are elsewhere")
+def _within(block: Sequence[slice], common: Sequence[slice]) -> tuple[slice, ...]:
+    """Of the tensor that holds a block, what is common to it and another one."""
+    return tuple(
+        slice(outer.start + inner.start, outer.start + inner.stop) for outer, inner in zip(block, common, strict=True)
+    )
 
 
 @torch.no_grad()
-def held_rows(state: State, names: Collection[str]) -> dict[str, Tensor]:
+def held_rows(state: State, names: Collection[str], *, with_moments: bool = True) -> dict[str, Tensor]:
     """What this rank has of dense parameters that are, or can be, cut."""
     return {
         f"dense/{name}/{scope}": tensor
         for name, parameter in state.dense.items()
         if name in names
-        for scope, tensor in ({"weight": local(parameter.detach())} | state.moments(parameter)).items()
+        for scope, tensor in (
+            {"weight": local(parameter.detach())} | (state.moments(parameter) if with_moments else {})
+        ).items()
     }

@@ -15,7 +15,6 @@ from moe_lightning import seams
 from moe_lightning.comm.sequence_exchange import Sharers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.context import ContextParallel, OtherAttention, attach_context
-from moe_lightning.modules.stream import SampleStream
 from moe_lightning.strategies.worlds import Worlds
 
 _MIXERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.Conv1d)
@@ -27,11 +26,10 @@ class SequenceParts:
 
     Args:
         worlds: whose ranks share samples.
-        stream: told which part keyed randomness is for.
     """
 
-    def __init__(self, worlds: Worlds, stream: SampleStream) -> None:
-        self._worlds, self._stream = worlds, stream
+    def __init__(self, worlds: Worlds) -> None:
+        self._worlds = worlds
         self._context = ContextParallel()
         self._sharers: Sharers | None = None
         self._length: int | None = None  # of this rank's parts of the last batch
@@ -55,8 +53,6 @@ class SequenceParts:
 
     def enter_world(self) -> None:
         """Take this rank's part in the present world."""
-        mesh = self._worlds.mesh
-        self._stream.part, self._stream.parts = mesh.shape.index(mesh.whole.rank, "cp"), mesh.shape.cp
         self._sharers = Sharers.of(self._worlds.present)
         self._batches, self._length = 0, None
         self._watched: set[bool] = set()
@@ -121,7 +117,7 @@ class SequenceParts:
                 f"to a multiple of {self.parts}, with targets of -100 where they are padded"
             )
         self._length = length // self.parts
-        part = slice(self._stream.part * self._length, (self._stream.part + 1) * self._length)
+        part = slice(self._sharers.rank * self._length, (self._sharers.rank + 1) * self._length)
         return seams.tree_map(lambda leaf: leaf[:, part] if isinstance(leaf, Tensor) and leaf.ndim > 1 else leaf, batch)
 
     def require_targets(self, batch: Any) -> None:

@@ -1,15 +1,14 @@
 """The parts of a module that the stages of a pipeline on this rank hold.
 
 A model is cut at its blocks, the elements of a ModuleList. What it has before them belongs to the first stage, what it
-has after them to the last one. Every rank runs the user's step, so nothing has to be known of how a model calls its
-blocks or what else it hands them: blocks of other stages hand hidden states on, the first of a stage takes what has
-arrived instead, and after the last of one the step is left. Keys do not change; parameters of other stages outside
-blocks are zeros without memory.
+has after them to the last one. Every rank runs the user's step, whatever it hands to its blocks: those of other stages
+hand hidden states on, the first of a stage takes what has arrived, and before the first of the next one the step
+is left. Keys do not change; parameters of other stages outside blocks are zeros without memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +22,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.absent_block import AbsentBlock
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.strategies.stage_blocks import blocks_of
 
 
 class Left(BaseException):
@@ -44,6 +44,7 @@ class StageCut:
         module: as given.
         kept: dense values of other stages, by part and name, for `hand_back`.
         bounds: where the blocks of each stage begin, and their end.
+        entering: what is done with hidden states before a block, by its number, in whatever stage that is.
 
     Raises:
         ConfigurationError: no blocks are found, fewer than stages, or parameters are in several stages.
@@ -52,7 +53,7 @@ class StageCut:
     def __init__(self, module: nn.Module, stages: Sequence[int], num_stages: int) -> None:
         self.stages, self.num_stages = tuple(stages), num_stages
         self.module = module
-        self._list = _blocks_of(module, num_stages)
+        self._list = blocks_of(module, num_stages)
         self._blocks = list(self._list)
         self.bounds = cut(len(self._blocks), num_stages)
         self._stage_of = self._owners()
@@ -61,6 +62,7 @@ class StageCut:
         self._placeholders: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.flow = _Flow(self)
         self.kept: dict[tuple[nn.Module, str], Tensor] = {}
+        self.entering: dict[int, Callable[[Tensor], Tensor]] = {}
         self._is_applied, self._device = False, torch.device("cpu")
 
     # ------------------------------------------------------------------ who holds what
@@ -115,11 +117,13 @@ class StageCut:
 
     @torch.no_grad()
     def apply(self, device: torch.device) -> None:
-        """Cut; values that other stages hold are dropped."""
+        """Cut; values that other stages hold are dropped. A rank that holds all stages runs whole steps."""
         if self._is_applied:
             return
-        self._device = device
-        self._drop_values()
+        self._device, self._is_applied = device, True
+        self._drop_values({})
+        if self.is_whole:
+            return
         for index, block in enumerate(self._blocks):
             is_own = self.stage_of_block(index) in self.stages
             here = block if is_own else self._absent[index]
@@ -132,7 +136,35 @@ class StageCut:
                     zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
                     part.__dict__[name] = zeros
                     self._placeholders.append((part, name, parameter))
-        self._is_applied = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all stages."""
+        return len(self.stages) == self.num_stages
+
+    @torch.no_grad()
+    def hold(self, stages: Collection[int]) -> dict[nn.Parameter, nn.Parameter]:
+        """Have other stages from now on. Parameters that come have memory and no values yet, experts no rows; values of
+        those that go are dropped.
+
+        Returns:
+            Parameters that took the place of others.
+        """
+        coming = set(stages) - set(self.stages)
+        others: dict[nn.Parameter, nn.Parameter] = {}
+        with self.whole():
+            self.stages = tuple(sorted(stages))
+            for part in (part for part, stage in self._stage_of.items() if stage in coming):
+                for name, parameter in list(part.named_parameters(recurse=False)):
+                    shape = (0, *parameter.shape[1:]) if isinstance(part, Experts) else parameter.shape
+                    values = torch.zeros(shape, dtype=parameter.dtype, device=self._device)
+                    _put(part, name, values, others)
+                for name, buffer in list(part.named_buffers(recurse=False)):
+                    part._buffers[name] = buffer.to(self._device)
+            for index in (index for stage in coming for index in self.chunk(stage)):
+                self._blocks[index].train(self.module.training)  # it missed what the others were told
+            self._drop_values(others)
+        return others
 
     def undo(self) -> None:
         """All parts are there again; those of other stages have no values."""
@@ -144,9 +176,8 @@ class StageCut:
         self._placeholders = []
         for index, block in enumerate(self._blocks):
             for gated in (block, self._absent[index]):
-                gate = gated.__dict__.pop("forward", None)
-                if gate is not None and gate.replaced is not None:
-                    gated.__dict__["forward"] = gate.replaced
+                if isinstance(gate := gated.__dict__.get("forward"), _Gate):
+                    gate.undo(gated)
             self._list[index] = block
         self._is_applied = False
 
@@ -164,18 +195,12 @@ class StageCut:
         """
         self.undo()
         others: dict[nn.Parameter, nn.Parameter] = {}
-
-        def put(part: nn.Module, name: str, values: Tensor) -> None:
-            before = part.get_parameter(name)
-            others[before] = nn.Parameter(values, requires_grad=before.requires_grad)
-            setattr(part, name, others[before])
-
         for part, stage in self._stage_of.items():
             if isinstance(part, Experts) and stage not in self.stages:
                 for name, parameter in part.stacked_parameters().items():  # of no expert, which others fill or miss
-                    put(part, name, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype))
+                    _put(part, name, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype), others)
         for (part, name), values in self.kept.items():
-            put(part, name, values)
+            _put(part, name, values, others)
         self.kept = {}
         return others
 
@@ -196,15 +221,17 @@ class StageCut:
         for part, name, parameter in self._placeholders:
             if parameter.is_floating_point():
                 part.__dict__[name] = part.__dict__[name][(0,) * parameter.ndim].to(dtype).expand(parameter.shape)
+        for part, stage in self._stage_of.items():
+            for own in part.parameters(recurse=False) if stage not in self.stages else ():
+                own.data = own.data.to(dtype) if own.is_floating_point() else own.data  # should it come here one day
 
-    def _drop_values(self) -> None:
+    def _drop_values(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         for part, stage in self._stage_of.items():
             if stage not in self.stages and isinstance(part, Experts):
                 part.slot_experts = ()
             for name, parameter in list(part.named_parameters(recurse=False)):
                 if stage not in self.stages and not parameter.is_meta:
-                    empty = torch.empty_like(parameter, device="meta")
-                    setattr(part, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+                    _put(part, name, torch.empty_like(parameter, device="meta"), others)
                 elif stage in self.stages and parameter.is_meta and not isinstance(part, Experts):
                     raise ConfigurationError(
                         "this module holds the parts of other stages of a pipeline only, as another training has left "
@@ -218,6 +245,10 @@ class StageCut:
             id(part.__dict__[name]): (f"{names[part]}.{name}", self._stage_of[part])
             for part, name, _ in self._placeholders
         }
+
+    def number_of(self, part: nn.Module) -> int | None:
+        """Which block a part is; None: it is none."""
+        return next((index for index, block in enumerate(self._blocks) if block is part), None)
 
     def chunk(self, stage: int) -> range:
         """The blocks of a stage."""
@@ -233,15 +264,32 @@ class StageCut:
         return self._absent[self.bounds[stage] - 1]
 
 
+def _put(part: nn.Module, name: str, values: Tensor, others: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Another parameter in the place of one, the same in all places of that."""
+    before = part.get_parameter(name)
+    others.setdefault(before, nn.Parameter(values, requires_grad=before.requires_grad))
+    setattr(part, name, others[before])
+
+
 class _Gate:
     """In the place of a block's forward method."""
 
     def __init__(self, flow: _Flow, index: int, block: nn.Module) -> None:
         self._flow, self._index, self._own = flow, index, block.forward
-        self.replaced = block.__dict__.get("forward")
+        self._replaced = block.__dict__.get("forward")
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._flow.through_block(self._index, self._own, arguments, named)
+
+    def undo(self, block: nn.Module) -> None:
+        del block.__dict__["forward"]
+        if self._replaced is not None:
+            block.__dict__["forward"] = self._replaced
+
+
+def is_gated(part: nn.Module) -> bool:
+    """Whether it is a block of a model that is cut in stages: calls of it may be answered without its own code."""
+    return isinstance(part.__dict__.get("forward"), _Gate)
 
 
 class _Flow:
@@ -294,6 +342,8 @@ class _Flow:
             raise ConfigurationError(
                 "mesh.pp needs blocks whose first argument is the hidden states, given by position: drop mesh.pp"
             )
+        if index in self._stages.entering:
+            hidden = self._stages.entering[index](hidden)
         if self._is_probe:
             raise Left(hidden)
         if self._stage is None:
@@ -301,7 +351,9 @@ class _Flow:
                 "a block was called outside of the forward pass of a step (activation checkpointing, or a call between "
                 "steps), where mesh.pp has no hidden states for it: drop that, or mesh.pp"
             )
-        chunk, is_last = self._stages.chunk(self._stage), self._stage == self._stages.num_stages - 1
+        chunk = self._stages.chunk(self._stage)
+        if index == chunk.stop:
+            raise Left(hidden)
         if index not in chunk:
             return hidden
         if index != self._next:
@@ -319,8 +371,6 @@ class _Flow:
                 "mesh.pp needs blocks that return hidden states of the shape and dtype that they get, and nothing "
                 f"else, but block {index} returns {_shown(out)} for {_shown(hidden)}: drop mesh.pp"
             )
-        if index == chunk[-1] and not is_last:
-            raise Left(out)
         return out
 
 
@@ -348,26 +398,3 @@ class _Watch(TorchFunctionMode):
 
 def _shown(value: object) -> str:
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _blocks_of(module: nn.Module, num_stages: int) -> nn.ModuleList:
-    """The longest of the outermost ModuleLists."""
-    found = [
-        (len(part), name, part)
-        for name, part in module.named_modules()
-        if isinstance(part, nn.ModuleList) and not any(type(e).forward is nn.Module.forward for e in part)
-    ]
-    outer = [(n, name, part) for n, name, part in found if not any(name.startswith(f"{o}.") for _, o, _ in found)]
-    if not outer:
-        raise ConfigurationError(
-            f"{type(module).__name__} has no ModuleList of blocks at which mesh.pp could cut it: keep the blocks of "
-            "the model in one, or drop mesh.pp"
-        )
-    number, name, chosen = max(outer, key=lambda entry: entry[0])
-    if len(set(chosen)) < number:
-        raise ConfigurationError(f"some blocks of {name} are the same module, which mesh.pp cannot cut: drop mesh.pp")
-    if number < num_stages:
-        raise ConfigurationError(
-            f"{num_stages} stages of mesh.pp are more than the {number} blocks of {name}: use at most {number}"
-        )
-    return chosen

@@ -4,15 +4,16 @@ without a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
-import numpy as np
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_lightning.algorithms.mesh_shape import stage_ranks
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.comm.collect import all_gather_json
@@ -20,8 +21,17 @@ from moe_lightning.comm.mesh import Mesh
 from moe_lightning.comm.world import World, all_reduce_, broadcast_
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.row_blocks import cuts_of, whole_shape
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stage_cut import StageCut
+from moe_lightning.strategies.worlds import Worlds
+
+T = TypeVar("T")
+
+
+def stages_of(trainer: pl.Trainer) -> StageState | None:
+    """Of a run; None without a pipeline."""
+    return getattr(getattr(trainer.strategy, "state", None), "stages", None)
 
 
 class StageState:
@@ -29,13 +39,21 @@ class StageState:
 
     Args:
         cut: which parts they are.
-        mesh: who has which stage.
+        worlds: the ranks.
+
+    Attributes:
+        held: stages whose dense values are here; others of the cut may wait for theirs.
+        placements: of all layers, each among the ranks of its stage.
+        ranks: of the whole that hold each stage.
     """
 
-    def __init__(self, cut: StageCut, mesh: Mesh) -> None:
-        self.cut, self._mesh = cut, mesh
+    def __init__(self, cut: StageCut, worlds: Worlds) -> None:
+        self.cut, self._worlds, self.held = cut, worlds, cut.stages
         self._layers = cut.layers()
-        self._placements: list[Placement] = []
+        self.placements: list[Placement] = []
+        size, axes = worlds.present.size, worlds.axes
+        everyone = range(size) if worlds.is_passing(size) else None
+        self.ranks: list[Sequence[int]] = [everyone or stage_ranks(s, size, axes) for s in range(cut.num_stages)]
         with cut.whole():
             self._names = list(cut.module.state_dict(keep_vars=True))
             self._stage_of = {
@@ -45,52 +63,70 @@ class StageState:
             }
             self._shared = {name for name, _ in cut.module.named_buffers() if cut.shares_buffer(name)}
 
-    def _ranks_of(self, stage: int) -> tuple[int, ...]:
-        size = self._mesh.world.size
-        first = stage % self._mesh.shape.pp * size
-        return tuple(range(first, first + size))
+    @property
+    def _mesh(self) -> Mesh:
+        return self._worlds.mesh
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of the parameters and buffers of all stages."""
+        return self._stage_of
+
+    def parts(self) -> list[str]:
+        """Names of the stages, for inventories."""
+        return [f"dense stage {stage} of {self.cut.num_stages}" for stage in range(self.cut.num_stages)]
+
+    def belongs(self, name: str, stage: int) -> bool:
+        """Whether a stage has a parameter or buffer; buffers outside of blocks are in all."""
+        return name in self._shared or self._stage_of[name] == stage
 
     def holders(self, name: str) -> tuple[int, ...]:
         """The ranks of the whole that hold a parameter or buffer. All have a buffer outside of blocks, and the last
         stage, which runs whole steps, has the right one.
         """
-        return self._ranks_of(self.cut.num_stages - 1 if name in self._shared else self._stage_of.get(name, 0))
+        return tuple(self.ranks[self.cut.num_stages - 1 if name in self._shared else self._stage_of.get(name, 0)])
 
     # ------------------------------------------------------------------ experts
 
     def take_placements(self, placements: Sequence[Placement]) -> list[Placement]:
         """Of the layers that are here, out of those of all layers."""
-        self._placements = list(placements)
-        return [p for p, (_, stage) in zip(placements, self._layers, strict=True) if stage in self.cut.stages]
+        self.placements = list(placements)
+        return self.own(placements)
+
+    def own(self, of_layers: Sequence[T]) -> list[T]:
+        """What is of the layers that are here, out of what is of all."""
+        return [one for one, (_, stage) in zip(of_layers, self._layers, strict=True) if stage in self.cut.stages]
 
     def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
         """Of all layers, over all ranks; nothing lies here of those of other stages."""
-        own = iter(experts.stacks)
+        own = dict(zip(experts.layers, experts.stacks, strict=True))
         found = []
-        for (layer, stage), first in zip(self._layers, self._placements, strict=True):
-            stack = next(own) if stage in self.cut.stages else None
+        for (layer, stage), first in zip(self._layers, self.placements, strict=True):
+            stack = own.get(layer)
             here = first if stack is None else stack.placement
-            ranks = self._ranks_of(stage)
-            replicas = np.zeros((here.num_experts, self._mesh.whole.size), dtype=np.int64)
-            replicas[:, ranks[0] : ranks[-1] + 1] = here.replicas
             found.append(
                 ExpertStack(
                     parameters=layer.experts.stacked_parameters() if stack is None else stack.parameters,
                     slot_experts=() if stack is None else stack.slot_experts,
-                    placement=Placement(replicas=replicas),
+                    placement=here.over(self.ranks[stage], self._mesh.whole.size),
                     rank=self._mesh.whole.rank,
+                    base=layer.experts.base_names,
                 )
             )
         return found
 
     def counts_of_all(self, own_LE: Tensor | None) -> Tensor | None:
-        """A number for each expert, int64 [L, E], from those of the layers here; None where all are 0. Collective."""
+        """A number for each expert, or anything else of each layer, int64 [L, ...], from those of the layers here; None
+        where all are 0. Collective.
+
+        Args:
+            own_LE: of the layers here; None on all ranks of a stage: zeros [L, E].
+        """
         experts = max((layer.num_experts for layer, _ in self._layers), default=0)
-        device = self._mesh.whole.device
-        all_LE = torch.zeros(len(self._layers), experts, dtype=torch.int64, device=device)
+        device, shape = self._mesh.whole.device, (experts,) if own_LE is None else own_LE.shape[1:]
+        all_LE = torch.zeros(len(self._layers), *shape, dtype=torch.int64, device=device)
         if own_LE is not None:
-            here = [index for index, (_, stage) in enumerate(self._layers) if stage in self.cut.stages]
-            all_LE[here] = own_LE.to(device)
+            all_LE[self.numbers] = own_LE.to(device)
         all_reduce_(all_LE, self._mesh.pipe)
         return all_LE if bool(all_LE.any()) else None
 
@@ -100,9 +136,27 @@ class StageState:
         return [layer for layer, _ in self._layers]
 
     @property
+    def numbers(self) -> list[int]:
+        """Which of the MoE layers of the whole are here."""
+        return [index for index, (_, stage) in enumerate(self._layers) if stage in self.cut.stages]
+
+    @property
+    def num_ranks(self) -> int:
+        """Of a stage."""
+        return self._mesh.world.size
+
+    @property
     def whole(self) -> World:
         """The ranks of all stages."""
         return self._mesh.whole
+
+    def ranks_of_layers(self, ranks: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """That hold each layer.
+
+        Args:
+            ranks: that hold each stage.
+        """
+        return [ranks[stage] for _, stage in self._layers]
 
     # ------------------------------------------------------------------ after training
 
@@ -111,7 +165,8 @@ class StageState:
         """Keep the dense values of all stages on every rank, where they take no more than this on any; collective."""
         with self.cut.whole():
             entries = list(self.cut.dense())
-        if sum(p.numel() * p.element_size() for *_, p, _ in entries) > min(all_gather_json(most_bytes, self.whole)):
+        size = sum(whole_shape(p).numel() * p.element_size() for *_, p, _ in entries)
+        if size > min(all_gather_json(most_bytes, self.whole)):
             rank_zero_warn(
                 "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank "
                 "has those of its stages only, so go on from a checkpoint"
@@ -119,7 +174,7 @@ class StageState:
             return
         for part, name, parameter, stage in entries:
             values = torch.empty_like(parameter, device=self.whole.device) if parameter.is_meta else parameter.detach()
-            broadcast_(values, self._ranks_of(stage)[0], self.whole)
+            broadcast_(values, self.ranks[stage][0], self.whole)
             if parameter.is_meta:
                 self.cut.kept[part, name] = values.cpu()
 
@@ -148,10 +203,12 @@ class StageState:
         with self.cut.whole():
             named = self.cut.module.named_parameters(remove_duplicate=False)
             experts = {name: owners[parameter] for name, parameter in named if parameter in owners}
+            cuts = cuts_of(self.cut.module)
         own = {name: v for name, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
         rank = self._mesh.whole.rank
-        spoken = {name: v for name, v in own.items() if name not in experts and self.holders(name)[0] == rank}
-        whole = full_model_state(own, experts, self._mesh.whole, spoken=spoken)
+        whole_here = own.keys() - experts.keys() - cuts.keys()
+        spoken = {name: own[name] for name in whole_here if self.holders(name)[0] == rank}
+        whole = full_model_state(own, experts, self._mesh.whole, cuts=cuts, spoken=spoken)
         return {name: whole[name] for name in self._names} if whole else {}
 
     def own_part(self, full: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning import seams
+from moe_lightning.algorithms.mesh_shape import Axis
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.stream import SampleStream
@@ -50,7 +51,7 @@ class Steps:
         self._weights = StepWeights()
         self.is_blocked = False
         self.stream = SampleStream()
-        self.sequences = SequenceParts(worlds, self.stream)
+        self.sequences = SequenceParts(worlds)
         self.batch: StepSlice | None = None
         self.is_stand_in = False
         self.last_gradient_norm: Tensor | None = None
@@ -60,6 +61,14 @@ class Steps:
         self.is_blocked, self.batch, self._compared_step = False, None, -1
         self.sequences.leave_world()
 
+    def draw_noise(self) -> None:
+        """Keyed noise is that of this rank's positions in the present world: its part of each sequence, and where
+        layers are cut, its share of that.
+        """
+        mesh = self._worlds.mesh
+        axes: set[Axis] = {"cp", "tp"} if self._state.parts.layers_are_cut else {"cp"}
+        self.stream.part, self.stream.parts = mesh.shape.place(mesh.whole.rank, axes)
+
     # ------------------------------------------------------------------ batches
 
     @contextmanager
@@ -67,7 +76,7 @@ class Steps:
         """Around the forward pass of a micro-batch with these arguments."""
         trainer, module = self._state.trainer, self._state.module
         self._compare_replicas(trainer.global_step)
-        self._state.rows.take_buffers(self._worlds.present)
+        self._state.parts.take_buffers(self._worlds.mesh.world)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
         seams.forget_restart(trainer)
@@ -97,7 +106,7 @@ class Steps:
                 return nothing_of(self.sequences.whole(step(*args, **kwargs)))
         finally:
             self._leave()
-            self._state.rows.rest()
+            self._state.parts.rest()
 
     def enter_piece(self, piece: StepSlice, *, is_training: bool) -> None:
         """Enter a micro-batch of the running batch."""
@@ -211,13 +220,12 @@ class Steps:
         if experts.visits is not None:
             experts.visits.is_last_backward = not self.is_blocked
         yield
-        self._state.rows.drop_frozen()
+        self._state.parts.drop_frozen()
         if module.automatic_optimization:
             self._leave()
         if not self.is_blocked:
             experts.sum_replica_gradients()
-            self._state.rows.sum_scalars(self._worlds.present)
-            self._state.parts.sum_gradients(self._worlds.present)
+            self._state.parts.sum_rest(self._worlds.mesh.world)
             if module.automatic_optimization:
                 self._weights.finish(module)
         _add_gradients(earlier)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -27,13 +27,14 @@ from moe_lightning.comm.collect import broadcast_object
 from moe_lightning.comm.decision_check import check_versions
 from moe_lightning.comm.dense_sum import sum_over_ranks
 from moe_lightning.comm.object_collectives import carry_objects_without_pickle
-from moe_lightning.comm.world import World, all_reduce_, join_local_world
+from moe_lightning.comm.world import World, all_reduce_, broadcast_, join_local_world
 from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.elastic.settings import ElasticTask, membership_from_environment
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.gradient_norm import explained_norm
 from moe_lightning.strategies.local_launch import PrivateLauncher, elastic_devices, meeting_of
 from moe_lightning.strategies.sealed_files import sealed
 from moe_lightning.strategies.world_faults import explained
@@ -76,6 +77,7 @@ class WorldDDPStrategy(DDPStrategy):
         self.may_change: Callable[[object], bool] = lambda file: True
         self._own_launcher: PrivateLauncher | None = None
         self._has_met = False
+        self._kept_from_ddp: Collection[str] = ()
 
     @property
     def world(self) -> World:
@@ -134,6 +136,7 @@ class WorldDDPStrategy(DDPStrategy):
         return self._own_launcher
 
     def _explained(self, error: Exception) -> Exception:
+        error = explained_norm(error)
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(
                 "dense=fsdp and hsdp gather the weights of an element of a ModuleList while it is called: call it, not "
@@ -283,6 +286,11 @@ class WorldDDPStrategy(DDPStrategy):
         self.model_to_device()
         self.setup_precision_plugin()
 
+    def keep_from_ddp(self, module: nn.Module, names: Collection[str]) -> None:
+        """Parameters and buffers of the module that are neither broadcast nor summed here."""
+        self._kept_from_ddp = names
+        seams.keep_from_ddp(module, names)
+
     @override
     def configure_ddp(self) -> None:
         """Sum dense gradients over the present world; a world of one is left as it is."""
@@ -290,6 +298,12 @@ class WorldDDPStrategy(DDPStrategy):
             return
         devices = self.determine_ddp_device_ids()
         assert self.model is not None
+        ignored = self._kept_from_ddp
+        if not any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                if name not in ignored:
+                    broadcast_(tensor.data, 0, self.world)
+            return  # DDP refuses a model of which it would sum nothing
         # On a stream of its own as in stock Lightning: https://pytorch.org/docs/stable/notes/cuda.html#id5
         with nullcontext() if devices is None else torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             ddp = DistributedDataParallel(self.model, devices, process_group=self.world.dense, **self._options)

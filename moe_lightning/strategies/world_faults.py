@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -42,7 +43,9 @@ def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
         return False
     if known_reason is not None:
         return True
-    return isinstance(error, dist.DistError | ConnectionError | TimeoutError) or _speaks_of_the_network(error)
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return any(isinstance(cause, dist.DistError) or _speaks_of_the_network(cause) for cause in _causes(error))
 
 
 def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
@@ -51,13 +54,24 @@ def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
         return str(fault)
     if known_reason is not None:
         return known_reason
-    if _speaks_of_the_network(fault):
+    if any(_speaks_of_the_network(cause) for cause in _causes(fault)):
         return "the connection to another rank broke"
     return f"{type(fault).__name__}: {fault}"
 
 
 def _speaks_of_the_network(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError | ValueError) and bool(_NETWORK_FAULT.search(str(error)))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and what it came of: a pipeline wraps what a stage raises."""
+    found, seen = [error], set()
+    while found:
+        error = found.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            found += [error.__context__, error.__cause__]
+            yield error
 
 
 def explained(error: Exception, engine: Membership) -> Exception:
@@ -79,7 +93,5 @@ def explained(error: Exception, engine: Membership) -> Exception:
 
 def scrub(error: BaseException | None) -> None:
     """Let go of the frames that an exception holds: they refer to groups whose connections would stay open."""
-    while error is not None:
-        context = error.__context__
-        error.__traceback__ = error.__context__ = error.__cause__ = None
-        error = context
+    for cause in list(_causes(error)):
+        cause.__traceback__ = cause.__context__ = cause.__cause__ = None

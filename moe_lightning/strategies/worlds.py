@@ -9,7 +9,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch.utilities import rank_zero_only
 
 from moe_lightning.algorithms.dense_shards import Groups
-from moe_lightning.algorithms.mesh_shape import Layout, MeshShape
+from moe_lightning.algorithms.mesh_shape import STAGE, Layout, MeshShape
 from moe_lightning.comm.mesh import Mesh
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Members
@@ -32,7 +32,7 @@ class Worlds:
         listeners: told, in this order, when experts move and when another world begins.
         members: of the present world; None where worlds do not change.
         ranks_per_node: where worlds do not change.
-        shards_of: from the node of each rank of a world to the groups that share one copy of the dense parameters.
+        shards_of: from the node of each rank of a stage to the groups that share one copy of the dense parameters.
         axes: ranks along the axes beside dp, in every world.
         is_elastic: worlds may be of any size.
         node: name of this rank's failure domain in an elastic run, where several may share a machine; else empty.
@@ -90,7 +90,11 @@ class Worlds:
             ConfigurationError: the axes do not divide the ranks, or a user's `shard_size` does not fit them.
         """
         shape = self.shape_of(len(nodes))
-        return Layout(shape=shape, shards=() if self.is_passing(len(nodes)) else self.shards_of(nodes))
+        if self.is_passing(len(nodes)):
+            return Layout(shape=shape)
+        stages = shape.groups(STAGE)
+        shards = [(ranks, group) for ranks in stages for group in self.shards_of([nodes[rank] for rank in ranks])]
+        return Layout(shape=shape, shards=tuple(tuple(ranks[index] for index in group) for ranks, group in shards))
 
     def shape_of(self, num_ranks: int) -> MeshShape:
         """Of a world.

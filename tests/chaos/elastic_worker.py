@@ -54,6 +54,7 @@ class Kill:
         place: one of PLACES.
         signal: what it gets.
         visit: which time the process comes there.
+        rank: in the place of `worker`, whoever has this rank in the first world.
     """
 
     worker: int
@@ -61,6 +62,7 @@ class Kill:
     place: str
     signal: int = signal.SIGKILL
     visit: int = 1
+    rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class Killer(pl.Callback):
     """Ends its own process where it is told to."""
 
     def __init__(self, kills: Sequence[Kill], folder: Path, worker: int) -> None:
-        self._kills = [kill for kill in kills if kill.worker == worker]
+        self._kills = [kill for kill in kills if kill.worker == worker or kill.rank is not None]
         assert all(kill.place in PLACES for kill in kills)
         self._folder = folder
         self._step = -1
@@ -112,7 +114,8 @@ class Killer(pl.Callback):
     def at(self, place: str, step: int) -> None:
         self._visits[place, step] += 1
         for index, kill in enumerate(self._kills):
-            mark = self._folder / f"kill-{kill.worker}-{kill.step}-{kill.place}-{index}"
+            who = kill.worker if kill.rank is None else f"rank-{kill.rank}"
+            mark = self._folder / f"kill-{who}-{kill.step}-{kill.place}-{index}"
             is_due = (kill.place, kill.step, kill.visit) == (place, step, self._visits[place, step])
             if is_due and not mark.exists():
                 mark.write_text(str(time.time()))
@@ -120,6 +123,8 @@ class Killer(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         elastic = _elastic(trainer)
+        rank = trainer.global_rank if elastic is not None and not elastic.is_newcomer else None
+        self._kills = [kill for kill in self._kills if kill.rank in (None, rank)]
         if elastic is None or not self._kills:
             return
         version = lambda: elastic.version  # noqa: E731
@@ -255,7 +260,8 @@ def state_digests(strategy: ExpertParallelStrategy) -> dict[str, str]:
         stack = strategy.experts.stack_of.get(parameter)
         for tensor in tensors:
             if stack is None:
-                unit = strategy.world.row_cut.names()[strategy.world.row_cut.part] if is_cut(parameter) else "dense"
+                unit = "dense" if strategy.state.stages is None else f"dense {name}"
+                unit = strategy.world.row_cut.part.name if is_cut(parameter) else unit
                 hashes[unit].update(tensor.contiguous().numpy().tobytes())
                 continue
             for slot, expert in stack.held():
@@ -303,6 +309,7 @@ def train_elastically(
     strategy: dict[str, Any] | None = None,
     recovery: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
     saving: dict[str, Any] | None = None,
     callbacks: Callable[[Path], list[Any]] | None = None,
     global_batch: int = 12,
@@ -333,7 +340,7 @@ def train_elastically(
         **{"enable_checkpointing": saving is not None, **(trainer_options or {})},
     )
     kind = PlateauModule if plateau else GPTModule
-    module = kind({**TINY, **(model or {})}, optimizer=OptimizerConfig(lr=3e-3))
+    module = kind({**TINY, **(model or {})}, optimizer=OptimizerConfig(**{"lr": 3e-3} | (optimizer or {})))
     held_out = DataLoader(RandomTokens(30), batch_size=10) if validate else None
     trainer.fit(module, DataLoader(RandomTokens(), batch_size=global_batch, shuffle=True), held_out)
     reports = [vars(report) for report in fault_recovery.reports]

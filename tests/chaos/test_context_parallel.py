@@ -12,6 +12,7 @@ import pytest
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, finish, reference
 from tests.chaos.test_min_ranks import wait_for_recovery
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 STEPS = 10
 IN_PARTS: dict[str, Any] = {"strategy": {"mesh": {"cp": 2}, "copies": 2}, "validate": True}
@@ -22,7 +23,7 @@ IN_PARTS: dict[str, Any] = {"strategy": {"mesh": {"cp": 2}, "copies": 2}, "valid
     [
         ("sequence exchange", "ddp"),
         ("backward", "hsdp"),
-        ("prepare", "ddp"),
+        slow("prepare", "ddp"),
         ("update", "hsdp"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.elastic_runs import Hold, Kill, elastic_run, finish
+from tests.parameters import slow
 
 STEPS = 10
 EVERY_STEP = {"every_n_steps": 1}
@@ -23,7 +24,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
         return run.losses()
 
 
-@pytest.mark.parametrize("place", ["forward", "exchange", "backward", "prepare", "update", "committed", "batch_end"])
+@pytest.mark.parametrize(
+    "place", ["exchange", "update", *map(slow, ["forward", "backward", "prepare", "committed", "batch_end"])]
+)
 def test_another_copy_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[int, float], place: str) -> None:
     """Four ranks in two copies go on as three in one."""
     kills = [Kill(worker=1, step=5, place=place)]
@@ -36,7 +39,7 @@ def test_another_copy_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[int
         assert {"dense rows 1 of 2", "dense rows 2 of 3"} <= run.units()
 
 
-@pytest.mark.parametrize("strategy", [IN_PAIRS, {"dense": "hsdp"}])
+@pytest.mark.parametrize("strategy", [IN_PAIRS, slow({"dense": "hsdp"})])
 def test_ranks_leave_and_come_back(tmp_path: Path, undisturbed: dict[int, float], strategy: dict[str, Any]) -> None:
     """From two copies of two parts to one copy of three, or three whole copies, and back."""
     options: dict[str, Any] = {
@@ -51,7 +54,7 @@ def test_ranks_leave_and_come_back(tmp_path: Path, undisturbed: dict[int, float]
         assert all(report["steps_lost"] == 0 for report in run.reports())
 
 
-@pytest.mark.parametrize("place", ["backward", "batch_end", "movement"])
+@pytest.mark.parametrize("place", [slow("backward"), slow("batch_end"), "movement"])
 def test_snapshots_replace_the_only_copy(tmp_path: Path, undisturbed: dict[int, float], place: str) -> None:
     kills = [Kill(worker=1, step=5, place="backward" if place == "movement" else place)]
     if place == "movement":

@@ -4,11 +4,16 @@ same process and with the same losses.
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, finish, reference
+from tests.chaos.test_min_ranks import wait_for_recovery
+from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 STEPS = 10
 TP2 = {"mesh": {"tp": 2}}
@@ -21,7 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
         return run.losses()
 
 
-@pytest.mark.parametrize("place", ["forward", "exchange", "backward", "prepare", "update", "committed"])
+@pytest.mark.parametrize("place", ["exchange", "update", *map(slow, ["forward", "backward", "prepare", "committed"])])
 def test_another_slice_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[int, float], place: str) -> None:
     """Four ranks in two slices go on as two in one; the third waits."""
     kills = [Kill(worker=1, step=5, place=place)]
@@ -31,7 +36,7 @@ def test_another_slice_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[in
         assert set(run.world_sizes().values()) == {4, 2}
         assert all(report["steps_lost"] == 0 for report in run.reports())
         assert run.assert_replicas_equal() > 0
-        assert {"dense rows 0 of 2", "dense rows 1 of 2"} <= run.units()
+        assert {"dense rows 0 of 1 in part 0 of 2", "dense rows 0 of 1 in part 1 of 2"} <= run.units()
 
 
 def test_ranks_leave_and_come_back(tmp_path: Path, undisturbed: dict[int, float]) -> None:
@@ -54,6 +59,22 @@ def test_snapshots_replace_the_only_copy(tmp_path: Path, undisturbed: dict[int, 
         run.supervise(restart=[1])
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
         assert set(run.world_sizes().values()) == {2}
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_one_that_waits(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    """Its peers in a layer go on within the silence timeout; continued, it makes a multiple with the third."""
+    kills = [Kill(worker=1, step=4, place="exchange", signal=signal.SIGSTOP)]
+    holds = [Hold(step=7, ranks=4)]
+    with elastic_run(tmp_path, workers=4, steps=STEPS, strategy=TP2, kills=kills, holds=holds) as run:
+        wait_for_recovery(run, 0, ranks=2)
+        deadline = time.monotonic() + PATIENCE_S
+        while max(run.losses()) < 7 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        run.signal(1, signal.SIGCONT)
+        run.supervise()
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        assert [run.world_sizes()[step] for step in (4, 6, STEPS)] == [4, 2, 4]
 
 
 def test_noise_follows_positions_after_a_fault(tmp_path: Path) -> None:

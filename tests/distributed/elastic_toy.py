@@ -86,6 +86,7 @@ def _train(engine: ElasticEngine, pipe: Connection, behaviour: str) -> None:
         try:
             _build(engine, members)
             dist.all_reduce(torch.ones(1))
+            engine.made_progress()
             worlds += 1
             pipe.send({
                 "event": "world", "ids": members.ids, "rank": members.rank, "id": engine.member_id, "reason": reason,

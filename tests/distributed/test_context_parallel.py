@@ -26,6 +26,7 @@ from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_cut_parameters import load, save
 from tests.distributed.test_uneven_ranks import Slices
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
+from tests.parameters import slow
 
 STEPS = 20
 LLAMA = {
@@ -64,12 +65,12 @@ def reference(key: str) -> dict[str, Any]:
     ("key", "ranks", "cp", "strategy"),
     [
         ("gpt2", 2, 2, {}),
-        ("gpt2 uneven", 4, 2, {"copies": 2}),
+        slow("gpt2 uneven", 4, 2, {"copies": 2}),
         ("gpt2 accumulated", 4, 4, {"dense": "fsdp"}),
-        ("llama", 4, 2, {"dense": "fsdp"}),
+        slow("llama", 4, 2, {"dense": "fsdp"}),
         ("llama", 4, 4, {"dense": "hsdp", "copies": 2}),  # two heads of keys for four ranks
         ("llama uneven", 4, 2, {"dense": "zero1"}),
-        ("llama accumulated", 2, 2, {"dense": "hsdp"}),
+        slow("llama accumulated", 2, 2, {"dense": "hsdp"}),
     ],
 )
 def test_the_loss_is_that_of_one_rank(key: str, ranks: int, cp: int, strategy: dict[str, Any]) -> None:
@@ -204,9 +205,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     ("writer", "readers"),
     [
         ("dp2cp2", ["one", "dp2", "cp2"]),
-        ("dp2", ["dp2cp2"]),
-        pytest.param("cp2", ["one", "dp2", "dp2cp2"], marks=pytest.mark.slow),
-        pytest.param("one", ["cp2", "dp2cp2"], marks=pytest.mark.slow),
+        slow("dp2", ["dp2cp2"]),
+        slow("cp2", ["one", "dp2", "dp2cp2"]),
+        slow("one", ["cp2", "dp2cp2"]),
     ],
 )
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -23,11 +24,13 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.row_blocks import is_cut, local
 from moe_lightning.strategies import expert_parallel, fully_sharded
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.row_moves import held_rows
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.training import TINY, RandomTokens, make_trainer, train
+from tests.parameters import slow
 
 STEPS = 12
 CASES: dict[str, dict[str, Any]] = {
@@ -54,16 +57,16 @@ def reference(key: str) -> dict[str, Any]:
     ("key", "ranks", "strategy"),
     [
         ("plain", 2, {"dense": "fsdp"}),
-        ("plain", 4, {"dense": "hsdp", "copies": 2}),
+        slow("plain", 4, {"dense": "hsdp", "copies": 2}),
         ("uneven", 3, {"dense": "fsdp"}),
         ("accumulate", 4, {"dense": "hsdp"}),
-        ("noisy", 2, {"dense": "fsdp", "copies": 2}),
+        slow("noisy", 2, {"dense": "fsdp", "copies": 2}),
         ("tied", 4, {"dense": "hsdp", "shard_size": 2}),
-        ("tied", 3, {"dense": "fsdp"}),
+        slow("tied", 3, {"dense": "fsdp"}),
         ("by value", 2, {"dense": "fsdp"}),
-        pytest.param("uneven", 8, {"dense": "hsdp"}, marks=pytest.mark.slow),
-        pytest.param("accumulate", 3, {"dense": "fsdp"}, marks=pytest.mark.slow),
-        pytest.param("noisy", 4, {"dense": "hsdp"}, marks=pytest.mark.slow),
+        slow("uneven", 8, {"dense": "hsdp"}),
+        slow("accumulate", 3, {"dense": "fsdp"}),
+        slow("noisy", 4, {"dense": "hsdp"}),
     ],
 )
 def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
@@ -232,9 +235,9 @@ def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, targ
     [
         ("fsdp", ["one", "hsdp", "zero1"]),
         ("ddp", ["fsdp"]),
-        pytest.param("one", ["fsdp", "hsdp"], marks=pytest.mark.slow),
-        pytest.param("zero1", ["fsdp", "hsdp"], marks=pytest.mark.slow),
-        pytest.param("hsdp", ["one", "ddp", "zero1", "fsdp"], marks=pytest.mark.slow),
+        slow("one", ["fsdp", "hsdp"]),
+        slow("zero1", ["fsdp", "hsdp"]),
+        slow("hsdp", ["one", "ddp", "zero1", "fsdp"]),
     ],
 )
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
@@ -246,36 +249,81 @@ def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str
 # ---------------------------------------------------------------------- from world to world
 
 
-def change_worlds(rank: int, world_size: int) -> tuple[int, int, int, bool]:
-    """Undo and cut anew many times, as recoveries do; hooks, objects and descriptors that stay."""
-    trainer = make_trainer(rank, world_size, {"dense": "hsdp"}, max_steps=2)
-    module = GPTModule(TINY, OptimizerConfig(lr=3e-3))
-    trainer.fit(module, DataLoader(RandomTokens(), batch_size=12))
-    strategy = trainer.strategy
-    assert isinstance(strategy, ExpertParallelStrategy)
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    rows, world, counts = strategy.state.rows, strategy.world, []
-    rows.begin(world)
-    for turn in range(50):
-        sources = [
-            (name, holders[0]) for name, holders in zip(world.row_cut.names(), world.row_cut.holders, strict=True)
-        ]
-        fetched = rows.fetch(sources, world)
-        rows.leave()
-        rows.install(fetched, world)
-        if turn in (9, 49):
-            gc.collect()
-            counts.append((_hooks(module), len(gc.get_objects()), len(os.listdir("/proc/self/fd"))))
-    rows.gather(world, 1 << 30)
-    same = all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    hooks, objects, descriptors = (late - early for early, late in zip(*counts, strict=True))
-    return hooks, objects, descriptors, same
+class WorldChanges(pl.Callback):
+    """Undoes and cuts anew many times after the second step, as recoveries do.
+
+    Attributes:
+        kept: what stays of the later rounds.
+        changed: keys whose values did not.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, int] = {}
+        self.changed: list[str] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        if trainer.global_step != 2:
+            return
+        state, parts, world, counts = strategy.state, strategy.state.parts, strategy.world, []
+        before = {key: tensor.clone() for key, tensor in held_rows(state.training_state(), parts.ways()).items()}
+        cut = world.row_cut
+        sources = [(name, holders[0]) for name, holders in zip(cut.names(), cut.holders, strict=True)]
+        for turn in range(50):
+            fetched = parts.fetch(sources, world)
+            strategy.leave()
+            parts.install(fetched, world)
+            state.begin_world()
+            strategy.steps.sequences.enter_world()
+            strategy.configure_ddp()
+            del fetched
+            if turn in (9, 49):
+                counts.append(_held(pl_module))
+        after = held_rows(state.training_state(), parts.ways())
+        assert after.keys() == before.keys()
+        self.kept = {kind: late - counts[0][kind] for kind, late in counts[1].items()}
+        self.changed = [key for key, tensor in after.items() if not torch.equal(tensor, before[key])]
 
 
-def test_fifty_worlds_leave_nothing_behind() -> None:
-    for hooks, objects, descriptors, same in run_ranks(4, change_worlds):
-        assert (hooks, descriptors, same) == (0, 0, True)
-        assert objects < 200
+def change_worlds(rank: int, world_size: int, chosen: dict[str, Any]) -> tuple[dict[str, int], list[str], list[float]]:
+    changes = WorldChanges()
+    losses = train(rank, world_size, strategy=chosen, steps=4, callbacks=[changes])["losses"]
+    return changes.kept, changes.changed, losses
+
+
+def _held(module: nn.Module) -> dict[str, int]:
+    """What a process has that could stay: bytes of tensors, and numbers of the rest."""
+    gc.collect()
+    objects = gc.get_objects()
+    storages = {t.data_ptr(): t.nbytes for t in objects if type(t) in (Tensor, nn.Parameter)}
+    return {
+        "hooks": _hooks(module),
+        "replaced": sum(name in part.__dict__ for part in module.modules() for name in ("forward", "training_step")),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "bytes": sum(storages.values()),
+        "objects": len(objects) // 200,
+    }
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"dense": "hsdp", "shard_size": 2},
+        slow({"mesh": {"tp": 2}}),
+        slow({"mesh": {"cp": 2}}),
+        slow({"mesh": {"cp": 2}, "dense": "fsdp"}),
+        slow({"mesh": {"tp": 2}, "dense": "fsdp"}),
+        slow({"mesh": {"cp": 2, "tp": 2}}),
+    ],
+    ids=str,
+)
+def test_fifty_worlds_leave_nothing_behind(strategy: dict[str, Any]) -> None:
+    for kept, changed, losses in run_ranks(4, partial(change_worlds, chosen=strategy)):
+        assert all(count <= 0 for count in kept.values()), kept
+        assert not changed
+        np.testing.assert_allclose(losses, reference("plain")["losses"][:4], rtol=0, atol=TOLERANCE)
 
 
 # ---------------------------------------------------------------------- refusals

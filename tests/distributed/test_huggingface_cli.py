@@ -49,6 +49,27 @@ def test_fine_tuning(name: str, tmp_path: Path) -> None:
     files_equal(run / "huggingface", tmp_path / "offline")
 
 
+@pytest.mark.slow
+def test_adapters_of_four_bits(tmp_path: Path) -> None:
+    """Two ranks with partial checkpoints: what the end writes for peft is what the last checkpoint has."""
+    make_checkpoint("olmoe", tmp_path / "olmoe", vocab_size=256)
+    lines = [{"prompt": f"{i} + 1", "response": str(i + 1)} for i in range(60)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = ["recipes=olmoe_qlora", "ranks=2", f"model.pretrained={tmp_path / 'olmoe'}", "data.path=sums.jsonl"]
+    saved = [f"callbacks.partial_experts_checkpoint.{v}" for v in ("every_n_steps=2", "k_snapshot=6", "k_persist=6")]
+    trained = moe_train(tmp_path, *recipe, *saved, "trainer.max_steps=4", "optimizer.lr=0.01", *COMMON)
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stderr == ""
+
+    run = tmp_path / "outputs" / "small"
+    assert moe_ckpt(["export-hf", str(run / "checkpoints"), str(tmp_path / "alone"), "--adapter"]) == 0
+    assert moe_ckpt(["export-hf", str(run / "checkpoints"), str(tmp_path / "merged")]) == 0
+    ended, later = ((f / "adapter_model.safetensors").read_bytes() for f in (run / "adapter", tmp_path / "alone"))
+    assert ended == later
+    merged, original = (logits_of(reloaded(tmp_path / f), inputs_for("olmoe")) for f in ("merged", "olmoe"))
+    assert not torch.equal(merged, original)
+
+
 def test_instructions_without_a_recipe(tmp_path: Path) -> None:
     """The default recipe sets what every kind of data has."""
     lines = [{"prompt": f"{i} + 1", "response": str(i + 1)} for i in range(60)]

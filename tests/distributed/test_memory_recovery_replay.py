@@ -114,9 +114,9 @@ def lost_owner(rank: int, world_size: int) -> tuple[str, list[int]]:
         )
     inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
     plan = plan_recovery(inventories, None, num_layers=0, num_experts=0)
-    anew = {name: (owner + 1) % world_size for name, owner in owners.items()}
+    anew = {name: [(owner + 1) % world_size] for name, owner in owners.items()}
     received = move_shards(plan.shards, anew, local, world)
-    assert received.keys() == {name for name, owner in anew.items() if owner == rank}
+    assert received.keys() == {name for name, takers in anew.items() if takers == [rank]}
     for parameter, (name, _) in zip(whole.parameters(), module.named_parameters(), strict=True):
         for scope, tensor in reference.state[parameter].items() if name in received else ():
             assert torch.equal(received[name][scope], tensor), (name, scope)

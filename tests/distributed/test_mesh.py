@@ -38,6 +38,7 @@ def places(rank: int, world_size: int, shape: MeshShape) -> dict[str, object]:
         "first": float(first),
         "told": all_gather_json(rank, mesh.world),
         "all": all_gather_json(rank, mesh.whole),
+        "clocks": mesh.world.exchanges is mesh.whole.exchanges and mesh.pipe.bubbles is mesh.whole.bubbles,
     }
     mesh.close()
     return found
@@ -60,6 +61,7 @@ def test_places(sizes: tuple[int, int, int, int]) -> None:
             "first": float(peers[0]),
             "told": peers,
             "all": [0, 1, 2, 3],
+            "clocks": True,
         }
 
 

@@ -18,20 +18,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
+from moe_lightning.algorithms.mesh_shape import MeshShape
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.comm.tensor_ranks import TensorRanks
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.tensor_parallel import Columns, Gathered, Parted, PartedForward, Plan, Rows
-from moe_lightning.state.row_blocks import cut_of, joined
+from moe_lightning.state.row_blocks import cut_of
 from moe_lightning.strategies import expert_parallel
-from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.tensor_parts import check_parts
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_cut_parameters import Weigher
 from tests.distributed.training import TINY, RandomTokens, make_trainer, train
+from tests.parameters import slow
 
 STEPS = 20
 TP2 = {"mesh": {"tp": 2}}
@@ -67,19 +69,19 @@ def reference(key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("key", "ranks", "strategy"),
     [
-        ("plain", 2, TP2),
+        slow("plain", 2, TP2),
         ("plain", 4, {**TP2, "copies": 2}),
-        ("uneven", 4, {**TP2, "ep_size": 2}),
-        ("accumulate", 4, TP2),
+        slow("uneven", 4, {**TP2, "ep_size": 2}),
+        slow("accumulate", 4, TP2),
         ("noisy", 2, TP2),
-        ("untied", 4, TP2),
-        ("tied", 2, TP2),
+        slow("untied", 4, TP2),
+        slow("tied", 2, TP2),
         ("tied noisy", 4, TP2),
         ("few samples", 4, TP2),
-        pytest.param("noisy", 4, TP2, marks=pytest.mark.slow),
-        pytest.param("accumulate", 2, TP2, marks=pytest.mark.slow),
-        pytest.param("tied", 4, TP2, marks=pytest.mark.slow),
-        pytest.param("tied noisy", 8, TP2, marks=pytest.mark.slow),
+        slow("noisy", 4, TP2),
+        slow("accumulate", 2, TP2),
+        slow("tied", 4, TP2),
+        slow("tied noisy", 8, TP2),
     ],
 )
 def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
@@ -334,10 +336,10 @@ def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, targ
     ("writer", "readers"),
     [
         ("dp2 tp2", ["one", "fsdp", "tp2"]),
-        ("ddp", ["tp2"]),
-        pytest.param("tp2", ["one", "ddp", "dp2 tp2"], marks=pytest.mark.slow),
-        pytest.param("fsdp", ["tp2", "dp2 tp2"], marks=pytest.mark.slow),
-        pytest.param("one", ["dp2 tp2"], marks=pytest.mark.slow),
+        slow("ddp", ["tp2"]),
+        slow("tp2", ["one", "ddp", "dp2 tp2"]),
+        slow("fsdp", ["tp2", "dp2 tp2"]),
+        slow("one", ["dp2 tp2"]),
     ],
 )
 def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str], tmp_path: Path) -> None:
@@ -354,16 +356,6 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
             np.testing.assert_allclose(result["losses"], calm["losses"][3:], rtol=0, atol=TOLERANCE)
 
 
-def test_parts_join_to_what_was_cut() -> None:
-    from moe_lightning.algorithms.dense_shards import TensorCut
-    from moe_lightning.state.row_blocks import part_of_whole
-
-    whole = torch.arange(48.0).view(8, 6)
-    for cut in (TensorCut(sections=(4, 2, 2)), TensorCut(dim=1, sections=(6,)), TensorCut(sections=(5, 3))):
-        assert torch.equal(joined([part_of_whole(whole, cut, p, 2) for p in range(2)], cut), whole)
-    assert TensorCut(sections=(4, 2, 2)).ranges(1, 2) == ((2, 4), (5, 6), (7, 8))
-
-
 # ---------------------------------------------------------------------- refusals
 
 
@@ -371,6 +363,11 @@ def refusal(rank: int, world_size: int, options: dict[str, Any]) -> str:
     with pytest.raises(ConfigurationError) as caught:
         train(rank, world_size, strategy={"mesh": {"tp": world_size}}, steps=1, **options)
     return str(caught.value)
+
+
+def test_who_deals_out_parameters_otherwise_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"mesh\.tp=2 and dense=own do not go together: use dense=ddp, zero1"):
+        check_parts(MeshShape(tp=2), "own")
 
 
 @pytest.mark.parametrize(
@@ -399,9 +396,3 @@ def test_sequences_that_cannot_be_dealt_out_are_refused() -> None:
     assert all(
         "15 positions of a sequence are no multiple of mesh.tp=2" in found for found in run_ranks(2, odd_sequences)
     )
-
-
-@pytest.mark.parametrize("dense", ["zero1", "fsdp", "hsdp"])
-def test_shared_parameters_are_not_cut_once_more(dense: str) -> None:
-    with pytest.raises(ConfigurationError, match="use dense=ddp"):
-        ExpertParallelStrategy(mesh={"tp": 2}, dense=dense)

@@ -1,4 +1,4 @@
-"""python -m tests.gpu.fake_layer RANKS AUX_LOSS_COEF: an MoE layer on a fake device, both ways, against the CPU.
+"""python -m tests.gpu.fake_layer RANKS AUX_LOSS_COEF PLAN: an MoE layer on a fake device, both ways, against the CPU.
 
 Prints what each rank's device was asked to do, as JSON; run with TRITON_INTERPRET=1.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.comm import exchange
-from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.comm.dispatcher import Dispatcher, PlanPlace
 from moe_lightning.comm.world import World
 from moe_lightning.modules.moe_layer import MoELayer
 from tests.distributed.harness import connect, run_ranks
@@ -25,14 +25,15 @@ from tests.gpu.fake_device import Counts, FakeDevice, set_up, unwrapped
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 16, 24, 33
 
 
-def run(rank: int, world_size: int, aux_loss_coef: float) -> dict[str, Any]:
+def run(rank: int, world_size: int, aux_loss_coef: float, plan: PlanPlace) -> dict[str, Any]:
     """Counts of the second forward and backward; the first warms up. Values must be those of the CPU."""
     device = set_up()  # before any backward: autograd counts the devices once
     world = World.single() if world_size == 1 else connect()
     placement = uniform_placement(EXPERTS, world_size)
     torch.manual_seed(0)
     layer = MoELayer(WIDTH, HIDDEN, EXPERTS, {"top_k": 2, "aux_loss_coef": aux_loss_coef}, activation="swiglu")
-    layer.place(Dispatcher(placement, world, [tuple(range(world_size))]), torch.device("cpu"))
+    dispatcher = Dispatcher(placement, world, [tuple(range(world_size))], plan_on=plan)
+    layer.place(dispatcher, torch.device("cpu"))
     torch.manual_seed(1 + rank)
     x, grad = torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH)
     expected = gradients(layer, x.requires_grad_(), grad)
@@ -40,9 +41,16 @@ def run(rank: int, world_size: int, aux_loss_coef: float) -> dict[str, Any]:
     for name in ("all_to_all_single", "all_gather_into_tensor", "all_gather_single"):
         if hasattr(exchange.dist, name):
             setattr(exchange.dist, name, unwrapped(getattr(exchange.dist, name)))
-    from moe_lightning.kernels import triton_activation, triton_matmul, triton_routing, triton_rows, triton_tiles
+    from moe_lightning.kernels import (
+        triton_activation,
+        triton_matmul,
+        triton_plan,
+        triton_routing,
+        triton_rows,
+        triton_tiles,
+    )
 
-    for room in (triton_activation, triton_matmul, triton_routing, triton_rows, triton_tiles):
+    for room in (triton_activation, triton_matmul, triton_plan, triton_routing, triton_rows, triton_tiles):
         room.launch = fake.launch  # type: ignore[assignment]
     with fake, ops.backend("triton"):
         there = layer.to(device)
@@ -74,12 +82,12 @@ def told(counts: Counts) -> dict[str, Any]:
     }
 
 
-def main(ranks: int, aux_loss_coef: float) -> None:
-    results = [run(0, 1, aux_loss_coef)] if ranks == 1 else run_ranks(ranks, run, aux_loss_coef)
+def main(ranks: int, aux_loss_coef: float, plan: PlanPlace) -> None:
+    results = [run(0, 1, aux_loss_coef, plan)] if ranks == 1 else run_ranks(ranks, run, aux_loss_coef, plan)
     print(json.dumps(results), flush=True)
     # Autograd's thread for the device asks for Python's lock once more after Python has ended: that aborts the process.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])  # type: ignore[arg-type]

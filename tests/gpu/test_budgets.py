@@ -17,10 +17,10 @@ pytestmark = [
 ]
 
 
-def counts(ranks: int, aux_loss_coef: float) -> list[dict[str, Any]]:
+def counts(ranks: int, aux_loss_coef: float, plan: str = "host") -> list[dict[str, Any]]:
     """Of each rank; the layer's values and gradients on the fake device are those of the CPU, or this fails."""
     done = run_program(
-        "-m", "tests.gpu.fake_layer", str(ranks), str(aux_loss_coef), folder=ROOT,
+        "-m", "tests.gpu.fake_layer", str(ranks), str(aux_loss_coef), plan, folder=ROOT,
         variables={"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -42,4 +42,14 @@ def test_the_balancing_loss_adds_no_wait() -> None:
     for found in counts(2, aux_loss_coef=0.01):
         assert len(found["forward"]["waits"]) == 1
         assert not found["forward"]["uploads"]
-        assert found["forward"]["launches"] <= 36, found["forward"]["kernels"]
+        assert found["forward"]["launches"] <= 30, found["forward"]["kernels"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plan_on_the_device_waits_for_nothing(ranks: int) -> None:
+    for found in counts(ranks, aux_loss_coef=0.01, plan="device"):
+        forward, backward = found["forward"], found["backward"]
+        assert not forward["waits"] + backward["waits"]
+        assert not forward["uploads"] + backward["uploads"]
+        assert forward["launches"] <= 78, forward["kernels"]
+        assert backward["launches"] <= 30, backward["kernels"]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import moe_lightning
-from moe_lightning import GPT, GPTConfig, kernels
+from moe_lightning import GPT, GPTConfig, GPTModule, kernels
 from moe_lightning.cli import bench, ckpt, sim, train
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
 from tests.distributed.training import TINY, OwnModule, RandomTokens
@@ -50,6 +50,7 @@ FITTED = {  # what a smaller world needs besides
 ELSEWHERE = (
     "olmoe_finetune",
     "olmoe_fsdp",
+    "olmoe_qlora",
     "upcycle_gpt2",
     "upcycle_llama",
     "model.pretrained",
@@ -176,6 +177,7 @@ def test_every_snippet_is_run_here() -> None:
         "replay_routing",
         "def tensor_parallel_plan",
         "class Attention",
+        "add_adapters(",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -190,6 +192,17 @@ def test_checkpoints_in_a_script(tmp_path: Path) -> None:
     assert "every_n_steps=2" in small
     run(small, {"L": L, "module": OwnModule(), "loader": DataLoader(RandomTokens(48), batch_size=12)})
     assert (tmp_path / "checkpoints" / "step-00000004" / "MANIFEST.json").is_file()
+
+
+def test_a_module_takes_adapters(tmp_path: Path) -> None:
+    module, loader = GPTModule(TINY), DataLoader(RandomTokens(24), batch_size=12)
+    small = {"max_steps": 1, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    L.Trainer(**small).fit(module, loader)
+    module.trainer.save_checkpoint(tmp_path / "base.ckpt")
+    trainer = L.Trainer(strategy=moe_lightning.ExpertParallelStrategy(), **small)
+    names = run(snippet("docs/huggingface.md", "add_adapters("), {"trainer": trainer, "loader": loader})
+    changed = {n for n, p in names["module"].named_parameters() if n.endswith("_b") and p.abs().sum() > 0}
+    assert len(changed) == 2 * 4, "two layers, each with B of w_up, w_down, qkv and out"
 
 
 def test_routing_can_be_replayed() -> None:

@@ -57,14 +57,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, d
 def test_examples_are_short_and_complete() -> None:
     entries, sources = examples()
     assert {value.split(":")[0] for parts in entries.values() for value in parts.values()} == set(sources)
-    assert all(len(source.splitlines()) <= 40 for source in sources.values())
+    assert all(len(source.splitlines()) <= 45 for source in sources.values())
 
 
 def test_one_of_each_trains(installed: Mapping[str, dict[str, str]], tmp_path: Path) -> None:
     (command,) = (block for block in blocks(PAGE, "text") if block.startswith("moe-train"))
     arguments = shlex.split(command.replace("\\\n", " "))[1:]
     told = " ".join(arguments)
-    assert all(f"={name}" in told for parts in installed.values() for name in parts)
+    assert all(any(f"={name}" in told for name in parts) for parts in installed.values())
     run_name = f"plugins-{os.getpid()}"
     arguments = [argument.replace("sqlite://trials/", f"sqlite://{run_name}/") for argument in arguments]
     database = Path.home() / f"{run_name}.sqlite"

@@ -21,7 +21,7 @@ from moe_lightning.cli.train import main
 from tests.agents import ForkedAgent
 from tests.commands import SMALL_MODEL, WORDS, write_words
 
-ELSEWHERE = {"olmoe_finetune", "olmoe_fsdp", "upcycle_gpt2", "upcycle_llama", "deepseek_v3_sim"}
+ELSEWHERE = {"olmoe_finetune", "olmoe_fsdp", "olmoe_qlora", "upcycle_gpt2", "upcycle_llama", "deepseek_v3_sim"}
 IMAGES = {"swinv2_moe", "moc_swinv2_moe"}
 QUICK = {"lazarus_gpt_s", "moc_swinv2_moe", "pro_prophet_moe_gpt_s", "llama_moe_scaling"}
 """Replicas of experts, partial checkpoints of images, shadows, ZeRO-1 with adaptive partial checkpoints."""

@@ -57,6 +57,8 @@ def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
             at += 32768 - at % 32768
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):
+            return  # it is being written
         pending += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):

@@ -64,6 +64,13 @@ def test_sizes_that_no_machine_holds_are_known_at_once(size: str) -> None:
         )
 
 
+@pytest.mark.parametrize(("optimizer", "most"), [("adamw", 64), ("muon", 85), ("adafactor", 128)])
+def test_what_an_optimizer_keeps_counts(optimizer: str, most: int) -> None:
+    capacity.check_model({"model.d_model": 8}, most, 1024, optimizer)
+    with pytest.raises(ConfigurationError, match=r"model\.d_model=8"):
+        capacity.check_model({"model.d_model": 8}, most + 1, 1024, optimizer)
+
+
 def test_as_many_processes_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "machine_memory", lambda: 4 * capacity.GIB)
     capacity.check_processes(16)

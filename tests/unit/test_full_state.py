@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.dense_shards import RowCut
+from moe_lightning.algorithms.dense_shards import Part
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import (
     full_model_state,
@@ -36,7 +36,7 @@ def whole() -> dict[str, Tensor]:
 
 def cut_for(rank: int, full: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     local = {"w": torch.zeros(len(TABLE.experts_on(rank)), 2, 3), "dense": torch.zeros(5)}
-    return local_model_state(full, local, {"w": rows_on(rank)}, RowCut.whole(2), **options)
+    return local_model_state(full, local, {"w": rows_on(rank)}, Part(), **options)
 
 
 def test_every_expert_is_spoken_for_once() -> None:
@@ -92,7 +92,7 @@ def test_one_rank_writes_what_it_has() -> None:
     assert list(full) == list(state)
     assert torch.equal(full["w"], state["w"])
     assert full["note"] == {"plain": "value"}
-    assert local_model_state(full, state, {"w": rows}, RowCut.whole(1))["note"] == {"plain": "value"}
+    assert local_model_state(full, state, {"w": rows}, Part())["note"] == {"plain": "value"}
 
 
 def trained(kind: Any, parameters: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:

@@ -86,6 +86,17 @@ def test_the_optimizer_follows_its_config() -> None:
     assert chosen["lr_scheduler"]["interval"] == "step"
 
 
+def test_a_fused_optimizer_and_what_lightning_does_not_clip() -> None:
+    module = built(fused=True)
+    trainer = SimpleNamespace(estimated_stepping_batches=10, precision="32-true", gradient_clip_val=1.0)
+    module._trainer = trainer  # type: ignore[assignment]
+    chosen: Any = module.configure_optimizers()
+    assert all(group["fused"] for group in chosen["optimizer"].param_groups)
+    trainer.precision = "bf16-mixed"
+    with pytest.raises(ConfigurationError, match=r"does not clip \(gradient_clip_val=1.0\)"):
+        module.configure_optimizers()
+
+
 def test_hyperparameters_are_plain_and_rebuild_the_module() -> None:
     module = GPTModule(GPTConfig(**TINY), OptimizerConfig(lr=0.1))
     hyperparameters = json.loads(json.dumps(dict(module.hparams)))
@@ -120,6 +131,7 @@ def test_prediction_is_the_likeliest_token() -> None:
         ({"weight_decay": -0.1}, "weight_decay=-0.1 of OptimizerConfig must be a number of at least 0"),
         ({"warmup_steps": -1}, "warmup_steps=-1 of OptimizerConfig must be an integer of at least 0"),
         ({"decay": "exp"}, "decay='exp' of OptimizerConfig must be 'cosine' or 'linear' or 'constant'"),
+        ({"name": "muon", "fused": True}, "fused=true is for name='adamw', not 'muon': drop one of them"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5 of OptimizerConfig must be a number of at least 0 and at most 1"),
     ],
 )

@@ -11,6 +11,7 @@ from torch import nn
 
 from moe_lightning.modules.losses import (
     auxiliary_loss,
+    balance_in_few_launches,
     global_mean,
     global_sum,
     load_balancing_loss,
@@ -107,3 +108,13 @@ def test_without_a_strategy_a_loss_is_what_it_is() -> None:
         module._trainer = trainer
         assert global_mean(module, loss, weight=0) is loss
         assert global_sum(nn.Linear(2, 2), loss) is loss
+
+
+def test_the_balancing_loss_of_devices_is_the_same() -> None:
+    torch.manual_seed(0)
+    scores = torch.rand(33, 6, dtype=torch.float64).requires_grad_()  # sigmoid scores sum to anything
+    counts = torch.tensor([9, 0, 3, 30, 1, 23])
+    values = [load_balancing_loss(scores, counts), balance_in_few_launches(scores, counts.double() / counts.sum())]
+    torch.testing.assert_close(values[1], values[0])
+    wanted, found = (torch.autograd.grad(value, scores)[0] for value in values)
+    torch.testing.assert_close(found, wanted)

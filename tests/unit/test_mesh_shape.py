@@ -7,7 +7,7 @@ from itertools import chain, combinations, product
 import pytest
 import torch
 
-from moe_lightning.algorithms.mesh_shape import AXES, STAGE, Axis, MeshShape, chosen_axes
+from moe_lightning.algorithms.mesh_shape import AXES, STAGE, Axis, MeshShape, chosen_axes, stage_ranks
 from moe_lightning.errors import ConfigurationError
 
 SHAPES = [MeshShape(pp=pp, dp=dp, cp=cp, tp=tp) for pp, dp, cp, tp in product((1, 2, 3), (1, 2), (1, 2), (1, 3))]
@@ -71,3 +71,20 @@ def test_a_mesh_that_nobody_can_choose_is_refused(mesh: dict[str, int], said: st
 
 def test_axes_that_are_not_chosen_have_one_rank() -> None:
     assert chosen_axes(None) == chosen_axes({}) == chosen_axes({"pp": 1, "cp": 1, "tp": 1}) == MeshShape()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes", "stages"),
+    [
+        (4, {"pp": 2}, [[0, 1], [2, 3]]),
+        (5, {"pp": 2}, [[0, 1], [2, 3]]),
+        (8, {"pp": 2, "cp": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (1, {"pp": 2}, [[0], [0]]),
+        (3, {"pp": 4}, [[0, 1, 2]] * 4),
+    ],
+)
+def test_stages_are_dealt_to_the_first_ranks(ranks: int, axes: dict[str, int], stages: list[list[int]]) -> None:
+    """Those that are left over have none, and where they are too few each has all."""
+    count = len(stages)
+    assert [list(stage_ranks(stage, ranks, MeshShape(**axes))) for stage in range(count)] == stages
+    assert stage_ranks(count, ranks, MeshShape(**axes)) == stage_ranks(0, ranks, MeshShape(**axes))  # interleaved

@@ -50,6 +50,15 @@ def test_vectors_are_updated_by_adamw() -> None:
     assert torch.equal(trained(Muon([ours], lr=1e-2, matrices="none"), ours), wanted)
 
 
+@pytest.mark.parametrize(("matrices", "shape"), [("one", (4, 3)), ("stack", (2, 4, 3)), ("none", (7,))])
+def test_every_state_counts_its_steps(matrices: str, shape: tuple[int, ...]) -> None:
+    """Where one rank keeps a state for all, another tells what it is like."""
+    parameter = nn.Parameter(torch.ones(shape))
+    optimizer = Muon([parameter], matrices=matrices)
+    trained(optimizer, parameter)
+    assert optimizer.state[parameter]["step"] == 4
+
+
 def test_updates_are_nearly_orthogonal_and_nothing_comes_of_nothing() -> None:
     singular = torch.linalg.svdvals(orthogonalised(torch.randn(24, 40), steps=5, dtype=torch.float32))
     assert 0.5 < singular.min() <= singular.max() < 1.4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.packing import packed_placement
 from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.algorithms.repair import repair_placements
+from moe_lightning.algorithms.repair import repair_placements, repair_stages
 from moe_lightning.errors import ConfigurationError
 from tests.unit.flows import max_flow
 
@@ -166,3 +166,16 @@ def test_same_input_same_placement() -> None:
 def test_too_few_slots_are_refused_with_the_cure() -> None:
     with pytest.raises(ConfigurationError, match=r"2 ranks of 3 slots cannot hold 8 experts.*slots to 4"):
         repair_placements(_held(8, 2, 1), nodes=["a", "b"], max_slots=3)
+
+
+def test_layers_are_placed_on_the_ranks_that_compute_them() -> None:
+    """Of two stages of two ranks, rank 1 computed the first before and the second from now on."""
+    held = np.zeros((2, 4, 5), dtype=bool)
+    held[0, :, [0, 1]] = held[1, :, 4] = True  # rank 4 has no stage any more
+    repair = repair_stages(held, [(0, 3), (1, 2)], nodes=list("abcde"), min_replicas=1)
+    assert [placement.num_ranks for placement in repair.placements] == [5, 5]
+    for placement, ranks in zip(repair.placements, [(0, 3), (1, 2)], strict=True):
+        assert {rank for expert in range(4) for rank in placement.holders(expert)} == set(ranks)
+        assert placement.among(ranks).over(ranks, 5) == placement
+        assert [len(placement.experts_on(rank)) for rank in ranks] == [2, 2]
+    assert repair_stages(np.zeros((0, 0, 2), dtype=bool), [], nodes=["a", "b"]).placements == ()

@@ -49,7 +49,11 @@ METHODS = {
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary._get_summary_data": "self",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
     "torch.distributed._composable_state._insert_module_state": "module, state",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs": "self, mp_policy",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_unsharded_param": "self",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded": "self",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": "self",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": "self",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
         "module, params_and_buffers_to_ignore"
     ),
@@ -71,7 +75,7 @@ ATTRIBUTES = {
     "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper": {"_batch_sampler"},
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {"use_distributed_sampler"},
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary": {"_model"},
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {"_post_load_hook_handle"},
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {"_module_info", "_post_load_hook_handle"},
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
         "_module_to_pre_load_state_dict_hook_handle",
         "_module_to_pre_save_state_dict_hook_handle",
@@ -232,7 +236,7 @@ def is_private(name: str) -> bool:
 def test_every_private_name_of_the_seams_has_a_canary() -> None:
     known = {name.rpartition(".")[2] for name in (*METHODS, *PROPERTIES)} | set().union(*ATTRIBUTES.values()) | OTHERS
     known |= {part for name in (*METHODS, *PROPERTIES, *ATTRIBUTES) for part in name.split(".")}
-    of_the_files = {"_fetcher", "_undo_group"}
+    of_the_files = {"_fetcher", "_gather_in", "_undo_group"}
     assert {name for file in SEAMS for _, name in private_names(file)} - known == of_the_files
 
 

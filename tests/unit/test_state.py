@@ -75,6 +75,17 @@ def test_a_newcomer_makes_the_states_that_others_have() -> None:
     assert new.dense["frozen"] not in optimizer.state
 
 
+@pytest.mark.parametrize("option", ["fused", "capturable", "foreach"])
+def test_steps_are_counted_where_the_optimizer_reads_them(option: str) -> None:
+    told, new = state_of(Model()), state_of(Model().to("meta"), steps=0)
+    for group in told.optimizers[0][0].param_groups:
+        group[option] = True
+    new.adopt(told.objects(), told.moment_shapes())
+    state = new.optimizers[0][0].state[new.dense["dense.bias"]]
+    assert state["step"].device.type == ("cpu" if option == "foreach" else "meta")
+    assert state["exp_avg"].device.type == "meta"
+
+
 def test_scalars_of_a_shard_that_others_keep_are_those_of_all_but_nobody_gets_half_a_state() -> None:
     told, new = state_of(Model()), state_of(Model(), steps=0)
     objects: dict[str, Any] = told.objects()

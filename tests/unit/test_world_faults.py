@@ -115,3 +115,20 @@ def test_scrubbed_exceptions_hold_no_frame() -> None:
     scrub(kept)
     gc.collect()
     assert seen[0]() is None
+
+
+def test_what_a_pipeline_wraps_is_looked_into_and_let_go() -> None:
+    try:
+        try:
+            raise RuntimeError("gloo: connection closed by peer")
+        except RuntimeError as error:
+            raise ValueError("Failed to run stage backward: args: ...") from error
+    except ValueError as error:
+        fault = error
+    assert is_worlds_fault(fault, None)
+    assert reason_of(fault, None) == "the connection to another rank broke"
+    cause = fault.__cause__
+    scrub(fault)
+    assert cause is not None
+    assert fault.__cause__ is fault.__context__ is cause.__traceback__ is None
+    assert not is_worlds_fault(ValueError("a mistake"), None)

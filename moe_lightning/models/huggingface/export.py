@@ -20,6 +20,7 @@ from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.families import SELECTION_BIAS, Family
 from moe_lightning.models.huggingface.loading import dense_tensors, transformers
 from moe_lightning.models.huggingface.weights import dtype_named, write_weights
+from moe_lightning.modules.adapters import is_adapter
 
 _COMPANIONS = (
     "tokenizer.json",
@@ -126,7 +127,7 @@ def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None 
     chosen = dtype_named(dtype or str(getattr(config, "dtype", None) or "float32"))
     config.dtype = chosen
     config.architectures = [_class_name(config, architecture.auto_class)]
-    names = tuple(names[0] for _, names in dense_tensors(model, architecture))
+    names = tuple(names[0] for _, names in dense_tensors(model, architecture) if not is_adapter(names[0]))
     return Export(config=config, family=family, dense=names, blocks=tuple(architecture.layers), dtype=chosen)
 
 

@@ -33,6 +33,10 @@ class ExpertLayout(Protocol):
         """What these tensors are called."""
         ...
 
+    def columns(self, up_EXH: Tensor) -> Tensor:
+        """What has a column for each of ours of `w_up`, in the order of the model's own stack."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateExperts:
@@ -64,6 +68,9 @@ class SeparateExperts:
     def names(self, prefix: str, num_experts: int) -> set[str]:
         return {name for expert in range(num_experts) for name in self._of_expert(prefix, expert)}
 
+    def columns(self, up_EXH: Tensor) -> Tensor:
+        return up_EXH
+
     def _of_expert(self, prefix: str, expert: int) -> tuple[str, str, str]:
         stem = f"{prefix}experts.{expert}."
         return f"{stem}{self.gate}.weight", f"{stem}{self.up}.weight", f"{stem}{self.down}.weight"
@@ -83,6 +90,9 @@ class InterleavedStacks:
 
     def names(self, prefix: str, num_experts: int) -> set[str]:
         return {f"{prefix}experts.{theirs}" for theirs in _STACKED.values()}
+
+    def columns(self, up_EXH: Tensor) -> Tensor:
+        return _alternate(up_EXH)
 
 
 _STACKED = {"w_up": "gate_up_proj", "b_up": "gate_up_proj_bias", "w_down": "down_proj", "b_down": "down_proj_bias"}

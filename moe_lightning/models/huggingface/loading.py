@@ -23,6 +23,7 @@ from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.attention import keep_context
 from moe_lightning.models.huggingface.blocks import keep_padding_from_experts
 from moe_lightning.models.huggingface.weights import WeightsFolder
+from moe_lightning.modules.adapters import AdapterConfig, adapt_dense, adapt_experts
 from moe_lightning.modules.experts import Experts, deferred_experts, experts_are_deferred
 from moe_lightning.modules.stream import SampleStream, attach_stream
 
@@ -101,27 +102,36 @@ def config_from(values: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def build_skeleton(architecture: Architecture) -> Any:
-    """The model on the meta device with deferred MoE layers installed: names and shapes, no memory."""
+def build_skeleton(architecture: Architecture, adapter: AdapterConfig | None = None) -> Any:
+    """The model on the meta device with deferred MoE layers installed: names and shapes, no memory.
+
+    Args:
+        adapter: of the experts, which are then never held in full precision where it quantises them.
+    """
     config = copy.deepcopy(architecture.config)  # transformers notes the dtype in it; exports need the original's
     config.output_router_logits = False  # auxiliary losses are ours
     auto_class = getattr(transformers(), architecture.auto_class)
     with torch.device("meta"), deferred_experts():
         model = auto_class.from_config(config, dtype=torch.get_default_dtype())
         architecture.install(model)
+        if adapter is not None:
+            adapt_experts(model, adapter)
     keep_padding_from_experts(model)
     keep_context(model)
     attach_stream(model, SampleStream())
     return model
 
 
-def load_model(architecture: Architecture, weights: WeightsFolder) -> Any:
+def load_model(architecture: Architecture, weights: WeightsFolder, adapter: AdapterConfig | None = None) -> Any:
     """The model with its weights: dense ones here, experts when they are placed, or at once where nobody will.
+
+    Args:
+        adapter: trained instead of the weights.
 
     Raises:
         CheckpointError: the folder lacks tensors of the model, or has them in other shapes.
     """
-    model = build_skeleton(architecture)
+    model = build_skeleton(architecture, adapter)
     weights.optional_prefix = f"{model.base_model_prefix}."
     _materialise(model)
     for layer in architecture.layers.values():
@@ -136,18 +146,24 @@ def load_model(architecture: Architecture, weights: WeightsFolder) -> Any:
             layer.experts.place(range(layer.num_experts), torch.device("cpu"))
     _report_unused(model, weights, used)
     model.initialize_weights()  # what no file holds, such as rotary tables
+    if adapter is not None:
+        adapt_dense(model, adapter)
     return model
 
 
-def new_model(architecture: Architecture) -> Any:
-    """The model with random weights: dense ones as transformers draws them, experts and routers as our layers do."""
-    model = build_skeleton(architecture)
+def new_model(architecture: Architecture, adapter: AdapterConfig | None = None) -> Any:
+    """The model with random weights: dense ones as transformers draws them, experts and routers as our layers do; for
+    `adapter` see `load_model`.
+    """
+    model = build_skeleton(architecture, adapter)
     _materialise(model)
     for layer in architecture.layers.values():
         layer.router.reset_parameters()
         if not experts_are_deferred():
             layer.experts.place(range(layer.num_experts), torch.device("cpu"))
     model.initialize_weights()
+    if adapter is not None:
+        adapt_dense(model, adapter)
     return model
 
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
+from moe_lightning.models.huggingface.adapters import refuse_adapters
 from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
 from moe_lightning.models.huggingface.attention import share_sequences
 from moe_lightning.models.huggingface.blocks import IS_TOKEN
@@ -23,6 +24,7 @@ from moe_lightning.models.huggingface.loading import config_from, load_model, re
 from moe_lightning.models.huggingface.tensor_plan import plan_of
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
+from moe_lightning.modules.adapters import AdapterConfig
 from moe_lightning.modules.tensor_parallel import Plan
 from moe_lightning.values import PositiveInt, validated
 
@@ -42,9 +44,11 @@ class HuggingFaceConfig:
             the same loss on any number of ranks, so set them to 0 where that matters.
         gradient_checkpointing: recompute layers in the backward pass instead of keeping their activations.
         upcycling: turn the feed-forward layers of a dense checkpoint into experts; None: it has experts.
+        adapter: train adapters beside the frozen weights, see `AdapterConfig`; None: train the weights.
 
     Raises:
-        ConfigurationError: a length below one, or router options beside upcycling, which has its own.
+        ConfigurationError: a length below one, router options beside upcycling, which has its own, or adapters beside
+            it.
     """
 
     pretrained: str
@@ -53,9 +57,13 @@ class HuggingFaceConfig:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     gradient_checkpointing: bool = False
     upcycling: UpcyclingConfig | None = None
+    adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.adapter is not None:
+            object.__setattr__(self, "adapter", build_config(AdapterConfig, self.adapter, key="model.adapter"))
         if self.upcycling is not None:
+            refuse_adapters(self.adapter, "upcycling, whose new routers and experts must be trained")
             object.__setattr__(self, "upcycling", build_config(UpcyclingConfig, self.upcycling))
             if any(value is not None for value in self.router.values()):
                 raise ConfigurationError("router belongs to pretrained experts: set upcycling.router instead")
@@ -127,7 +135,7 @@ class HuggingFaceModule(SupervisedModule):
     def configure_model(self) -> None:
         if hasattr(self, "model"):
             return
-        self.model = load_model(self.architecture, WeightsFolder(self.config.folder))
+        self.model = load_model(self.architecture, WeightsFolder(self.config.folder), self.config.adapter)
         self.model.train()
         if self.config.gradient_checkpointing:
             recompute_activations(self.model)

@@ -1,0 +1,234 @@
+"""The stages of a pipeline on their way from world to world: a rank may come to hold another stage than before.
+
+In a new world nothing that counts is changed before everything has arrived. Meanwhile a rank holds the stages that it
+had and those that it will have; what others will hold stays with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_lightning.algorithms.mesh_shape import stage_ranks
+from moe_lightning.algorithms.migration import BoolArray, held_states
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.repair import repair_stages
+from moe_lightning.checkpoint.live_state import share_optimizers
+from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.world import World, agree
+from moe_lightning.kernels import pack, packed_bytes, unpack
+from moe_lightning.state.table import State
+from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.row_moves import Rows
+from moe_lightning.strategies.stage_state import StageState
+from moe_lightning.strategies.worlds import Worlds
+
+
+class Holder(Protocol):
+    """The state of a rank, `RankState`, as far as stages concern it."""
+
+    stages: StageState | None
+    optimizers: Sequence[Optimizer]
+    max_slots: int | None
+
+    @property
+    def module(self) -> pl.LightningModule: ...
+
+    @property
+    def experts(self) -> PlacedExperts: ...
+
+    def training_state(self) -> State: ...
+
+    def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None: ...
+
+    def fill_groups(self) -> None: ...
+
+
+class StageMoves:
+    """Brings the stages of a pipeline across, with their optimizer states and experts.
+
+    Args:
+        state: of the rank.
+        worlds: with the axes of their meshes.
+    """
+
+    def __init__(self, state: Holder, worlds: Worlds) -> None:
+        self._state, self._worlds = state, worlds
+        self._ranks: list[Sequence[int]] = []
+
+    @property
+    def _stages(self) -> StageState:
+        assert self._state.stages is not None
+        return self._state.stages
+
+    def leave(self) -> None:
+        """The world has ended: stages stay."""
+
+    def parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of all stages, and of those whose dense values are here."""
+        names = self._stages.parts()
+        return tuple(names), tuple(names[stage] for stage in self._stages.held)
+
+    def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
+        """Which of these ranks will hold each stage, once they are a world."""
+        axes, count = self._worlds.axes, self._stages.cut.num_stages
+        return [[ranks[at] for at in stage_ranks(stage, len(ranks), axes)] for stage in range(count)]
+
+    def ranks_of_layers(self, world: World) -> list[Sequence[int]]:
+        """The ranks of a world that will hold each MoE layer."""
+        return self._stages.ranks_of_layers(self.ranks_in(range(world.size)))
+
+    # ------------------------------------------------------------------ dense values
+
+    def fetch(self, sources: Sequence[tuple[str, int]], world: World, *, is_live: bool) -> Rows:
+        """What this rank lacks of the stages that it will hold in a world, by part; collective there.
+
+        Args:
+            sources: (name of a stage, a rank that has it); of a rank -1 nothing comes.
+            is_live: whether what is here counts.
+        """
+        if not is_live:
+            self._stages.held = ()
+        return self._fetch(dict(sources), self.ranks_in(range(world.size)), world)
+
+    def _fetch(self, sources: Mapping[str, int], ranks: list[Sequence[int]], world: World) -> Rows:
+        names, own, self._ranks = self._stages.parts(), self._wanted(ranks, world), ranks
+        self._hold({*self._stages.held, *own})
+        lacking = all_gather_json([stage for stage in own if stage not in self._stages.held], world)
+        ways = [
+            (stage, sources[names[stage]], target)
+            for target, stages in enumerate(lacking)
+            for stage in stages
+            if sources[names[stage]] >= 0
+        ]
+        for source in sorted({source for _, source, _ in ways}):
+            takers = {target for _, sender, target in ways if sender == source}
+            share_optimizers(self._state.training_state(), takers, world, source)
+        here = {stage: self._tensors(stage) for stage in {*self._stages.held, *own}}
+        parcels = [
+            PeerBuffer(source=source, target=target, nbytes=packed_bytes(here[stage]) if stage in here else 0)
+            for stage, source, target in ways
+        ]
+        arrived = exchange_parcels(parcels, lambda at: _packed(here[ways[at][0]]), world)
+        return {names[ways[at][0]]: data for at, data in arrived.items()}
+
+    @torch.no_grad()
+    def install(self, rows: Rows | None, world: World) -> None:
+        """Let the stages that this rank holds by now have these values; None: whoever restores them next gives them.
+
+        Not collective.
+        """
+        for stage, name in enumerate(self._stages.parts()):
+            if rows is not None and name in rows and rows[name].numel():
+                unpack(rows[name], self._tensors(stage))
+        self._stages.held = self._stages.cut.stages
+
+    def _wanted(self, ranks: Sequence[Sequence[int]], world: World) -> list[int]:
+        """The stages that this rank will hold."""
+        return [stage for stage, own in enumerate(ranks) if world.rank in own]
+
+    def _tensors(self, stage: int) -> list[Tensor]:
+        """Dense parameters, optimizer states and buffers of a stage here, in an order that all ranks share."""
+        state, stages = self._state.training_state(), self._stages
+        found: list[Tensor] = []
+        for name, parameter in state.dense.items():
+            if stages.belongs(name, stage):
+                found += [parameter.detach(), *state.moments(parameter).values()]
+        return found + [buffer for name, buffer in self._state.module.named_buffers() if stages.belongs(name, stage)]
+
+    def _hold(self, wanted: set[int]) -> None:
+        """Have these stages, and the layers in them."""
+        stages, experts = self._stages, self._state.experts
+        placements: dict[Any, Placement] = dict(zip(stages.layers, stages.placements, strict=True))
+        placements |= dict(zip(experts.layers, experts.placements, strict=True))
+        self._state.replace_parameters(stages.cut.hold(wanted))
+        self._state.fill_groups()
+        layers = stages.own(stages.layers)
+        experts.hold(layers, [placements[layer] for layer in layers])
+
+    # ------------------------------------------------------------------ experts
+
+    def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray, nodes: Sequence[str]) -> None:
+        """Bring experts to where the placements want them, then let go of the stages that this rank will not hold.
+        Collective.
+
+        Args:
+            placements: one for each layer of all stages, over all ranks.
+            held: bool [L, E, N], what each rank still holds.
+            nodes: of the ranks.
+        """
+        ranks = self.ranks_in(range(world.size))
+        everyone = world if all(len(own) == world.size for own in ranks) else None
+        self._move_experts(world, placements, held, nodes, ranks, world.stage or everyone)
+
+    def _move_experts(
+        self,
+        world: World,
+        placements: Sequence[Placement],
+        held: BoolArray,
+        nodes: Sequence[str],
+        ranks: list[Sequence[int]],
+        among: World | None,
+    ) -> None:
+        """Given who will hold each stage, and who dispatches the layers here; None: nobody, until there are more."""
+        stages, experts, optimizers = self._stages, self._state.experts, self._state.optimizers
+        own = self._wanted(ranks, world)
+        self._hold({*stages.held, *own})
+        here = stages.own(range(len(placements)))
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for s in experts.stacks for tensor in s.tensors(optimizers)}
+        told = all_gather_json(sorted(dtypes), world) if _moves(placements, held) else []
+        agreed = {getattr(torch, name) for names in told for name in names}
+        experts.enter_world(world, [placements[n] for n in here], held[here], optimizers, nodes, agreed)
+        self._hold(set(own))
+        stages.ranks, layers = ranks, stages.own(stages.layers)
+        stages.placements = [
+            placement.among(own_ranks)
+            for placement, own_ranks in zip(placements, stages.ranks_of_layers(ranks), strict=True)
+        ]
+        peers = ranks[own[0]] if own else [world.rank]
+        offline = World.offline(peers.index(world.rank), len(peers), world.device)
+        experts.settle(layers, stages.own(stages.placements), among or offline)
+
+    # ------------------------------------------------------------------ before ranks leave
+
+    def hand_over(self, staying: Sequence[int], world: World, nodes: Sequence[str], *, min_replicas: int) -> None:
+        """Before ranks leave: those that stay take the stages over that they will hold; collective.
+
+        Args:
+            nodes: of all ranks.
+            min_replicas: nodes that shall hold each expert.
+        """
+        stages, ranks = self._stages, self.ranks_in(staying)
+        everyones = all_gather_json(list(stages.held), world)
+        sources = {
+            name: next((rank for rank, held in enumerate(everyones) if stage in held), -1)
+            for stage, name in enumerate(stages.parts())
+        }
+        held = _held([stack.placement for stack in stages.stacks(self._state.experts)], world.size)
+        options: dict[str, Any] = {"nodes": nodes, "min_replicas": min_replicas, "max_slots": self._state.max_slots}
+        repair = repair_stages(held, stages.ranks_of_layers(ranks), **options)
+        rows = self._fetch(sources, ranks, world)
+        agree(world)
+        self._move_experts(world, repair.placements, held, nodes, ranks, None)
+        self.install(rows, world)
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    return pack(tensors).cpu() if tensors else torch.empty(0, dtype=torch.uint8)
+
+
+def _held(placements: Sequence[Placement], num_ranks: int) -> BoolArray:
+    return held_states(placements) if placements else np.zeros((0, 0, num_ranks), dtype=np.bool_)
+
+
+def _moves(placements: Sequence[Placement], held: BoolArray) -> bool:
+    """Whether any expert has to travel."""
+    lacking = _held(placements, held.shape[2]) & ~held
+    return bool((lacking & held.any(axis=2, keepdims=True)).any()) if len(placements) else False

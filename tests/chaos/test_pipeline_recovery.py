@@ -1,0 +1,179 @@
+"""Pipelines in an elastic run: a lost stage comes from another slice's ranks or from snapshots, in the same process and
+with the losses of a calm run; ranks may come to hold another stage.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lightning.checkpoint.loader import find_newest
+from tests.chaos.elastic_runs import SETTINGS, ElasticRun, Hold, Kill, elastic_run, finish
+from tests.chaos.elastic_worker import checkpoints_of
+from tests.chaos.test_min_ranks import wait_for_recovery
+from tests.forks import PATIENCE_S
+
+STEPS = 8
+MODEL = {"num_layers": 4, "tie_embeddings": False}
+PP2: dict[str, Any] = {"strategy": {"mesh": {"pp": 2}, "micro_batches": 2}, "model": MODEL}
+INTERLEAVED: dict[str, Any] = {"strategy": {**PP2["strategy"], "schedule": "interleaved"}, "model": MODEL}
+EVERY_STEP = {"every_n_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    with elastic_run(tmp_path_factory.mktemp("undisturbed"), workers=2, steps=STEPS, **PP2) as run:
+        finish(run, range(2))
+        return run.losses()
+
+
+def lose(rank: int, place: str, step: int = 4, **options: Any) -> Kill:
+    """Kill who had a rank in the first world."""
+    return Kill(worker=-1, rank=rank, step=step, place=place, **options)
+
+
+def assert_undisturbed(run: ElasticRun, expected: dict[int, float]) -> None:
+    assert run.losses() == pytest.approx(expected, abs=1e-5)
+    assert all(report["steps_lost"] == 0 for report in run.reports())
+    assert run.assert_replicas_equal() > 0
+
+
+def test_a_rank_takes_the_stage_of_a_lost_one(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    """Four ranks in two slices go on as two in one, of whom one held the other stage; with a fourth all four go on."""
+    with elastic_run(
+        tmp_path, workers=4, steps=STEPS, kills=[lose(2, "exchange")], holds=[Hold(step=6, ranks=4)], **PP2
+    ) as run:
+        run.supervise(restart=range(4))
+        assert_undisturbed(run, undisturbed)
+        sizes = run.world_sizes()
+        assert [sizes[step] for step in (4, 5, STEPS)] == [4, 2, 4]
+
+
+def test_snapshots_replace_the_only_stage(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    """One slice of two ranks, of which one is lost and comes back."""
+    with elastic_run(tmp_path, workers=2, steps=STEPS, kills=[lose(1, "backward")], saving=EVERY_STEP, **PP2) as run:
+        run.supervise(restart=range(2))
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        assert set(run.world_sizes().values()) == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [PP2, INTERLEAVED], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("place", ["forward", "exchange", "backward", "prepare", "update", "committed", "batch_end"])
+def test_any_rank_may_be_lost_anywhere(
+    tmp_path: Path, undisturbed: dict[int, float], place: str, rank: int, options: dict[str, Any]
+) -> None:
+    kills, visit = [lose(rank, place, visit=3 if place == "exchange" else 1)], {**options, "validate": True}
+    with elastic_run(tmp_path, workers=4, steps=STEPS, kills=kills, **visit) as run:
+        run.supervise()
+        assert_undisturbed(run, undisturbed)
+        assert set(run.world_sizes().values()) == {4, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [PP2, INTERLEAVED], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize("second", ["recovery", "movement"])
+def test_a_second_rank_is_lost_while_the_state_is_brought_across(
+    tmp_path: Path, undisturbed: dict[int, float], second: str, options: dict[str, Any]
+) -> None:
+    """Six ranks in three slices; of each stage one rank is left at least."""
+    kills = [lose(2, "backward"), lose(5, second)]
+    with elastic_run(tmp_path, workers=6, steps=STEPS, kills=kills, **options) as run:
+        run.supervise()
+        assert run.kills_done() == 2
+        assert_undisturbed(run, undisturbed)
+        assert run.world_sizes()[STEPS] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [PP2, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_ranks_are_lost_and_come_again_and_nothing_is_left_of_former_worlds(
+    tmp_path: Path, undisturbed: dict[int, float], options: dict[str, Any]
+) -> None:
+    kills = [Kill(worker=worker, step=step, place="exchange") for worker, step in ((0, 1), (1, 3), (2, 5))]
+    holds = [Hold(step=step, ranks=4) for step in (1, 3, 5, 7)]
+    with elastic_run(tmp_path, workers=4, steps=STEPS, kills=kills, holds=holds, **options) as run:
+        run.supervise(restart=range(4))
+        assert run.kills_done() == 3
+        assert_undisturbed(run, undisturbed)
+        full = [line["open"] for line in run.recoveries(3) if line["report"]["ranks_after"] == 4]
+        grown = {kind: count for kind, count in full[-1].items() if count > full[0].get(kind, 0)}
+        assert not grown, grown
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_one_that_waits(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    """Ranks of the other stage, which wait for it, go on within the silence timeout."""
+    kills = [Kill(worker=1, step=4, place="exchange", signal=signal.SIGSTOP)]
+    with elastic_run(tmp_path, workers=4, steps=STEPS, kills=kills, holds=[Hold(step=6, ranks=4)], **PP2) as run:
+        wait_for_recovery(run, 0, ranks=2)
+        deadline = time.monotonic() + PATIENCE_S
+        while max(run.losses()) < 6 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        run.signal(1, signal.SIGCONT)
+        run.supervise()
+        assert_undisturbed(run, undisturbed)
+        assert [run.world_sizes()[step] for step in (4, 5, STEPS)] == [4, 2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [PP2, INTERLEAVED], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize("place", ["forward", "batch_end", "movement"])
+def test_snapshots_replace_all_ranks_of_a_stage(
+    tmp_path: Path, undisturbed: dict[int, float], place: str, options: dict[str, Any]
+) -> None:
+    kills = [lose(0, "forward" if place == "movement" else place), lose(1, place)]
+    recovery = {"failures": 2, "min_replicas": 1}
+    with elastic_run(
+        tmp_path, workers=4, steps=STEPS, kills=kills, saving=EVERY_STEP, recovery=recovery, **options
+    ) as run:
+        run.supervise()
+        assert run.kills_done() == 2
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        assert run.world_sizes()[STEPS] == 2
+
+
+@pytest.mark.slow
+def test_one_rank_that_is_more_than_stages_waits_from_the_start(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    with elastic_run(tmp_path, workers=5, steps=STEPS, kills=[lose(1, "backward")], **PP2) as run:
+        run.supervise()
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        assert run.world_sizes()[1] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [3, 4])
+def test_a_rank_that_is_told_to_leave_hands_its_stage_over(
+    tmp_path: Path, undisturbed: dict[int, float], workers: int
+) -> None:
+    """Nothing was saved, and nothing is lost; of three ranks one waits already, and comes in for who leaves."""
+    kills, settings = [lose(1, "forward", signal=signal.SIGTERM)], replace(SETTINGS, notice_on_sigterm=True)
+    options: dict[str, Any] = {"kills": kills, "settings": settings, "recovery": {"min_replicas": 1}, **PP2}
+    with elastic_run(tmp_path, workers=workers, steps=STEPS, **options) as run:
+        for process in run.processes.values():
+            process.join(PATIENCE_S)
+        assert run.words().count("SIGTERM asks this process to leave") == 1
+        assert sorted(process.exitcode or 0 for process in run.processes.values()) == [0] * (workers - 1) + [1]
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        assert run.world_sizes()[STEPS] == 2
+
+
+@pytest.mark.slow
+def test_one_rank_that_is_left_validates_saves_and_ends(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    """What is to be done after the last step needs no pipeline: the one has the whole model by then."""
+    kills, options = [lose(1, "validation", step=STEPS)], {**PP2, "validate": True, "saving": EVERY_STEP}
+    with elastic_run(tmp_path, workers=2, steps=STEPS, kills=kills, **options) as run:
+        run.supervise()
+        assert run.kills_done() == 1
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        assert run.validations().keys() == {STEPS}
+        found = find_newest(checkpoints_of(tmp_path)).checkpoint
+        assert found is not None
+        assert found.step == STEPS
+        found.verify()

@@ -1,0 +1,94 @@
+"""Optimizers of ours on several ranks: experts by themselves, the same losses, states that move and are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from moe_lightning import GPTModule, OptimizerConfig, PartialExpertsCheckpoint
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
+
+STEPS = 10
+
+
+class Move(Recorder):
+    """Lets experts change places in the middle of a training."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        if trainer.global_step == STEPS // 2 and strategy.world.size > 1:
+            turned = [Placement(replicas=np.roll(p.replicas, 1, axis=0)) for p in strategy.experts.placements]
+            strategy.replace_experts(turned)
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {"name": "muon", "lr": 3e-3},
+    "adafactor": {"name": "adafactor", "lr": 0.05, "weight_decay": 0.01},
+    "fused": {"fused": True, "lr": 3e-3},
+}
+
+
+def fit(
+    rank: int, world_size: int, name: str, strategy: dict[str, Any], save: str | None = None, load: str | None = None
+) -> list[float]:
+    recorder, steps = Move(), STEPS if save is None else 4
+    partial = [PartialExpertsCheckpoint(save, every_n_steps=2, k_persist=2)] if save and save.endswith("/") else []
+    trainer = make_trainer(
+        rank, world_size, strategy, max_steps=steps, callbacks=[recorder, *partial], enable_checkpointing=bool(partial)
+    )
+    module = GPTModule(TINY, OptimizerConfig(**OPTIMIZERS[name], warmup_steps=2, decay="constant"))
+    trainer.fit(module, DataLoader(RandomTokens(96), batch_size=12, shuffle=True), ckpt_path=load)
+    if save is not None and not partial:
+        trainer.save_checkpoint(save)
+    return recorder.losses
+
+
+@pytest.mark.parametrize(
+    "name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow), pytest.param("fused", marks=pytest.mark.slow)]
+)
+def test_losses_do_not_depend_on_ranks_or_places(name: str, tmp_path: Path) -> None:
+    (alone,) = run_ranks(1, fit, name, {})
+    assert alone[-1] < alone[0] - 0.1
+    assert run_ranks(2, fit, name, {"copies": 2})[0] == pytest.approx(alone, abs=1e-5)
+    assert run_ranks(3, fit, name, {"dense": "zero1"})[0] == pytest.approx(alone, abs=1e-5)
+    path = str(tmp_path / "four.ckpt")
+    run_ranks(2, fit, name, {}, path)
+    assert run_ranks(1, fit, name, {}, None, path)[0] == pytest.approx(alone[4:], abs=1e-5)
+
+
+def test_factors_of_experts_move_with_them() -> None:
+    (alone,) = run_ranks(1, fit, "adafactor", {})
+    assert alone[-1] < alone[0] - 0.1
+    assert run_ranks(2, fit, "adafactor", {"copies": 2, "dense": "zero1"})[0] == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_fused_updates_of_rows_are_those_of_whole_parameters() -> None:
+    (alone,) = run_ranks(1, fit, "fused", {})
+    assert run_ranks(3, fit, "fused", {"dense": "fsdp"})[0] == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_partial_checkpoints_hold_the_states(name: str, tmp_path: Path) -> None:
+    """All experts are in the last two checkpoints together, and the last restores what no step has changed since."""
+    folder = f"{tmp_path}/"
+    run_ranks(2, fit, name, {"dense": "zero1"}, folder)
+    last = str(sorted(tmp_path.glob("step*"))[-1])
+    on_two, on_three = (run_ranks(ranks, fit, name, {}, None, last)[0] for ranks in (2, 3))
+    assert on_three == pytest.approx(on_two, abs=1e-5)
+    assert len(on_two) == STEPS - 4
+
+
+@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_matrices_that_are_cut_by_rows_are_refused(name: str) -> None:
+    with pytest.raises(RankFailure, match=f"{name.title()} updates the rows of a parameter by what is in other rows"):
+        run_ranks(2, fit, name, {"dense": "fsdp"})

@@ -1,0 +1,103 @@
+"""Snapshots of a pipeline's stages are copied while a stage waits for others (REFT's HAS)."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch import nn
+
+from moe_lightning.bench.checkpoint_bubbles import bubble_table
+from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
+from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
+from tests.agents import agent_ahead
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import train
+from tests.forks import PATIENCE_S
+
+STEPS = 5
+_expected = CopyWindows.expected
+FOUR = {"num_layers": 4, "tie_embeddings": False}
+
+
+class Copies:
+    """What of each copy of this rank was begun in bubbles, and a file when it has ended."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.shares: list[float] = []
+        self.bubbles_s: list[float] = []
+        self._folder, self._rank = folder, rank
+
+    def ended(self, windows: CopyWindows, num_bytes: int, copy_s: float) -> None:
+        self.shares.append(windows.copied_bytes[Window.BUBBLE] / num_bytes)
+        windows._bytes_per_s = 1e9
+        (self._folder / f"{self._rank}-{len(self.shares)}").touch()
+
+    def expected(self, windows: CopyWindows) -> dict[Window, float]:
+        """What was measured, and bubbles that suffice however slow this machine is."""
+        step = _expected(windows)
+        self.bubbles_s += [step[Window.BUBBLE]] if step else []
+        return step | {Window.BUBBLE: 60.0} if step else step
+
+    def wait_for_other(self, count: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while count and not (self._folder / f"{1 - self._rank}-{count}").exists():
+            assert time.monotonic() < deadline, "the other rank copies nothing while it waits"
+            time.sleep(0.001)
+
+
+class SlowStages(pl.Callback):
+    """Every stage computes until the other, which waits for it, has copied its state."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        rank = trainer.global_rank
+
+        def work(_module: nn.Module, _arguments: Any) -> None:
+            self._copies.wait_for_other(trainer.global_step)
+
+        pl_module.model.blocks[-rank].register_forward_pre_hook(work)
+
+
+def train_twice(rank: int, world_size: int, folder: str, schedule: str) -> dict[str, Any]:
+    """With and without snapshots; what of each was copied in bubbles."""
+    copies = Copies(Path(folder), rank)
+    CopyWindows.copy_ended = lambda *arguments: copies.ended(*arguments)  # type: ignore[method-assign]
+    CopyWindows.expected = lambda windows: copies.expected(windows)  # type: ignore[method-assign]
+    saver = PartialExpertsCheckpoint(
+        f"{folder}/steps", every_n_steps=1, windows="scheduled", save_on_train_end=False, keep_last=1
+    )
+    strategy = {"mesh": {"pp": 2}, "schedule": schedule, "micro_batches": 2}
+    options = {"model": FOUR, "strategy": strategy, "steps": STEPS}
+    plain = train(rank, world_size, **options)
+    saving = {"callbacks": [saver, SlowStages(copies)], "trainer": {"enable_checkpointing": True}}
+    found = train(rank, world_size, **options, **saving)
+    return {"plain": plain["losses"], "losses": found["losses"], "shares": copies.shares, "bubbles_s": copies.bubbles_s}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_snapshots_are_copied_in_bubbles_that_suffice(schedule: str, tmp_path: Path) -> None:
+    agent = agent_ahead(tmp_path / "steps")
+    for rank in run_ranks(2, partial(train_twice, folder=str(tmp_path), schedule=schedule)):
+        assert rank["losses"] == rank["plain"]
+        planned = rank["shares"][1 : STEPS - 1]  # before it nothing is measured, and no step follows the last
+        assert len(planned) == STEPS - 2
+        assert min(planned) >= 0.9, rank
+        assert min(rank["bubbles_s"]) > 0, rank
+    agent.join(60.0)
+
+
+@pytest.mark.slow
+def test_the_benchmark_tells_of_both_stages(tmp_path: Path) -> None:
+    lines = bubble_table(1, tmp_path).splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("scheduled")] == [
+        ["scheduled", "0"],
+        ["scheduled", "1"],
+    ]
+    assert lines[-1] == "losses of all of them: the same"

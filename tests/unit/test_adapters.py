@@ -1,0 +1,169 @@
+"""Adapters: what they refuse, four-bit weights, and Hugging Face models whose adapters peft loads and that merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.models.gpt import GPT
+from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.modules.adapters import AdapterConfig, add_adapters
+from moe_lightning.modules.experts import Experts
+from moe_lightning.modules.quantized import dequantise, quantise, quantised_grouped_mm
+from tests.distributed.training import TINY
+
+
+def test_four_bits_are_the_nearest_of_sixteen_and_a_product_is_that_of_the_numbers_they_stand_for() -> None:
+    torch.manual_seed(1)
+    weights_SDF = torch.randn(3, 32, 24)
+    codes, scales = (torch.stack(parts) for parts in zip(*map(quantise, weights_SDF), strict=True))
+    whole_SDF = torch.stack([dequantise(*pair, torch.float32) for pair in zip(codes, scales, strict=True)])
+    whole_SDF = whole_SDF.view_as(weights_SDF)
+    assert codes.nbytes == weights_SDF.numel() // 2
+    gap = 0.16 * scales.repeat_interleave(64, dim=1).view_as(weights_SDF)  # half of the widest, of the magnitude
+    assert ((whole_SDF - weights_SDF).abs() <= gap).all()
+    again, _ = quantise(whole_SDF[0])
+    assert torch.equal(again, codes[0]), "what was quantised is what it is"
+
+    x_MD, counts_S = torch.randn(7, 32, requires_grad=True), torch.tensor([4, 0, 3])
+    out_MF = quantised_grouped_mm(x_MD, codes, scales, 24, counts_S)
+    expected_MF = torch.cat([x_MD[:4] @ whole_SDF[0], x_MD[4:] @ whole_SDF[2]])
+    torch.testing.assert_close(out_MF, expected_MF)
+    grad = torch.randn_like(out_MF)
+    torch.testing.assert_close(*(torch.autograd.grad(out, x_MD, grad)[0] for out in (out_MF, expected_MF)))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"rank": 0}, "rank=0 of AdapterConfig must be an integer of at least 1"),
+        ({"alpha": 0}, "alpha=0 of AdapterConfig must be"),
+        ({"targets": ["mlp"]}, r"targets=\['mlp'\] of AdapterConfig must be"),
+        ({"targets": []}, "leaves nothing to train"),
+        ({"kind": "dora"}, "kind='dora' of AdapterConfig must be"),
+        ({"kind": "qlora", "targets": ["attention"]}, "lacks experts"),
+        ({"targets": ["dense"]}, "targets names dense, and the model has no layers of this kind"),
+    ],
+)
+def test_mistakes(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        add_adapters(GPT(GPTConfig(**TINY)), options)
+
+
+def test_more_mistakes() -> None:
+    with pytest.raises(ConfigurationError, match="targets names experts"):
+        add_adapters(nn.Linear(4, 4), {})
+    with pytest.raises(ConfigurationError, match="no multiple of 64"):
+        add_adapters(nn.Sequential(Experts(2, 6, 5)), {"kind": "qlora"})
+    model = GPT(GPTConfig(**TINY))
+    add_adapters(model, {})
+    with pytest.raises(ConfigurationError, match="has adapters already"):
+        add_adapters(model, {})
+
+
+def test_only_adapters_train_and_at_first_they_change_nothing() -> None:
+    torch.manual_seed(0)
+    model, ids = GPT(GPTConfig(**TINY)), torch.randint(64, (2, 16))
+    before = model(ids)
+    add_adapters(model, AdapterConfig(rank=2, targets=("experts", "attention", "router")))
+    assert torch.equal(model(ids), before)
+    model(ids).sum().backward()
+    assert {name.rpartition(".")[2] for name, p in model.named_parameters() if p.grad is not None} == {
+        "lora_a", "lora_b", *(f"lora_w_{way}_{part}" for way in ("up", "down") for part in "ab")
+    }  # fmt: skip
+    assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
+
+
+def test_frozen_rows_come_from_the_source_when_no_rank_has_them() -> None:
+    rows = {"w_up": torch.randn(8, 16), "w_down": torch.randn(16, 8)}
+    experts = Experts(2, 8, 16)
+    experts.freeze(rank=2, scale=1.0, in_4_bits=True)
+    with pytest.raises(CheckpointError, match="no rank holds the frozen weights of expert 1 any more"):
+        experts.read_base([1])
+    experts.source = lambda expert: rows
+    trained = experts.lora_w_up_a.detach().clone()
+    experts.read_base([1])
+    assert torch.equal(experts.w_up_codes[1], quantise(rows["w_up"])[0])
+    assert experts.base_digest[0] != experts.base_digest[1]
+    assert torch.equal(experts.lora_w_up_a, trained), "adapters come from elsewhere"
+
+
+TARGETS = ["experts", "attention", "router"]
+FAMILIES = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "gpt_oss")
+
+
+def disturb(model: nn.Module) -> None:
+    """Adapters that change something."""
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def trainer_with(module: Any, path: Path, **options: Any) -> Any:
+    """A Trainer that has exported the module's adapters and its sum with them, and saved it; nothing was trained."""
+    import lightning.pytorch as pl
+    from torch.utils.data import DataLoader
+
+    from moe_lightning.callbacks.huggingface_export import export_to_huggingface
+    from tests.distributed.training import RandomTokens, quiet
+
+    quiet()
+    trainer = pl.Trainer(
+        max_steps=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(RandomTokens(2), batch_size=2))
+    disturb(module)
+    export_to_huggingface(trainer, path / "merged")
+    export_to_huggingface(trainer, path / "adapter", form="adapter")
+    trainer.save_checkpoint(path / "run.ckpt")
+    return trainer
+
+
+def check_exports(name: str, path: Path, adapter: dict[str, Any], *, in_peft: bool) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
+    from moe_lightning.cli.huggingface import export_checkpoint
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+    from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
+
+    plain = logits_of(make_checkpoint(name, path / "theirs", initializer_range=0.2), inputs_for(name))
+    config = {"pretrained": str(path / "theirs"), "context_length": 16, "adapter": {"rank": 3, "alpha": 5.0, **adapter}}
+    module = HuggingFaceModule(config, {"lr": 1e-3, "warmup_steps": 0})
+    trainer_with(module, path)
+    ours: Tensor = module.eval()(inputs_for(name)).detach()
+    assert (ours - plain).abs().max() > 0.01, "nothing was changed, so nothing was tested"
+    torch.testing.assert_close(logits_of(reloaded(path / "merged"), inputs_for(name)), ours, rtol=0, atol=1e-5)
+    if in_peft:
+        loaded = peft.PeftModel.from_pretrained(reloaded(path / "theirs"), path / "adapter")
+        torch.testing.assert_close(logits_of(loaded, inputs_for(name)), ours, rtol=0, atol=1e-5)
+    export_checkpoint(path / "run.ckpt", path / "merged_later")
+    files_equal(path / "merged", path / "merged_later")
+    export_checkpoint(path / "run.ckpt", path / "adapter_later", adapter_alone=True)
+    names = [(path / folder / "adapter_model.safetensors").read_bytes() for folder in ("adapter", "adapter_later")]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n != "gpt_oss")]
+)
+def test_peft_loads_the_adapters_and_plain_transformers_the_sum(name: str, tmp_path: Path) -> None:
+    check_exports(name, tmp_path, {"targets": TARGETS}, in_peft=True)
+
+
+def test_four_bit_weights_merge_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
+    check_exports("olmoe", tmp_path, {"kind": "qlora"}, in_peft=False)
+
+
+def test_what_peft_would_take_for_experts_is_refused(tmp_path: Path) -> None:
+    from moe_lightning.models.huggingface.adapters import require_peft_knows
+
+    for config, sentence in ((AdapterConfig(targets=("dense",)), "peft takes the linear"), (None, "has no adapters")):
+        with pytest.raises(ConfigurationError, match=sentence):
+            require_peft_knows(config)

@@ -1,0 +1,63 @@
+"""What of a tensor is in which part: by tensor index, by rows, and by both."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
+from moe_lightning.state.row_blocks import blocks_of, joined, part_of_whole
+from moe_lightning.strategies.dense_shardings import cut_groups
+
+CUTS = [
+    TensorCut(shape=(8, 6)),
+    TensorCut(shape=(8, 6), sections=(4, 2, 2)),
+    TensorCut(shape=(8, 6), dim=1, sections=(6,)),
+    TensorCut(shape=(8, 6), sections=(5, 3)),
+    TensorCut(shape=(7,), sections=(7,)),
+    TensorCut(shape=(5, 4, 2), dim=1, sections=(2, 2)),
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize(("tensors", "rows"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5)])
+def test_parts_join_to_what_was_cut(cut: TensorCut, tensors: int, rows: int) -> None:
+    whole = torch.arange(float(torch.Size(cut.shape).numel())).view(cut.shape)
+    parts = RowCut(holders=((0,),) * (tensors * rows), index=0, tensors=tensors).parts
+    held = {part: part_of_whole(whole, cut, part) for part in parts}
+    assert torch.equal(joined(held, cut), whole)
+    for part, values in held.items():
+        assert tuple(values.shape) == cut.shape_of(part)
+        for here, block in blocks_of(cut, part):
+            assert torch.equal(values[here], whole[block.slices])
+    times = tensors if not cut.sections else 1  # what has no tensor index is in the parts of each
+    assert sum(values.numel() for values in held.values()) == times * whole.numel()
+
+
+def test_each_section_is_cut_by_itself_and_then_by_rows() -> None:
+    whole, cut = torch.arange(8), TensorCut(shape=(8,), sections=(4, 2, 2))
+    found = [
+        part_of_whole(whole, cut, Part(tensor=t, tensors=2, row=r, rows=2)).tolist() for t, r in product((0, 1), (0, 1))
+    ]
+    assert found == [[0, 1], [4, 6], [2, 3], [5, 7]]
+
+
+def test_a_part_is_known_by_its_name() -> None:
+    for part in (Part(row=1, rows=3), Part(tensor=1, tensors=2), Part(tensor=1, tensors=2, row=2, rows=3)):
+        assert Part.named(part.name) == part
+
+
+def test_rows_lie_among_the_ranks_of_a_tensor_index() -> None:
+    """Eight ranks on two nodes, in pairs that compute layers together."""
+    nodes = [0, 0, 0, 0, 1, 1, 1, 1]
+    assert cut_groups("ddp", nodes, None, tensors=2) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert cut_groups("fsdp", nodes, None, tensors=2) == ((0, 2, 4, 6, 1, 3, 5, 7),)
+    groups = cut_groups("hsdp", nodes, None, tensors=2)
+    assert groups == ((0, 2, 1, 3), (4, 6, 5, 7))
+    assert cut_groups("hsdp", nodes, 8, tensors=2) == cut_groups("fsdp", nodes, None, tensors=2)
+    own = RowCut.among(groups, 6, tensors=2)
+    assert own.part == Part(tensor=0, tensors=2, row=1, rows=2)
+    assert own.holders_of(TensorCut(shape=(4,), sections=(4,))) == (2, 6)
+    assert own.holders_of(TensorCut(shape=(4,))) == (2, 3, 6, 7)
