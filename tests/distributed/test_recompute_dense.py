@@ -18,7 +18,7 @@ DROPOUT = {"dropout": 0.2, "router": {"top_k": 2, "jitter": 0.1}}
 
 
 def fit(rank: int, world_size: int, strategy: dict[str, Any], again: bool) -> tuple[list[float], dict[str, int]]:
-    """The losses, and the bytes that the forward passes kept for the backward ones."""
+    """The losses, and the bytes that the last forward pass kept for its backward one."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,6 +31,7 @@ def fit(rank: int, world_size: int, strategy: dict[str, Any], again: bool) -> tu
     own_step = module.training_step
 
     def watched(*args: Any) -> Any:
+        kept.clear()  # memory of an earlier step may serve again, or not
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             return own_step(*args)
 

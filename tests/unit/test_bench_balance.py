@@ -88,6 +88,7 @@ def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytes
     assert message in f"{refusal.value} {capsys.readouterr().err}"
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     small = "--batch 1 --context 16 --d-model 16 --d-expert 16 --layers 1 --experts 4 --slots 3 --steps 2 --ratios 8"

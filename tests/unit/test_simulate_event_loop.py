@@ -232,6 +232,7 @@ def test_drifting_routing_is_rebalanced() -> None:
     assert moving.samples > staying.samples
 
 
+@pytest.mark.slow
 def test_month_of_ten_thousand_ranks_is_simulated_in_seconds() -> None:
     workload = small_workload(num_experts=256, num_layers=24, top_k=8, rank_batch=None, global_batch=20_000)
     run = scenario(
