@@ -66,11 +66,6 @@ class MeshShape:
     def num_ranks(self) -> int:
         return prod(self.sizes)
 
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that one data-parallel slice takes: the number of all ranks is a multiple of it."""
-        return self.num_ranks // self.dp
-
     def index(self, rank: int, axis: Axis) -> int:
         """Where a rank stands along one axis."""
         return self._indices(rank)[AXES.index(axis)]

@@ -118,10 +118,11 @@ class DenseOptimizerShards:
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
         self._world = world
+        self._twins = world.row_cut.holders[world.row_cut.index]  # of the same parts
         self.owners: Mapping[nn.Parameter, int] = {}
         for is_part in (False, True):
             chosen = [p for p in parameters if is_cut(p) == is_part]
-            holders = world.row_cut.holders[world.row_cut.index] if is_part else range(world.size)
+            holders = self._twins if is_part else range(world.size)
             places = longest_processing_time([p.numel() for p in chosen], len(holders))
             self.owners |= {p: holders[place] for p, place in zip(chosen, places, strict=True)}
 
@@ -136,7 +137,6 @@ class DenseOptimizerShards:
         rank will clear are dropped.
         """
         chosen = set(updated) if self._world.is_connected else set()
-        holders = self._world.row_cut.holders[self._world.row_cut.index]
         for is_part in (False, True):
             parameters = [p for p in self.owners if p in chosen and is_cut(p) == is_part]
             if is_part and self._world.copy_group is None:
@@ -146,7 +146,7 @@ class DenseOptimizerShards:
                 if not mine:
                     continue
                 flat = torch.cat([p.detach().reshape(-1) for p in mine])
-                source, group = (sorted(holders).index(owner), self._world.copy_group) if is_part else (owner, None)
+                source, group = (sorted(self._twins).index(owner), self._world.copy_group) if is_part else (owner, None)
                 broadcast_(flat, source, self._world, group)
                 if owner != self._world.rank:
                     for parameter, values in zip(mine, torch.split(flat, [p.numel() for p in mine]), strict=True):

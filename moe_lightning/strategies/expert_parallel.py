@@ -173,7 +173,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         module, is_training = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert module is not None
-        check_module(trainer, module, cuts_dense=self.state.is_shared)
+        check_module(trainer, module, cuts_dense=self.state.parts.is_wished)
         self.build_groups()
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)

@@ -181,7 +181,7 @@ class StageMoves:
         stages, experts, optimizers = self._stages, self._state.experts, self._state.optimizers
         own = self._wanted(ranks, world)
         self._hold({*stages.held, *own})
-        here = stages.own(range(len(placements)))
+        here = stages.numbers
         dtypes = {str(tensor.dtype).removeprefix("torch.") for s in experts.stacks for tensor in s.tensors(optimizers)}
         told = all_gather_json(sorted(dtypes), world) if _moves(placements, held) else []
         agreed = {getattr(torch, name) for names in told for name in names}

@@ -138,7 +138,7 @@ class StageState:
     @property
     def numbers(self) -> list[int]:
         """Which of the MoE layers of the whole are here."""
-        return [index for index, (_, stage) in enumerate(self._layers) if stage in self.cut.stages]
+        return self.own(range(len(self._layers)))
 
     @property
     def num_ranks(self) -> int:

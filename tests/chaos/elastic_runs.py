@@ -200,6 +200,13 @@ class ElasticRun:
                 assert abs(found.setdefault(step, loss) - loss) < 1e-5, (step, path.name)
         return found
 
+    def wait_for_step(self, step: int) -> None:
+        """Until somebody has made it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while max(self.losses()) < step:
+            assert time.monotonic() < deadline, f"nobody made step {step}: {self.words()}"
+            time.sleep(_POLL_S)
+
     def validations(self) -> dict[int, float]:
         """step -> loss of the validation after it."""
         return {step: loss for path in self.folder.glob("validations-*.jsonl") for step, loss in _lines(path)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, finish, reference
 from tests.chaos.test_min_ranks import wait_for_recovery
-from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
 STEPS = 10
@@ -65,9 +63,7 @@ def test_a_stopped_rank_is_one_that_waits(tmp_path: Path) -> None:
     kills = [Kill(worker=1, step=4, place="sequence exchange", signal=signal.SIGSTOP)]
     with elastic_run(tmp_path, workers=4, steps=STEPS, kills=kills, holds=[Hold(step=7, ranks=4)], **IN_PARTS) as run:
         wait_for_recovery(run, 0, ranks=2)
-        deadline = time.monotonic() + PATIENCE_S
-        while max(run.losses()) < 7 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        run.wait_for_step(7)
         run.signal(1, signal.SIGCONT)
         run.supervise()
         assert_same_losses(run, reference(STEPS, validate=True))

@@ -5,7 +5,6 @@ with the losses of a calm run; ranks may come to hold another stage.
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,9 +112,7 @@ def test_a_stopped_rank_is_one_that_waits(tmp_path: Path, undisturbed: dict[int,
     kills = [Kill(worker=1, step=4, place="exchange", signal=signal.SIGSTOP)]
     with elastic_run(tmp_path, workers=4, steps=STEPS, kills=kills, holds=[Hold(step=6, ranks=4)], **PP2) as run:
         wait_for_recovery(run, 0, ranks=2)
-        deadline = time.monotonic() + PATIENCE_S
-        while max(run.losses()) < 6 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        run.wait_for_step(6)
         run.signal(1, signal.SIGCONT)
         run.supervise()
         assert_undisturbed(run, undisturbed)

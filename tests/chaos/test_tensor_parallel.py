@@ -5,14 +5,12 @@ same process and with the same losses.
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, finish, reference
 from tests.chaos.test_min_ranks import wait_for_recovery
-from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
 STEPS = 10
@@ -68,9 +66,7 @@ def test_a_stopped_rank_is_one_that_waits(tmp_path: Path, undisturbed: dict[int,
     holds = [Hold(step=7, ranks=4)]
     with elastic_run(tmp_path, workers=4, steps=STEPS, strategy=TP2, kills=kills, holds=holds) as run:
         wait_for_recovery(run, 0, ranks=2)
-        deadline = time.monotonic() + PATIENCE_S
-        while max(run.losses()) < 7 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        run.wait_for_step(7)
         run.signal(1, signal.SIGCONT)
         run.supervise()
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
@@ -18,7 +19,7 @@ from moe_lightning.modules.adapters import add_adapters
 from tests.distributed import balanced_training
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.same_training import assert_same_training
-from tests.distributed.training import TINY, train
+from tests.distributed.training import TINY, RandomTokens, make_trainer, train
 
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-6, "warmup_steps": 1, "decay": "constant"}
 STEPS = 5
@@ -38,6 +39,13 @@ class Adapted(GPTModule):
         if not hasattr(self, "model"):
             super().configure_model()
             add_adapters(self.model, self.adapter)
+
+
+class Untied(Adapted):
+    """One that can be cut in stages."""
+
+    def __init__(self) -> None:
+        GPTModule.__init__(self, TINY | {"tie_embeddings": False}, OPTIMIZER)
 
 
 class OtherBase(Adapted):
@@ -130,3 +138,18 @@ def test_checkpoints_hold_adapters_only_and_know_their_base(alone: tuple[str, di
                 run_ranks(1, fit_saved, other, root, STEPS, True)
     resumed = run_ranks(1, fit_saved, kind, root, STEPS, True)[0]
     np.testing.assert_allclose(resumed["losses"], reference["losses"][3:], rtol=0, atol=1e-5)
+
+
+def validated(rank: int, world_size: int) -> float:
+    stages = {"mesh": {"pp": 2}, "micro_batches": 4} if world_size > 1 else {}
+    samples = 3 * stages.get("micro_batches", 1)
+    trainer = make_trainer(rank, world_size, stages, max_steps=3, accumulate_grad_batches=12 // samples)
+    module = Untied()
+    trainer.fit(module, DataLoader(RandomTokens(), batch_size=samples))
+    (scores,) = trainer.validate(module, DataLoader(RandomTokens(30), batch_size=9), verbose=False)
+    return scores["val/loss"]
+
+
+def test_a_pipeline_trains_adapters_and_validates_them() -> None:
+    (alone,) = run_ranks(1, validated)
+    assert run_ranks(2, validated) == pytest.approx([alone, alone], abs=1e-5)

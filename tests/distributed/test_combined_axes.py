@@ -12,10 +12,8 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import assert_same_training
-from tests.distributed.test_tensor_parallel import TIED, load, save, weigh
-from tests.distributed.training import train
+from tests.distributed.test_tensor_parallel import TIED, load, run, save, weigh
 
-STEPS = 20
 TP2, CPTP = {"tp": 2}, {"cp": 2, "tp": 2}
 NOISY = KNOWN["noisy"]["model"]
 EIGHT_HEADS = TIED | {"num_heads": 8, "num_kv_heads": 4}
@@ -25,11 +23,6 @@ CASES: dict[str, dict[str, Any]] = {
     "llama noisy": {"model": EIGHT_HEADS | NOISY, "batch_size": 7, "validate": True},
     "llama accumulated": {"model": TIED, "batch_size": 7, "trainer": {"accumulate_grad_batches": 3}},
 }
-
-
-def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_ranks(world_size, partial(train, **{"steps": STEPS} | options))
-    return results
 
 
 @cache

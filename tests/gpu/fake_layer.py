@@ -21,6 +21,7 @@ from moe_lightning.comm.world import World
 from moe_lightning.modules.moe_layer import MoELayer
 from tests.distributed.harness import connect, run_ranks
 from tests.gpu.fake_device import Counts, FakeDevice, set_up, unwrapped
+from tests.gpu.rooms import rooms
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 16, 24, 33
 
@@ -41,16 +42,7 @@ def run(rank: int, world_size: int, aux_loss_coef: float, plan: PlanPlace) -> di
     for name in ("all_to_all_single", "all_gather_into_tensor", "all_gather_single"):
         if hasattr(exchange.dist, name):
             setattr(exchange.dist, name, unwrapped(getattr(exchange.dist, name)))
-    from moe_lightning.kernels import (
-        triton_activation,
-        triton_matmul,
-        triton_plan,
-        triton_routing,
-        triton_rows,
-        triton_tiles,
-    )
-
-    for room in (triton_activation, triton_matmul, triton_plan, triton_routing, triton_rows, triton_tiles):
+    for room in rooms():
         room.launch = fake.launch  # type: ignore[assignment]
     with fake, ops.backend("triton"):
         there = layer.to(device)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.gpu.compiler import MULTIPROCESSORS, SHARED_BYTES, Compiled, Compiler
+from tests.gpu.rooms import rooms
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -41,30 +42,6 @@ def compiler(request, monkeypatch, tmp_path):
     for room in (triton_matmul, triton_tiles):
         monkeypatch.setattr(room, "limits", lambda device: found)
     return compiler
-
-
-def rooms():
-    from moe_lightning.kernels import (
-        triton_activation,
-        triton_bytes,
-        triton_matmul,
-        triton_plan,
-        triton_routing,
-        triton_rows,
-        triton_stream,
-        triton_tiles,
-    )
-
-    return (
-        triton_activation,
-        triton_bytes,
-        triton_matmul,
-        triton_plan,
-        triton_routing,
-        triton_rows,
-        triton_stream,
-        triton_tiles,
-    )
 
 
 def half(*shape: int) -> torch.Tensor:
