@@ -23,6 +23,7 @@ from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.errors import ConfigurationError
 from tests.forks import PATIENCE_S, forked
 from tests.object_stores import BUCKET, FAULTS, Faults
+from tests.parameters import slow
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds
 
 KILLS = 3
@@ -83,7 +84,7 @@ def run_schedule(base: Path, seed: int, faults: Faults) -> None:
         made.close()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, slow(1)])
 def test_kill_9_while_a_store_fails(seed: int, tmp_path: Path, faults: Faults) -> None:
     run_schedule(tmp_path, seed, faults)
 

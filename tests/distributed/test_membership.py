@@ -58,6 +58,7 @@ def test_who_sets_up_keeps_out_of_a_world_that_trains(other: str) -> None:
         toy.stop(workers)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_expelled_and_comes_back_as_another_member() -> None:
     with Toy() as toy:
         workers = toy.start(3)

@@ -418,9 +418,9 @@ def refusal(rank: int, world_size: int, module: Any) -> str:
     ("module", "words"),
     [
         (Tied, "untie them"),
-        (Outside, "shift is used after the blocks"),
-        (Late, "is used before the blocks"),
-        (Twice, "each once in a step"),
+        slow(Outside, "shift is used after the blocks"),
+        slow(Late, "is used before the blocks"),
+        slow(Twice, "each once in a step"),
         (Manual, "manual optimization"),
         (NoBlocks, "no ModuleList of blocks"),
     ],

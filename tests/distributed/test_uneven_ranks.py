@@ -24,6 +24,7 @@ from moe_lightning.errors import ConfigurationError
 from tests.distributed import training
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import SKEWED, TOLERANCE
+from tests.parameters import slow
 
 PLAIN = {"calibrate": False, "flops_per_s": 1e9, "bytes_per_s": 1e9}
 STEPS = 60
@@ -108,7 +109,7 @@ def assert_same_training(expected: dict[str, Any], ranks: list[dict[str, Any]]) 
 
 @pytest.mark.parametrize(
     ("speeds", "samples"),
-    [([1.0, 0.5], [11, 5]), ([1, 1, 1, 0.25], [5, 5, 5, 1]), ([1.0, 1.0, 1.0], [6, 5, 5])],
+    [slow([1.0, 0.5], [11, 5]), ([1, 1, 1, 0.25], [5, 5, 5, 1]), slow([1.0, 1.0, 1.0], [6, 5, 5])],
 )
 def test_given_speeds_cut_from_the_first_batch_and_the_training_is_the_same(
     speeds: list[float], samples: list[int]

@@ -94,6 +94,7 @@ def row(rank: int, world_size: int) -> list[tuple[str, int, int, str, str]]:
     return measure(connect(), num_rows=10, width=4, rounds=1)
 
 
+@pytest.mark.slow
 def test_the_exchange_row() -> None:
     names = [(name, rows, width) for name, rows, width, *_ in run_ranks(2, row)[0]]
     assert names == [("all-to-all", 10, 4)]

@@ -55,6 +55,7 @@ def test_what_windows_cannot_be_combined_with() -> None:
             policy("ours", lossless=True, **changes)
 
 
+@pytest.mark.slow
 def test_recommend_chooses_windows_where_tokens_would_be_lost() -> None:
     slow = replace(small_hardware(), host_copy_bytes_per_s=small_hardware().host_copy_bytes_per_s / 10)
     often = replace(scenario("ours", failures=ALL_FAIL), hardware=slow)
