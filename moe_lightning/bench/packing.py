@@ -108,5 +108,6 @@ class _Steps:
         """One, from the file to the new weights."""
         batch = next(self._batches)
         self._optimizer.zero_grad()
-        (self._module.loss(batch) + auxiliary_loss(self._module)).backward()
+        loss = self._module.loss(batch) + auxiliary_loss(self._module)
+        loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()

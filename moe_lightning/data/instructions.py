@@ -185,6 +185,7 @@ class InstructionData(LightningDataModule):
         self._val_samples = val_samples
         self._packing = packing
         self._tokenizer: Tokenizer | None = None
+        self._packs = ""  # what is said of them
 
     @cached_property
     def written(self) -> ChatFormat:
@@ -206,6 +207,10 @@ class InstructionData(LightningDataModule):
     def vocab_size(self) -> int:
         """How many tokens a model must tell apart."""
         return self.tokenizer.vocab_size
+
+    def summary(self) -> str:
+        """One line about the file, and under `packing` another, once it is set up."""
+        return "\n".join([f"{self._path}", *self._packs.splitlines()])
 
     def prepare_data(self) -> None:
         """Check every line, once on every node."""
@@ -240,7 +245,8 @@ class InstructionData(LightningDataModule):
         if training:
             packed.require_step(self.global_batch_size)
             # The last target of a sample lies behind its last input.
-            rank_zero_info(packed.summary("conversations", num_cut=int((tokens > length + 1).sum())))
+            self._packs = packed.summary("conversations", num_cut=int((tokens > length + 1).sum()))
+            rank_zero_info(self._packs)
         return packed
 
     def _check_learnable(self, train: Conversations) -> None:

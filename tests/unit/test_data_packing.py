@@ -20,6 +20,7 @@ from moe_lightning import ConfigurationError, GPTModule
 from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.packing import Packed, first_fit
 from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.text import TextData
 from moe_lightning.modules.losses import IGNORED_TARGET, auxiliary_loss, mean_over_targets, num_targets
 from moe_lightning.modules.moe_layer import moe_layers
 
@@ -185,3 +186,52 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         packed([3])[1]
     with pytest.raises(ConfigurationError, match=r"packing makes \d+ samples of context_length=128 tokens, fewer than"):
         instructions(conversations(tmp_path / "chat.jsonl"), packing=True, global_batch_size=30)
+
+
+def text(tmp_path: Path, source: Path, **options: Any) -> TextData:
+    sizes = {"context_length": 32, "global_batch_size": 2, "val_fraction": 0.2, "cache_dir": tmp_path / "cache"}
+    made = TextData(source=str(source), packing=True, **{**sizes, **options})
+    made.prepare_data()
+    made.setup()
+    return made
+
+
+def predicted(packs: Any) -> list[bytes]:
+    """What a model is taught, document by document or piece by piece."""
+    found = []
+    for index in range(len(packs)):
+        inputs, targets, is_token, begins = packs[index]
+        for begin in begins[is_token].unique().tolist():
+            mine = is_token & (begins == begin)
+            assert inputs[mine][1:].tolist() == targets[mine][:-1].tolist()
+            found.append(bytes([inputs[mine][0], *targets[mine].tolist()]))
+    return found
+
+
+def test_text_files_are_documents(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = [chr(65 + i) * (5 + i * i % 70) for i in range(26)] + ["z", ""]
+    for number, said in enumerate(texts):
+        (folder / f"{number}.txt").write_text(said)
+    made = text(tmp_path, folder, val_samples=1)
+    pieces = predicted(made.train_dataloader().dataset)
+    assert all(len(set(piece)) == 1 for piece in pieces), "no document follows another"
+    assert "documents, or pieces of long ones, in" in made.summary()
+    kept = {piece[:1].decode() for piece in pieces}
+    for said in (said for said in texts if said[:1] in kept):
+        tokens = sum(len(piece) - 1 for piece in pieces if piece[:1].decode() == said[0])
+        assert tokens == len(said) - 1, "every token but the first is predicted once"
+    assert len(made.val_dataloader().dataset) == 1  # type: ignore[arg-type]
+
+
+def test_a_token_ends_documents(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(b"".join(bytes([i]) * (3 + i * 7 % 50) + b"\0" for i in range(1, 60)))
+    pieces = predicted(text(tmp_path, path, dtype="uint8", end_of_document=0).train_dataloader().dataset)
+    assert all(len(set(piece) - {0}) == 1 and piece.count(0) <= 1 for piece in pieces)
+    assert sum(piece.endswith(b"\0") for piece in pieces) > 40
+    with pytest.raises(ConfigurationError, match="set end_of_document to the token that ends one"):
+        text(tmp_path, path, dtype="uint8")
+    with pytest.raises(ConfigurationError, match="end_of_document=0 is read under packing=true only"):
+        TextData(end_of_document=0)

@@ -173,7 +173,9 @@ class HuggingFaceModule(SupervisedModule):
                 begins = torch.zeros_like(inputs) if begins is None else begins
                 options[DOCUMENTS] = begins
             if begins is not None:
-                options |= document_masks(self.model, context.positions(inputs.shape[1], begins))
+                first, length = context.first(inputs.shape[1]), inputs.shape[1]
+                positions = torch.arange(first, first + length, device=inputs.device) - begins
+                options |= document_masks(self.model, positions)
         logits: Tensor = self.model(**{self.model.main_input_name: inputs}, **options).logits
         return logits
 
