@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.data.images import ImageData
+from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.text import TextData
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.size import model_size
@@ -166,8 +167,8 @@ def describe(trainer: pl.Trainer, module: pl.LightningModule) -> str:
             f"{layers[0].num_experts} experts in {len(layers)}{blocks} layers, top-{layers[0].router.config.top_k}"
         )
     data = getattr(trainer, "datamodule", None)
-    if isinstance(data, TextData | ImageData):
-        lines.append(f"data   {data.summary()}")
+    if isinstance(data, TextData | InstructionData | ImageData):
+        lines += [f"data   {line}" for line in data.summary().splitlines()]
     device = trainer.strategy.root_device.type
     ranks = "1 rank" if trainer.world_size == 1 else f"{trainer.world_size} ranks"
     lines.append(f"ranks  {ranks} on {device}, {trainer.precision} precision")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from moe_lightning.data.sources import (
@@ -34,7 +35,7 @@ from moe_lightning.data.sources import (
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, token_dtype, tokenizer_key
 from moe_lightning.errors import ConfigurationError
 
-_LAYOUT = 1  # raised when an entry's files change their meaning
+_LAYOUT = 2  # raised when an entry's files change their meaning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,28 @@ class Corpus:
             f"{self.name}: {self.num_files:,} files, {self.size_bytes / 1e6:.1f} MB, {self.train.count:,} training and "
             f"{self.val.count:,} held-out tokens, vocabulary {self.vocab_size:,}"
         )
+
+
+def document_starts(span: TokenSpan, end_of_document: int | None) -> npt.NDArray[np.int64]:
+    """The first token of each document of a part, ascending: of every text file, and behind every token that ends one.
+
+    Raises:
+        ConfigurationError: a token file, where nothing but such a token tells documents apart, and none is named.
+    """
+    known = _documents_path(span.path)
+    if end_of_document is None and not known.is_file():
+        raise ConfigurationError(
+            f"packing needs to know where the documents of {span.path} end: set end_of_document to the token that ends "
+            "one, or packing=false"
+        )
+    starts = np.load(known, allow_pickle=False) if known.is_file() else np.zeros(1, dtype=np.int64)
+    if end_of_document is not None:
+        starts = np.union1d(starts, np.flatnonzero(span.open() == end_of_document) + 1)
+    return starts[starts < span.count]
+
+
+def _documents_path(tokens: Path) -> Path:
+    return tokens.with_suffix(".documents.npy")
 
 
 def default_cache_dir() -> Path:
@@ -219,14 +242,16 @@ def _split_file(file: TextFile, val_fraction: float) -> tuple[list[TextSpan], li
 
 
 def _write_tokens(path: Path, spans: Iterable[TextSpan], tokenizer: Tokenizer) -> int:
-    """Write the tokens of all spans, one after the other; returns how many."""
-    count = 0
+    """Write the tokens of all spans, one after the other, and where each begins; returns how many."""
+    count, starts = 0, list[int]()
     with path.open("xb") as file:
         for span in spans:
+            starts.append(count)
             for chunk in span.chunks():
                 tokens = tokenizer.encode(chunk)
                 file.write(tokens.tobytes())
                 count += len(tokens)
+    np.save(_documents_path(path), np.unique(np.array(starts, dtype=np.int64)))
     return count
 
 

@@ -12,17 +12,18 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from moe_lightning.data.chat import ChatFormat, chat_format
+from moe_lightning.data.packing import Packed
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.errors import ConfigurationError
@@ -64,6 +65,10 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self._window(*self._tokens(index))
+
+    def _tokens(self, index: int) -> tuple[list[int], list[bool]]:
+        """Of a conversation, and whether each is predicted."""
         with self._path.open("rb") as file:
             file.seek(int(self._offsets[index]))
             turns = conversation(json.loads(file.readline()))
@@ -73,7 +78,11 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
             piece = self._encoded(text)
             tokens += piece
             predicted += [is_predicted] * len(piece)
-        return self._window(tokens, predicted)
+        return tokens, predicted
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each conversation, whether the context holds them or not; reads and tokenizes all."""
+        return np.array([len(self._tokens(index)[0]) for index in range(len(self))], dtype=np.int64)
 
     def learnable(self, most: int) -> tuple[int, int]:
         """Of the first `most` conversations, and of more until one is found: how many were looked at, and in how many
@@ -121,6 +130,9 @@ def conversation(line: Any) -> list[tuple[str, str]]:
     return turns
 
 
+Samples: TypeAlias = Conversations | Packed
+
+
 @validated
 class InstructionData(LightningDataModule):
     """Conversations as training and held-out batches of a constant global size.
@@ -135,6 +147,7 @@ class InstructionData(LightningDataModule):
         val_fraction: held out, inside (0, 1).
         val_samples: at most so many held-out conversations, spread evenly over the file; None for all.
         seed: of the split and of the order of the samples.
+        packing: put several conversations into one sample, see `Packed`; else each is padded to the context.
 
     Raises:
         ConfigurationError: sizes out of range from the constructor; a missing or malformed file or tokenizer, or
@@ -153,6 +166,7 @@ class InstructionData(LightningDataModule):
         val_fraction: Annotated[float, Range(above=0, below=1)] = 0.05,
         val_samples: PositiveInt | None = None,
         seed: NonNegativeInt = 0,
+        packing: bool = False,
     ) -> None:
         super().__init__()
         if end_token == "":
@@ -169,7 +183,9 @@ class InstructionData(LightningDataModule):
         self._num_workers = num_workers
         self._val_fraction = val_fraction
         self._val_samples = val_samples
+        self._packing = packing
         self._tokenizer: Tokenizer | None = None
+        self._packs = ""  # what is said of them
 
     @cached_property
     def written(self) -> ChatFormat:
@@ -192,6 +208,10 @@ class InstructionData(LightningDataModule):
         """How many tokens a model must tell apart."""
         return self.tokenizer.vocab_size
 
+    def summary(self) -> str:
+        """One line about the file, and under `packing` another, once it is set up."""
+        return "\n".join([f"{self._path}", *self._packs.splitlines()])
+
     def prepare_data(self) -> None:
         """Check every line, once on every node."""
         for number, _, line in _lines(self._path):
@@ -213,13 +233,25 @@ class InstructionData(LightningDataModule):
         order = np.random.default_rng(self.seed).permutation(len(offsets))
         measured = min(held_out, self._val_samples or held_out)
         spread = np.arange(measured) * held_out // measured
-        self._val = self._conversations(offsets[np.sort(order[:held_out])[spread]])
-        self._train = self._conversations(offsets[np.sort(order[held_out:])])
-        self._check_learnable()
+        val = self._conversations(offsets[np.sort(order[:held_out])[spread]])
+        train = self._conversations(offsets[np.sort(order[held_out:])])
+        self._check_learnable(train)
+        self._val: Samples = self._packed(val, training=False) if self._packing else val
+        self._train: Samples = self._packed(train, training=True) if self._packing else train
 
-    def _check_learnable(self) -> None:
+    def _packed(self, conversations: Conversations, *, training: bool) -> Packed:
+        length, tokens = self.context_length, conversations.lengths()
+        packed = Packed(conversations, np.minimum(tokens, length), length, seed=self.seed if training else None)
+        if training:
+            packed.require_step(self.global_batch_size)
+            # The last target of a sample lies behind its last input.
+            self._packs = packed.summary("conversations", num_cut=int((tokens > length + 1).sum()))
+            rank_zero_info(self._packs)
+        return packed
+
+    def _check_learnable(self, train: Conversations) -> None:
         """Refuse, or where it concerns only some say, that windows end before the answers begin."""
-        looked_at, found = self._train.learnable(_SAMPLE)
+        looked_at, found = train.learnable(_SAMPLE)
         cause = f"context_length={self.context_length} ends before an answer of {self._path} begins"
         if not found:
             raise ConfigurationError(f"{cause}, in all {looked_at} conversations: there is nothing to learn, raise it")
@@ -241,9 +273,9 @@ class InstructionData(LightningDataModule):
     def _conversations(self, offsets: NDArray[np.int64]) -> Conversations:
         return Conversations(self._path, offsets, self.tokenizer, self.written, self.context_length)
 
-    def _loader(self, conversations: Conversations, *, training: bool) -> StepLoader:
+    def _loader(self, samples: Samples, *, training: bool) -> StepLoader:
         return StepLoader.of_samples(
-            conversations,
+            samples,
             global_batch_size=self.global_batch_size,
             seed=self.seed,
             training=training,

@@ -8,23 +8,45 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
-from moe_lightning.data.corpus import Corpus, prepare_corpus
+from moe_lightning.data.corpus import Corpus, document_starts, prepare_corpus
+from moe_lightning.data.packing import IntArray, Packed
 from moe_lightning.data.sources import TokenSpan
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 
-class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
+class _MappedTokens(Dataset[tuple[Tensor, Tensor]]):
+    """Inputs and, one token later, targets, both int64, of tokens on disk, mapped here and again in workers."""
+
+    def __init__(self, span: TokenSpan) -> None:
+        self.span = span
+        self._tokens = span.open()
+
+    def _pair(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        window = torch.from_numpy(self._tokens[start : start + length + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the map: a memory map would be sent to a spawned worker as a copy of the whole file."""
+        return {name: value for name, value in self.__dict__.items() if name != "_tokens"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._tokens = self.span.open()
+
+
+class TokenWindows(_MappedTokens):
     """Window i is the tokens [i*L, (i+1)*L] of a span: x [L] and, one token later, y [L], both int64.
 
     Windows share only the token between them, so every token but the first is predicted exactly once.
 
     Args:
-        span: tokens on disk; they are mapped here, and again in every worker process.
+        span: tokens on disk.
         context_length: L.
         max_windows: at most so many windows, spread evenly over the span.
 
@@ -37,7 +59,6 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
             raise ConfigurationError(f"context_length={context_length} is below 1; set it to the tokens of one sample.")
         if max_windows is not None and max_windows < 1:
             raise ConfigurationError(f"{max_windows} windows are less than one; leave the limit out for all of them.")
-        self.span = span
         self.context_length = context_length
         self._windows = (span.count - 1) // context_length
         if self._windows < 1:
@@ -46,7 +67,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
                 "(context_length + 1); lower context_length, give more text, or change val_fraction."
             )
         self._length = self._windows if max_windows is None else min(max_windows, self._windows)
-        self._tokens = span.open()
+        super().__init__(span)
 
     def __len__(self) -> int:
         return self._length
@@ -54,17 +75,35 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < self._length:
             raise IndexError(f"window {index} of {self._length}")
-        start = index * self._windows // self._length * self.context_length
-        window = torch.from_numpy(self._tokens[start : start + self.context_length + 1].astype(np.int64))
-        return window[:-1], window[1:]
+        return self._pair(index * self._windows // self._length * self.context_length, self.context_length)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the map: a memory map would be sent to a spawned worker as a copy of the whole file."""
-        return {name: value for name, value in self.__dict__.items() if name != "_tokens"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._tokens = self.span.open()
+class DocumentPieces(_MappedTokens):
+    """The documents of a span, long ones in pieces: x and, one token later, y, of 1 to L tokens. Every token but the
+    first of its document is predicted exactly once.
+
+    Args:
+        span: tokens on disk.
+        starts: int64, the first token of each document, ascending.
+        context_length: L, the most tokens of a piece.
+
+    Attributes:
+        lengths: int64, tokens of each piece.
+    """
+
+    def __init__(self, span: TokenSpan, starts: IntArray, context_length: int) -> None:
+        super().__init__(span)
+        ends = np.append(starts[1:], span.count) - 1  # the last token of a document has no next one
+        pieces = -(-(ends - starts) // context_length)
+        inside = np.arange(pieces.sum()) - np.repeat(pieces.cumsum() - pieces, pieces)
+        self._begins = np.repeat(starts, pieces) + context_length * inside
+        self.lengths: IntArray = np.minimum(np.repeat(ends, pieces) - self._begins, context_length)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._pair(int(self._begins[index]), int(self.lengths[index]))
 
 
 @validated
@@ -82,6 +121,9 @@ class TextData(LightningDataModule):
         cache_dir: where tokens are kept; the user's cache folder if None.
         seed: of the split and of the order of the samples.
         dtype: of a .bin source.
+        packing: keep documents apart, with several in one sample, see `Packed`; else samples are windows of the text,
+            wherever documents end in it.
+        end_of_document: token that ends a document, under `packing`; so do text files.
 
     Raises:
         ConfigurationError: from the constructor for sizes; from `prepare_data`, `setup`, `vocab_size` for the source.
@@ -100,8 +142,16 @@ class TextData(LightningDataModule):
         cache_dir: str | Path | None = None,
         seed: NonNegativeInt = 0,
         dtype: str | None = None,
+        packing: bool = False,
+        end_of_document: NonNegativeInt | None = None,
     ) -> None:
         super().__init__()
+        if end_of_document is not None and not packing:
+            raise ConfigurationError(
+                f"end_of_document={end_of_document} is read under packing=true only: set that, or leave it out"
+            )
+        self.packing = packing
+        self.end_of_document = end_of_document
         self.context_length = context_length
         self.global_batch_size = global_batch_size
         self.num_workers = num_workers
@@ -116,6 +166,7 @@ class TextData(LightningDataModule):
             "dtype": dtype,
         }
         self._corpus: Corpus | None = None
+        self._packs = ""  # what is said of them
 
     # ------------------------------------------------------------------ what the text is
 
@@ -132,8 +183,8 @@ class TextData(LightningDataModule):
         return self.corpus.vocab_size
 
     def summary(self) -> str:
-        """One line about the text."""
-        return self.corpus.summary()
+        """One line about the text, and under `packing` another, once it is set up."""
+        return "\n".join([self.corpus.summary(), *self._packs.splitlines()])
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -143,8 +194,25 @@ class TextData(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Map the tokens."""
-        self._train = TokenWindows(self.corpus.train, self.context_length)
-        self._val = TokenWindows(self.corpus.val, self.context_length, self.val_samples)
+        if self.packing:
+            self._pack()
+            return
+        self._train: Dataset[Any] = TokenWindows(self.corpus.train, self.context_length)
+        self._val: Dataset[Any] = TokenWindows(self.corpus.val, self.context_length, self.val_samples)
+
+    def _pack(self) -> None:
+        train, val = (
+            Packed(pieces, pieces.lengths, self.context_length, seed=seed)
+            for pieces, seed in ((self._pieces(self.corpus.train), self.seed), (self._pieces(self.corpus.val), None))
+        )
+        train.require_step(self.global_batch_size)
+        self._packs = train.summary("documents, or pieces of long ones,")
+        rank_zero_info(self._packs)
+        most = min(len(val), self.val_samples or len(val))
+        self._train, self._val = train, Subset(val, (np.arange(most) * len(val) // most).tolist())
+
+    def _pieces(self, span: TokenSpan) -> DocumentPieces:
+        return DocumentPieces(span, document_starts(span, self.end_of_document), self.context_length)
 
     def train_dataloader(self) -> StepLoader:
         """Endless permuted epochs of whole steps."""
@@ -162,9 +230,9 @@ class TextData(LightningDataModule):
         """The held-out windows, in order."""
         return self.val_dataloader()
 
-    def _loader(self, windows: TokenWindows, *, training: bool) -> StepLoader:
+    def _loader(self, samples: Dataset[Any], *, training: bool) -> StepLoader:
         return StepLoader.of_samples(
-            windows,
+            samples,
             global_batch_size=self.global_batch_size,
             seed=self.seed,
             training=training,

@@ -47,8 +47,15 @@ class GPT(nn.Module):
             nn.init.normal_(self.head.weight, std=config.init_std)
         attach_stream(self, SampleStream())
 
-    def forward(self, ids_BL: Tensor, is_token_BL: Tensor | None = None) -> Tensor:
-        """Logits; is_token_BL, bool, is False where a sequence is padded at its end: no expert gets that."""
+    def forward(self, ids_BL: Tensor, is_token_BL: Tensor | None = None, begins_BL: Tensor | None = None) -> Tensor:
+        """Logits.
+
+        Args:
+            ids_BL: tokens.
+            is_token_BL: bool, False where a sequence is padded at its end: no expert gets that. None: it is not.
+            begins_BL: int64, the position at which the document of each token begins: positions restart there, and no
+                token sees another document. None: a sequence is one document.
+        """
         length = self.context.whole(ids_BL.shape[1])
         if length > self.config.context_length:
             raise ConfigurationError(
@@ -57,11 +64,10 @@ class GPT(nn.Module):
             )
         x_BLD = self.token_embedding(ids_BL)
         if self.position_embedding is not None:
-            first = self.context.first(ids_BL.shape[1])
-            x_BLD = x_BLD + self.position_embedding.weight[first : first + ids_BL.shape[1]]
+            x_BLD = x_BLD + self.position_embedding.weight[self.context.positions(ids_BL.shape[1], begins_BL)]
         x_BLD = self.dropout(x_BLD)
         for block in self.blocks:
-            x_BLD = block(x_BLD, is_token_BL)
+            x_BLD = block(x_BLD, is_token_BL, begins_BL)
         return self.head(self.norm(x_BLD))  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> Plan:
@@ -119,8 +125,8 @@ class Block(nn.Module):
             )
         self.dropout = StreamDropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor, is_token_BL: Tensor | None = None) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD))
+    def forward(self, x_BLD: Tensor, is_token_BL: Tensor | None = None, begins_BL: Tensor | None = None) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), begins_BL)
         mask = (is_token_BL,) if isinstance(self.feed_forward, MoELayer) else ()
         return x_BLD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BLD), *mask))  # type: ignore[no-any-return]
 
@@ -145,16 +151,16 @@ class Attention(nn.Module):
         self.context = ContextParallel()
         self.dropout = StreamDropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, begins_BL: Tensor | None = None) -> Tensor:
         heads_BLHC = self.qkv(x_BLD).unflatten(-1, (-1, self.head_size))
         heads = (self.num_heads, self.kv_heads, self.kv_heads)
         here = [heads_BLHC.shape[2] * number // sum(heads) for number in heads]  # all, or those of this rank
         q, k, v = (t.transpose(1, 2) for t in heads_BLHC.split(here, dim=2))
         q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
-            first = self.context.first(q.shape[2])
-            q, k = self.rotary(q, first), self.rotary(k, first)
-        mixed_BHLC = self.context.attention(q, k, v)
+            positions = self.context.positions(q.shape[2], begins_BL)
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        mixed_BHLC = self.context.attention(q, k, v, documents_BL=begins_BL)
         return self.dropout(self.out(mixed_BHLC.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
@@ -172,11 +178,15 @@ class Rotary(nn.Module):
         self.register_buffer("cos_LC", angles_LC.cos().float(), persistent=False)
         self.register_buffer("sin_LC", angles_LC.sin().float(), persistent=False)
 
-    def forward(self, x_BHLC: Tensor, first_position: int = 0) -> Tensor:
-        at = slice(first_position, first_position + x_BHLC.shape[-2])
+    def forward(self, x_BHLC: Tensor, positions: slice | Tensor | None = None) -> Tensor:
+        """Turned by positions: a slice, or int64 [B, L]; None: from 0 on."""
+        at = slice(x_BHLC.shape[-2]) if positions is None else positions
+        cos, sin = self.cos_LC[at], self.sin_LC[at]
+        if cos.ndim > 2:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         first, second = x_BHLC.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
-        return (x_BHLC * self.cos_LC[at] + turned * self.sin_LC[at]).to(x_BHLC.dtype)
+        return (x_BHLC * cos + turned * sin).to(x_BHLC.dtype)
 
 
 class RMSNorm(nn.RMSNorm):

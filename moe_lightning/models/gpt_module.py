@@ -75,14 +75,16 @@ class OptimizerConfig:
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * shape
 
 
-Batch: TypeAlias = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-"""Inputs and targets; of padded sequences also bool [B, L], False where an input is padding."""
+Batch: TypeAlias = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
+"""Inputs and targets; of padded sequences also bool [B, L], False where an input is padding; of packed ones behind that
+int64 [B, L], the position at which the document of each input begins.
+"""
 
 
 class SupervisedModule(pl.LightningModule):
-    """Trains `model` on batches (inputs, targets) or (inputs, targets, is_token) with AdamW; the loss is the mean
-    cross-entropy over the targets that are not -100. Where `is_token` is False an input is padding, which no expert
-    gets.
+    """Trains `model` on batches (inputs, targets), (inputs, targets, is_token) or (inputs, targets, is_token, begins)
+    with AdamW; the loss is the mean cross-entropy over the targets that are not -100. Where `is_token` is False an
+    input is padding, which no expert gets; documents that `begins` tells apart do not see each other.
 
     Logs `train/loss`, `val/loss` and `test/loss`, auxiliary losses not included.
 
@@ -156,8 +158,8 @@ class SupervisedModule(pl.LightningModule):
 
 
 class GPTModule(SupervisedModule):
-    """Trains a GPT on batches (inputs [B, L], targets [B, L]) of token ids, or (inputs, targets, is_token [B, L]) of
-    padded ones.
+    """Trains a GPT on batches (inputs [B, L], targets [B, L]) of token ids, (inputs, targets, is_token [B, L]) of
+    padded ones, or (inputs, targets, is_token, begins [B, L]) of packed ones.
 
     Logs `train/loss`, `val/loss` and `test/loss`: mean cross-entropy in nats per token over the global batch,
     targets of -100 and auxiliary losses not included.
@@ -185,9 +187,9 @@ class GPTModule(SupervisedModule):
             self.model = GPT(self.config)
 
     @override
-    def forward(self, ids_BL: Tensor, is_token_BL: Tensor | None = None) -> Tensor:
+    def forward(self, ids_BL: Tensor, is_token_BL: Tensor | None = None, begins_BL: Tensor | None = None) -> Tensor:
         """Logits [B, L, V]."""
-        return self.model(ids_BL, is_token_BL)  # type: ignore[no-any-return]
+        return self.model(ids_BL, is_token_BL, begins_BL)  # type: ignore[no-any-return]
 
 
 def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig) -> OptimizerLRScheduler:

@@ -81,6 +81,22 @@ class ContextParallel:
         self.whole(length)
         return 0 if self._sharers is None else self._sharers.rank * length
 
+    def positions(self, length: int, begins_BL: Tensor | None = None) -> slice | Tensor:
+        """The positions of this rank's `length` tokens, as an index: in their sequences, or int64 [B, L], in their
+        documents.
+
+        Args:
+            begins_BL: int64, the position in its sequence at which the document of each token begins; None: a sequence
+                is one document.
+
+        Raises:
+            ConfigurationError: see `whole`.
+        """
+        first = self.first(length)
+        if begins_BL is None:
+            return slice(first, first + length)
+        return torch.arange(first, first + length, device=begins_BL.device) - begins_BL
+
     def attention(
         self,
         q_BHLC: Tensor,

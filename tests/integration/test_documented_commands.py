@@ -178,6 +178,7 @@ def test_every_snippet_is_run_here() -> None:
         "def tensor_parallel_plan",
         "class Attention",
         "add_adapters(",
+        "Packed(",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -203,6 +204,16 @@ def test_a_module_takes_adapters(tmp_path: Path) -> None:
     names = run(snippet("docs/huggingface.md", "add_adapters("), {"trainer": trainer, "loader": loader})
     changed = {n for n, p in names["module"].named_parameters() if n.endswith("_b") and p.abs().sum() > 0}
     assert len(changed) == 2 * 4, "two layers, each with B of w_up, w_down, qkv and out"
+
+
+def test_a_dataset_is_packed(capsys: pytest.CaptureFixture[str]) -> None:
+    documents = RandomTokens(40)
+    lengths = [1 + i % 16 for i in range(40)]
+    small = 'max_steps=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False'
+    source = snippet("docs/recipes.md", "Packed(").replace("max_steps=2", small)
+    names = run(source, {"documents": documents, "lengths": lengths})
+    assert names["trainer"].global_step == 2
+    assert "packing: 40 documents in" in capsys.readouterr().out
 
 
 def test_routing_can_be_replayed() -> None:

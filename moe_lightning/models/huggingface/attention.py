@@ -1,4 +1,6 @@
-"""Attention of Hugging Face models over sequences that ranks share, by the attention interface of transformers."""
+"""Attention of Hugging Face models over sequences that ranks share, by the attention interface of transformers, and
+over documents of one sequence.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,9 @@ from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.context import ContextParallel
+
+DOCUMENTS = "documents"
+"""Keyword of the model's forward pass that reaches attention over parts: see `ContextParallel.attention`."""
 
 _NAME = "moe_lightning_context"
 
@@ -34,6 +39,33 @@ def share_sequences(model: Any) -> None:
     model.config._attn_implementation = _NAME
 
 
+def document_masks(model: Any, position_ids: Tensor) -> dict[str, Any]:
+    """Arguments of a model's forward pass that keep documents apart, which begin where positions restart.
+
+    transformers finds them by the positions, but GPT-OSS takes its masks without looking there.
+
+    Args:
+        model: the model.
+        position_ids: int64 [B, L].
+    """
+    if model.config.model_type != "gpt_oss":
+        return {"position_ids": position_ids}
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    options: dict[str, Any] = {
+        "config": model.config,
+        "inputs_embeds": position_ids.new_empty((*position_ids.shape, 0), dtype=model.dtype),  # for its shape
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": position_ids,
+    }
+    masks = {
+        "full_attention": create_causal_mask(**options),
+        "sliding_attention": create_sliding_window_causal_mask(**options),
+    }
+    return {"position_ids": position_ids, "attention_mask": masks}
+
+
 def _attention(
     module: Any,
     query: Tensor,
@@ -44,6 +76,7 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    documents: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[B, L, H, C], as transformers wants it; masks are those of causal attention, by global positions."""
@@ -60,6 +93,12 @@ def _attention(
             "ranks: set it to 0 in model.overrides, or mesh.cp=1"
         )
     mixed: Tensor = module.context.attention(
-        query, key, value, is_causal=getattr(module, "is_causal", True), window=sliding_window, scale=scaling
+        query,
+        key,
+        value,
+        is_causal=getattr(module, "is_causal", True),
+        documents_BL=documents,
+        window=sliding_window,
+        scale=scaling,
     )
     return mixed.transpose(1, 2).contiguous(), None

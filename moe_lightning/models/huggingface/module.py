@@ -17,7 +17,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.adapters import refuse_adapters
 from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
-from moe_lightning.models.huggingface.attention import share_sequences
+from moe_lightning.models.huggingface.attention import DOCUMENTS, document_masks, share_sequences
 from moe_lightning.models.huggingface.blocks import IS_TOKEN
 from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import config_from, load_model, read_config, recompute_activations
@@ -25,6 +25,7 @@ from moe_lightning.models.huggingface.tensor_plan import plan_of
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.modules.adapters import AdapterConfig
+from moe_lightning.modules.context import ContextParallel
 from moe_lightning.modules.tensor_parallel import Plan
 from moe_lightning.values import PositiveInt, validated
 
@@ -96,7 +97,8 @@ class HuggingFaceConfig:
 
 class HuggingFaceModule(SupervisedModule):
     """Trains a Hugging Face model on batches (inputs, targets): token ids [B, L] and next tokens [B, L], where -100 is
-    not predicted, with is_token [B, L] behind them where sequences are padded; or images [B, C, H, W] and classes [B].
+    not predicted, with is_token [B, L] behind them where sequences are padded, and behind that begins [B, L], where the
+    document of each token begins, where several are packed; or images [B, C, H, W] and classes [B].
 
     Logs `train/loss`, `val/loss` and `test/loss`: the mean cross-entropy in nats over the targets of the global batch,
     auxiliary losses not included.
@@ -159,17 +161,21 @@ class HuggingFaceModule(SupervisedModule):
         return {f"model.{name}": style for name, style in plan_of(self.model).items()}
 
     @override
-    def forward(self, inputs: Tensor, is_token: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, is_token: Tensor | None = None, begins: Tensor | None = None) -> Tensor:
         """Logits: [B, L, V] of tokens, [B, classes] of images."""
         options: dict[str, Any] = {}
         if self.model.main_input_name == "input_ids":
             # Padding at the end needs no mask in causal attention, which would leave its fast kernels.
             options = {"use_cache": False, IS_TOKEN: is_token}
-            context = getattr(self.model, "context", None)
-            if context is not None and context.is_cut:
+            context = getattr(self.model, "context", None) or ContextParallel()
+            if context.is_cut:
                 share_sequences(self.model)
+                begins = torch.zeros_like(inputs) if begins is None else begins
+                options[DOCUMENTS] = begins
+            if begins is not None:
                 first, length = context.first(inputs.shape[1]), inputs.shape[1]
-                options["position_ids"] = torch.arange(first, first + length, device=inputs.device)[None]
+                positions = torch.arange(first, first + length, device=inputs.device) - begins
+                options |= document_masks(self.model, positions)
         logits: Tensor = self.model(**{self.model.main_input_name: inputs}, **options).logits
         return logits
 
