@@ -307,7 +307,9 @@ def _kind(thing: Any) -> Any:
     """Its class, or torch's where it is what a StatefulDataLoader of torchdata has in the place of that: the state that
     it adds is kept here in another way."""
     kind = type(thing)
-    return kind.__base__ if kind.__module__.startswith("torchdata.stateful_dataloader") else kind
+    if not kind.__module__.startswith("torchdata.stateful_dataloader"):
+        return kind
+    return getattr(torch.utils.data, kind.__name__.removeprefix("Stateful"), kind)
 
 
 def batches_of(loader: DataLoader[Any]) -> Any:

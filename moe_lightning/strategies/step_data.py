@@ -70,7 +70,12 @@ class StepData:
             if reason is not None:
                 raise ConfigurationError(reason)
             micros = trainer.accumulate_grad_batches if trainer.training else 1
-            place: dict[str, Any] = {**self._world, "num_micros": micros, "seed": self._seed, "training": trainer.training}
+            place: dict[str, Any] = {
+                **self._world,
+                "num_micros": micros,
+                "seed": self._seed,
+                "training": trainer.training,
+            }
             if not is_stream:
                 return StepLoader.from_dataloader(loader, **place)
             samples = samples_of_epoch(loader, trainer)
