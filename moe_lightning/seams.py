@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -136,6 +137,11 @@ def restart_loaders(trainer: pl.Trainer) -> None:
     """Fetch from the training loaders' present positions. The fetcher of a loop has no public name."""
     if trainer.fit_loop._data_fetcher is not None:
         iter(trainer.fit_loop._data_fetcher)
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Let a loader with persistent workers start others at its next iterator. torch has no public way as of 2.13."""
+    loader._iterator = None
 
 
 def end_epoch(trainer: pl.Trainer, *, drop_logged: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_lightning.data.own_generators import OwnGenerators
 from moe_lightning.data.step_sampler import mixed_seed
 from moe_lightning.errors import ConfigurationError
 
@@ -68,12 +68,7 @@ def _seeded_generators(sampler: Any, seed: int, epoch: int) -> Generator[None, N
     """Seed what a sampler may draw from, and restore it."""
     own = getattr(sampler, "generator", None)
     own = own if isinstance(own, torch.Generator) else None
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
-        words = mixed_seed(seed, epoch)
-        torch.manual_seed(words)
-        random.seed(words)
-        np.random.seed(words % 2**32)  # noqa: NPY002
+    with OwnGenerators(mixed_seed(seed, epoch)):
         if own is not None:
             sampler.generator = torch.Generator().manual_seed(mixed_seed(own.initial_seed(), epoch))
         try:
@@ -81,5 +76,3 @@ def _seeded_generators(sampler: Any, seed: int, epoch: int) -> Generator[None, N
         finally:
             if own is not None:
                 sampler.generator = own
-            random.setstate(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002

@@ -27,7 +27,7 @@ from moe_lightning.data.sampler_order import SamplerOrder
 from moe_lightning.data.step_sampler import StandIn, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
 
-_KEPT_OPTIONS = (
+KEPT_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -38,6 +38,7 @@ _KEPT_OPTIONS = (
     "prefetch_factor",
     "persistent_workers",
 )
+"""What a loader that is cut keeps of a DataLoader, beside its data, order and batch size."""
 
 
 class StepLoader:
@@ -98,7 +99,7 @@ class StepLoader:
         reason = reason_not_to_cut(loader)
         if reason is not None:
             raise ConfigurationError(reason)
-        batches = _batches_of(loader)
+        batches = batches_of(loader)
         shuffle = _shuffles(batches.sampler)
         order = SamplerOrder(batches.sampler, seed) if shuffle is None else None
         sampler = StepSampler(
@@ -114,7 +115,7 @@ class StepLoader:
             evaluation=not training,
             order=order,
         )
-        converted = cls(loader.dataset, sampler, **{name: getattr(loader, name) for name in _KEPT_OPTIONS})
+        converted = cls(loader.dataset, sampler, **{name: getattr(loader, name) for name in KEPT_OPTIONS})
         converted.replaces_stock = True
         return converted
 
@@ -180,9 +181,13 @@ class StepLoader:
         for batch in _with_plain_mistakes(self._loader):
             self.current = sampler.slice_at(sampler.consumed)
             sampler.consumed += self.current.micro_total
-            yield batch
+            yield self._received(batch)
             if sampler.moves != moves:
                 return
+
+    def _received(self, fetched: Any) -> Any:
+        """The batch in what the DataLoader yields."""
+        return fetched
 
     @property
     def batch_size(self) -> int:
@@ -271,22 +276,26 @@ def reason_not_to_cut(loader: DataLoader[Any]) -> str | None:
     """Why the global batches of a stock loader cannot be cut over ranks, in a sentence; None where they can."""
     if isinstance(loader.dataset, IterableDataset):
         return (
-            f"The data set {type(loader.dataset).__name__} is iterable and has no indices to share among ranks: each "
-            "would train on all of it, and the loss would depend on their number; use a map-style Dataset with "
-            "__getitem__ and __len__, or one rank."
+            f"The data set {type(loader.dataset).__name__} is iterable and has no indices to share among ranks; use a "
+            "map-style Dataset with __getitem__ and __len__, or StreamLoader.of_stream."
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    return reason_in_batches(loader)
+
+
+def reason_in_batches(loader: DataLoader[Any]) -> str | None:
+    """The same of the way it makes batches, whatever its data set."""
+    if _kind(loader).__iter__ is not DataLoader.__iter__:
         return (
             f"{type(loader).__name__} iterates in its own way, which cutting its batches over ranks would lose; "
             "return a torch DataLoader or a StepLoader, or use one rank."
         )
-    batches = _batches_of(loader)
+    batches = batches_of(loader)
     if batches is None:
         return (
             "The DataLoader has batch_size=None, which leaves nothing to cut over ranks; give it an integer "
             "batch_size, or use one rank."
         )
-    if type(batches) is not BatchSampler:
+    if _kind(batches) is not BatchSampler:
         return (
             f"The DataLoader's batch sampler {type(batches).__name__} cannot be cut over ranks exactly; give the "
             "DataLoader a batch_size and a sampler instead, return a StepLoader, or use one rank."
@@ -294,19 +303,29 @@ def reason_not_to_cut(loader: DataLoader[Any]) -> str | None:
     return None
 
 
-def _batches_of(loader: DataLoader[Any]) -> Any:
+def _kind(thing: Any) -> Any:
+    """Its class, or torch's where it is what a StatefulDataLoader of torchdata has in the place of that: the state that
+    it adds is kept here in another way."""
+    kind = type(thing)
+    if not kind.__module__.startswith("torchdata.stateful_dataloader"):
+        return kind
+    return getattr(torch.utils.data, kind.__name__.removeprefix("Stateful"), kind)
+
+
+def batches_of(loader: DataLoader[Any]) -> Any:
+    """The batch sampler of a loader, of which Lightning may have made another one."""
     batches: object = loader.batch_sampler
     if isinstance(batches, seams.BatchIndices):  # what Lightning makes of a loader it predicts with
         batches = seams.batches_of(batches)
     return batches
 
 
-def _shuffles(sampler: object) -> bool | None:
+def _shuffles(sampler: Any) -> bool | None:
     """Whether a sampler takes all samples in random order, or in their own; None: in another way."""
-    if type(sampler) is SequentialSampler:
+    if _kind(sampler) is SequentialSampler:
         return False
-    if type(sampler) is DistributedSampler:
+    if _kind(sampler) is DistributedSampler:
         return bool(sampler.shuffle)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if _kind(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return True
     return None

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from moe_lightning import seams
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.data.step_loader import StepLoader, reason_not_to_cut
 from moe_lightning.data.step_sampler import StepSampler, StepSlice
+from moe_lightning.data.streams import StreamLoader, by_index, reason_not_to_stream, samples_of_epoch
 from moe_lightning.errors import ConfigurationError
 
 LOADERS_KEY = "step_loaders"
@@ -58,12 +60,27 @@ class StepData:
             return loader
         is_alone = self._world["world_size"] == self._world["pieces"] == 1 and not self._must_cut
         if isinstance(loader, DataLoader):
-            if is_alone and reason_not_to_cut(loader) is not None:
+            loader = by_index(loader)
+            is_stream = isinstance(loader.dataset, IterableDataset)
+            reason = reason_not_to_stream(loader, trainer) if is_stream else reason_not_to_cut(loader)
+            if reason is not None and is_alone:
+                if is_stream:
+                    rank_zero_warn(f"This run has one rank, and no position in its data is saved: {reason}")
                 return loader
+            if reason is not None:
+                raise ConfigurationError(reason)
             micros = trainer.accumulate_grad_batches if trainer.training else 1
-            return StepLoader.from_dataloader(
-                loader, **self._world, num_micros=micros, seed=self._seed, training=trainer.training
-            )
+            place: dict[str, Any] = {
+                **self._world,
+                "num_micros": micros,
+                "seed": self._seed,
+                "training": trainer.training,
+            }
+            if not is_stream:
+                return StepLoader.from_dataloader(loader, **place)
+            samples = samples_of_epoch(loader, trainer)
+            assert samples is not None, "reason_not_to_stream has looked"
+            return StreamLoader.of_stream(loader, num_samples=samples, **place)
         if is_alone:
             return loader
         ranks = self._world["world_size"]

@@ -33,7 +33,7 @@ from moe_lightning.state.row_blocks import is_cut, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
-from tests.distributed.training import TINY, RandomTokens, make_trainer
+from tests.distributed.training import TINY, RandomTokens, TokenStream, make_trainer
 
 PLACES = (
     "opening", "forward", "exchange", "sequence exchange", "backward", "prepare", "update", "committed", "batch_end",
@@ -316,6 +316,7 @@ def train_elastically(
     validate: bool = False,
     plateau: bool = False,
     trainer_options: dict[str, Any] | None = None,
+    stream: bool = False,
 ) -> None:
     """One worker: train the tiny model, leave losses, states and recoveries in files.
 
@@ -323,6 +324,7 @@ def train_elastically(
         saving: options of a PartialExpertsCheckpoint; None: nothing is saved.
         validate: after every epoch of 96 // global_batch micro-batches.
         plateau: halve the learning rate after every validation but the first.
+        stream: train on a stream without a state.
     """
     fault_recovery = FaultRecovery(**(recovery or {}))
     extra = callbacks(folder) if callbacks is not None else []
@@ -342,7 +344,8 @@ def train_elastically(
     kind = PlateauModule if plateau else GPTModule
     module = kind({**TINY, **(model or {})}, optimizer=OptimizerConfig(**{"lr": 3e-3} | (optimizer or {})))
     held_out = DataLoader(RandomTokens(30), batch_size=10) if validate else None
-    trainer.fit(module, DataLoader(RandomTokens(), batch_size=global_batch, shuffle=True), held_out)
+    data = TokenStream() if stream else RandomTokens()
+    trainer.fit(module, DataLoader(data, batch_size=global_batch, shuffle=None if stream else True), held_out)
     reports = [vars(report) for report in fault_recovery.reports]
     result = {"steps": trainer.global_step, "reports": reports, "world_size": trainer.world_size, "plt": _plt(trainer)}
     result["k_persist"] = witness.k_persist

@@ -88,7 +88,9 @@ CASES: dict[str, Callable[[], Case]] = {
     },
     "EMAWeightAveraging copies the module": lambda: {"trainer": {"callbacks": [EMAWeightAveraging()]}},
     "ddp_comm_hook is taken": lambda: {"strategy": {"ddp_comm_hook": default_hooks.allreduce_hook}},
-    "The data set Stream is iterable": lambda: {"loader": DataLoader(Stream(), batch_size=2)},
+    "num_workers=2 processes would each read a part of the stream Stream": lambda: {
+        "loader": DataLoader(Stream(), batch_size=2, num_workers=2)
+    },
     "batch sampler Pairs cannot be cut": lambda: {
         "loader": DataLoader(RandomTokens(24), batch_sampler=Pairs([], 2, True))
     },

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.modules.moe_layer import moe_layers
@@ -33,6 +34,43 @@ class RandomTokens(Dataset[tuple[Tensor, Tensor]]):
         noise = torch.randint(0, 3, (self.length + 1,), generator=generator)
         ids = (start + 3 * torch.arange(self.length + 1) + noise) % self.vocab
         return ids[:-1], ids[1:]
+
+
+class TokenStream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The samples of RandomTokens in another order each pass, without a length and without a state."""
+
+    def __init__(self, size: int = 30) -> None:
+        self.samples, self.epoch = RandomTokens(size), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def order(self, epoch: int) -> list[int]:
+        found: list[int] = np.random.default_rng(epoch).permutation(len(self.samples)).tolist()
+        return found
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in self.order(self.epoch):
+            yield self.samples[index]
+
+
+class StatefulStream(TokenStream):
+    """The same with a state."""
+
+    begin = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = self.order(self.epoch)
+        for at in range(self.begin, len(order)):
+            self.begin = at + 1
+            yield self.samples[order[at]]
+        self.begin = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"begin": self.begin}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["begin"]
 
 
 class Recorder(pl.Callback):
@@ -137,6 +175,7 @@ def train(
     validate: bool = False,
     optimizer: dict[str, Any] | None = None,
     callbacks: Sequence[pl.Callback] = (),
+    stream: type[TokenStream] | None = None,
 ) -> dict[str, Any]:
     """Train a tiny model and return losses, replica checks and the full state (rank 0)."""
     recorder = Recorder()
@@ -152,7 +191,9 @@ def train(
             OptimizerConfig(**{"lr": 3e-3, "warmup_steps": 2, "decay": "constant"} | (optimizer or {})),
         )
     )
-    loader = DataLoader(RandomTokens(dataset_size), batch_size=batch_size, shuffle=True)
+    loader: DataLoader[Any] = DataLoader(RandomTokens(dataset_size), batch_size=batch_size, shuffle=True)
+    if stream is not None:
+        loader = DataLoader(stream(), batch_size=batch_size)
     held_out = DataLoader(RandomTokens(30), batch_size=10) if validate else None
     fit.fit(module, loader, held_out, ckpt_path=ckpt_path)
     if save_to is not None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import moe_lightning
 from moe_lightning import GPT, GPTConfig, GPTModule, kernels
@@ -179,6 +179,10 @@ def test_every_snippet_is_run_here() -> None:
         "class Attention",
         "add_adapters(",
         "Packed(",
+        "class Lines",
+        "import load_dataset",
+        "import StreamingDataset",
+        "import LocalDataset",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -220,6 +224,57 @@ def test_routing_can_be_replayed() -> None:
     model, ids = GPT(GPTConfig(**TINY)), torch.arange(16)[None]
     names = run(snippet("docs/lightning.md", "replay_routing"), {"model": model, "engine_model": model, "ids": ids})
     assert torch.equal(names["logits"], model(ids))
+
+
+def test_a_stream_of_ones_own() -> None:
+    names = {"DataLoader": DataLoader, "IterableDataset": IterableDataset, "lines": range(20), "__name__": "example"}
+    loader = run(snippet("docs/lightning.md", "class Lines"), names)["loader"]
+    assert seen_in_steps(loader, 3) == [*range(20), *range(4)]
+
+
+def test_a_stream_of_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"i": {i}}}\n' for i in range(20)))
+    names = {"DataLoader": DataLoader, "files": str(tmp_path / "rows.jsonl")}
+    loader = run(snippet("docs/lightning.md", "import load_dataset"), names)["loader"]
+    assert sorted(seen_in_steps(loader, 5)[:20]) == list(range(20))
+
+
+@pytest.mark.parametrize(("package", "containing"), [("litdata", "StreamingDataset"), ("streaming", "LocalDataset")])
+def test_sharded_files_by_index(package: str, containing: str, tmp_path: Path) -> None:
+    module = pytest.importorskip(package)
+    if package == "streaming":
+        with module.MDSWriter(out=str(tmp_path), columns={"i": "int"}) as writer:
+            for index in range(20):
+                writer.write({"i": index})
+    else:
+        writer = pytest.importorskip("litdata.streaming.writer").BinaryWriter(str(tmp_path), chunk_size=5)
+        for index in range(20):
+            writer[index] = {"i": index}
+        writer.done()
+        writer.merge()
+    names = {"DataLoader": DataLoader, "folder": str(tmp_path)}
+    loader = run(snippet("docs/lightning.md", f"import {containing}"), names)["loader"]
+    assert sorted(seen_in_steps(loader, 3)) == list(range(20))
+
+
+def seen_in_steps(loader: Any, steps: int) -> list[int]:
+    """The numbers that so many steps of a training on one rank see."""
+
+    class Seeing(OwnModule):
+        seen: list[int] = []  # noqa: RUF012
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.seen.extend((batch["i"] if isinstance(batch, dict) else batch).tolist())
+            ids = torch.arange(16).repeat(2, 1)
+            return super().training_step((ids, ids), batch_idx)
+
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": steps}
+    trainer = L.Trainer(strategy=moe_lightning.ExpertParallelStrategy(), accelerator="cpu", devices=1, **options)
+    module = Seeing()
+    trainer.fit(module, loader)
+    assert trainer.global_step == steps
+    return module.seen
 
 
 def test_attention_may_keep_a_context() -> None:

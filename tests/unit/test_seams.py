@@ -70,6 +70,7 @@ ATTRIBUTES = {
     "lightning.pytorch.loggers.CSVLogger": {"_experiment", "_version"},
     "lightning.pytorch.loggers.WandbLogger": {"_experiment", "_id", "_save_dir", "_wandb_init"},
     "lightning.pytorch.loops.fit_loop._FitLoop": {"_data_fetcher"},
+    "torch.utils.data.DataLoader": {"_iterator"},
     "lightning.pytorch.loops.loop._Loop": {"_restarting"},
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {"_results", "_skip_next_val"},
     "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper": {"_batch_sampler"},
