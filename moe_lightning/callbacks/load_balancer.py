@@ -51,7 +51,8 @@ class LoadBalancer(Callback):
     which experts get how many replicas where (every few steps at first, then every `rebalance_every`; experts and their
     optimizer states move between steps), and which experts visit which ranks for one step only (weights come, gradients
     go home). Ranks measure their speeds, and quotas, placements and slices of the batch follow (`SpeedFollower`). Give
-    the strategy `slots` above what its placement needs, or there is no room for replicas.
+    the strategy `slots` above what its placement needs, or there is no room for replicas. In a pipeline the ranks of
+    each stage plan for its layers, and all stages move at the same steps.
 
     Logs, with the Trainer's logging steps: balance/layerNN/imbalance_before_ratio (busiest rank over mean under plain
     expert parallelism) and imbalance_after_ratio, rb_ratio (quotient of the standard deviations before and after),
@@ -82,7 +83,8 @@ class LoadBalancer(Callback):
 
     Raises:
         ConfigurationError: a value outside its range; when training starts: another strategy, layers with different
-            numbers of experts, slots that differ between ranks, or dispatch groups smaller than the world.
+            numbers of experts, slots that differ between ranks, dispatch groups smaller than the world, or ranks of a
+            pipeline without an MoE layer.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Lets tokens and samples follow the speed of the ranks: measures, agrees, cuts, and tells who stays behind.
 
 Every rank tells what it has measured with the counts of the first MoE layer. What all have heard in a step decides,
-after that step and in integers, so that all ranks change alike. Which samples a step has does not change, and so
+after that step and in integers, so that all ranks change alike. In a pipeline the ranks of a stage share its rows, and
+slices of the batch, which pass through all stages, follow the slowest. Which samples a step has does not change, and so
 neither does the loss.
 """
 
