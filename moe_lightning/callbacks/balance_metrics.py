@@ -19,10 +19,10 @@ from moe_lightning.strategies.placed_experts import MigrationReport
 _TOLERATED_ERROR = 0.1
 
 
-def layer_metrics(layers: Sequence[MoELayer], planner: BalancePlanner) -> Iterator[Metric]:
-    """Evenness, shadows and forecasts of every layer."""
-    for index, layer in enumerate(layers):
-        area = f"balance/layer{index:02d}"
+def layer_metrics(layers: Mapping[int, MoELayer], planner: BalancePlanner) -> Iterator[Metric]:
+    """Evenness, shadows and forecasts of every layer that is planned, by its number."""
+    for index, (number, layer) in enumerate(layers.items()):
+        area = f"balance/layer{number:02d}"
         for name, value in _layer_numbers(layer).items():
             yield Metric(name=f"{area}/{name}", value=value)
         plan, error = planner.plans[index], planner.forecast_error[index]

@@ -247,8 +247,8 @@ class BalancePlanner:
 
     # ------------------------------------------------------------------ slow scale
 
-    def rebalance(self) -> list[Placement] | None:
-        """Count one step; new placements where they are due and any layer gains by them."""
+    def due_placements(self) -> list[Placement] | None:
+        """Count one step; the placements of all layers where new ones are due, those that gain nothing as they are."""
         self._observed = 0
         if not self.policy.rebalance_every:
             return None
@@ -259,7 +259,11 @@ class BalancePlanner:
         self._placing = None
         self._interval = min(2 * self._interval, self.policy.rebalance_every)
         self._wait = self._interval
-        placements = self._threads.result(placing)
+        return self._threads.result(placing)
+
+    def rebalance(self) -> list[Placement] | None:
+        """Count one step; new placements where they are due and any layer gains by them."""
+        placements = self.due_placements()
         return placements if placements != self._placements else None
 
     def fresh_placements(self) -> list[Placement]:

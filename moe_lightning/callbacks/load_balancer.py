@@ -18,20 +18,23 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.algorithms.allocation import AllocationPolicy
-from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import IntArray, Placement
 from moe_lightning.callbacks.balance_metrics import layer_metrics, movement_metrics, tell_errors
 from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolicy
+from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
+from moe_lightning.callbacks.own_layers import OwnLayers, together
 from moe_lightning.callbacks.speed_follower import SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.shadow_exchange import StepVisits
+from moe_lightning.comm.world import any_says
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport
+from moe_lightning.strategies.steps import Steps
 from moe_lightning.svg_pictures import time_line
 from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, Range, validated
 
@@ -48,7 +51,8 @@ class LoadBalancer(Callback):
     which experts get how many replicas where (every few steps at first, then every `rebalance_every`; experts and their
     optimizer states move between steps), and which experts visit which ranks for one step only (weights come, gradients
     go home). Ranks measure their speeds, and quotas, placements and slices of the batch follow (`SpeedFollower`). Give
-    the strategy `slots` above what its placement needs, or there is no room for replicas.
+    the strategy `slots` above what its placement needs, or there is no room for replicas. In a pipeline the ranks of
+    each stage plan for its layers, and all stages move at the same steps.
 
     Logs, with the Trainer's logging steps: balance/layerNN/imbalance_before_ratio (busiest rank over mean under plain
     expert parallelism) and imbalance_after_ratio, rb_ratio (quotient of the standard deviations before and after),
@@ -79,7 +83,8 @@ class LoadBalancer(Callback):
 
     Raises:
         ConfigurationError: a value outside its range; when training starts: another strategy, layers with different
-            numbers of experts, slots that differ between ranks, or dispatch groups smaller than the world.
+            numbers of experts, slots that differ between ranks, dispatch groups smaller than the world, or ranks of a
+            pipeline without an MoE layer.
     """
 
     def __init__(
@@ -137,7 +142,8 @@ class LoadBalancer(Callback):
         self._is_new_step = True
         self._is_last_micro_batch = True
         self._micro_batch = 0
-        self._counts: list[dict[int, IntArray]] = []
+        self._layers = OwnLayers(numbers=(), total=0)
+        self._counts: list[dict[tuple[int, int], IntArray]] = []
         self._observed: set[int] = set()
         self.last_visits: StepVisits | None = None
         self._reports: list[MigrationReport] = []
@@ -149,32 +155,33 @@ class LoadBalancer(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _strategy(trainer)
-        layers = strategy.experts.layers
+        layers, stages = strategy.experts.layers, strategy.state.stages
         self._unfollow()
-        if strategy.world.size == 1 or not layers:
+        known, self._restored = self._known(strategy)
+        if strategy.worlds.mesh.world.size == 1 or not strategy.state.layers:
             for layer in layers:
                 layer.during_dispatch = None
-            self._restored = self.state_dict() or None
             self._take_planner(None)  # nothing to balance
             return
-        cluster = _cluster(strategy, self._ranks_per_node)
-        policy = replace(self._policy, min_replicas=_min_replicas(strategy, self._min_replicas))
-        known, state = self._known(strategy)
-        costs = self._costs(strategy) if known is None else known
+        cluster = balanced_ranks(strategy, self._ranks_per_node)
+        policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
+        total, numbers = len(strategy.state.layers), range(len(layers)) if stages is None else stages.numbers
+        self._layers = OwnLayers(numbers=tuple(numbers), total=total)
+        costs = self._costs(strategy) if known is None else [known[number] for number in numbers]
         self._take_planner(
             BalancePlanner(
                 policy, cluster, strategy.experts.placements, costs, strategy.collectives_timeout.total_seconds()
             )
         )
         assert self.planner is not None
-        if state is not None:
-            self.planner.load_state_dict(state)
+        if self._restored is not None:
+            self.planner.load_state_dict(self._layers.part(self._restored))
         self.follower = SpeedFollower(self._speed_policy, strategy, self.follower)
         self.planner.take_speeds(self.follower.experts.speeds)
         self._is_new_step = True
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
-            layer.during_dispatch = partial(self._observe, index, layer)
+            layer.during_dispatch = partial(self._observe, index, layer, None if stages is None else strategy.steps)
 
     def _unfollow(self) -> None:
         """The layers, or the ranks, are others from here on."""
@@ -193,26 +200,31 @@ class LoadBalancer(Callback):
         self._clock = None
         if not self._calibrate or (self._policy.shadows == "none" and self._policy.placement != "auto"):
             return assumed_costs(layers, dtype, **self._rates)
-        measured = calibrate(layers, strategy.world, dtype)
+        measured = calibrate(layers, strategy.worlds.mesh.world, dtype)
         self._model_errors = measured.errors
         tell_errors(measured.errors)
-        self._clock = DenseClock(layers, strategy.root_device)
+        if strategy.state.stages is None:  # in a pipeline passes of several micro-batches alternate
+            self._clock = DenseClock(layers, strategy.root_device)
         return list(measured.costs)
 
     def _known(self, strategy: ExpertParallelStrategy) -> tuple[list[BlockCosts] | None, dict[str, Any] | None]:
-        """Measured costs and the planner's state to go on with, each None where there is none.
+        """Measured costs and the planners' state to go on with, of all layers, each None where there is none.
 
-        After a change of the world all ranks take them from one: those that came bring other states than those that
-        stayed, and ranks whose states differ would plan different moves.
+        After a change of the world all ranks take them from one, in a pipeline from one of each stage: those that came
+        bring other states than those that stayed, and ranks whose states differ would plan different moves.
         """
         if strategy.elastic is None or strategy.elastic.report is None:
             return None, self._restored
-        planner = self.planner
-        own = [None if planner is None else [costs.to_json() for costs in planner.costs], self.state_dict() or None]
-        told = all_gather_json(own, strategy.world)
-        costs = next((costs for costs, _ in told if costs is not None), None)
-        state = next((state for _, state in told if state is not None), None)
-        return None if costs is None else [BlockCosts.from_json(c, strategy.world.size) for c in costs], state
+        planner, size = self.planner, strategy.worlds.mesh.world.size
+        own = {} if planner is None else dict(zip(self._layers.numbers, planner.costs, strict=True))
+        listed = [[number, costs.to_json()] for number, costs in own.items()]
+        told = all_gather_json([listed, self.state_dict() or None], strategy.world)
+        measured = {number: costs for listed, _ in reversed(told) for number, costs in listed}
+        total = len(strategy.state.layers)
+        state = together([([number for number, _ in listed], state) for listed, state in told], total)
+        if len(measured) < total:
+            return None, state
+        return [BlockCosts.from_json(measured[number], size) for number in range(total)], state
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -226,7 +238,20 @@ class LoadBalancer(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self.planner.state_dict() if self.planner is not None else (self._restored or {})
+        if self.planner is None:
+            return self._restored or {}
+        return self._layers.whole(self.planner.state_dict(), self._restored)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Ranks of a pipeline know the loads of their own layers: those that write get those of all."""
+        if self.planner is None or (stages := _strategy(trainer).state.stages) is None:
+            return
+        told = all_gather_json([self._layers.numbers, self.state_dict()], stages.pipe)
+        self._restored = together(told, self._layers.total)
+        checkpoint["callbacks"][self.state_key] = self._restored
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -253,9 +278,9 @@ class LoadBalancer(Callback):
         began = time.perf_counter()
         replay = strategy.state.window_replay
         may_move = replay is None or replay.reaches_all  # else experts would lack what brings their state back
-        placements = planner.rebalance() if may_move else None
+        placements = planner.due_placements() if may_move else None
         plan_s = time.perf_counter() - began
-        if placements is not None:
+        if placements is not None and _any_moves(strategy, placements):
             self._move(strategy, planner, placements)
         began = time.perf_counter()
         plans = planner.step_plans()
@@ -273,7 +298,9 @@ class LoadBalancer(Callback):
         return self.follower
 
     def _move(self, strategy: ExpertParallelStrategy, planner: BalancePlanner, placements: list[Placement]) -> None:
-        self._reports.append(strategy.replace_experts(placements))
+        stages = strategy.state.stages
+        everyones = placements if stages is None else stages.placements_of_all(placements)
+        self._reports.append(strategy.replace_experts(everyones))
         planner.moved(placements)
 
     def rebalance(self, trainer: pl.Trainer) -> None:
@@ -281,12 +308,19 @@ class LoadBalancer(Callback):
         if self.planner is not None:
             self._move(_strategy(trainer), self.planner, self.planner.fresh_placements())
 
-    def _observe(self, index: int, layer: MoELayer) -> None:
-        """While the last micro-batch's tokens travel: take the step's counts in and plan the next step's shadows."""
+    def _observe(self, index: int, layer: MoELayer, pipeline: Steps | None) -> None:
+        """While the last micro-batch's tokens travel: take the step's counts in and plan the next step's shadows.
+
+        Args:
+            pipeline: of stages, which compute a batch in several micro-batches; None: there are none.
+        """
         assert layer.statistics is not None
         assert self.planner is not None
-        self._counts[index][self._micro_batch] = layer.statistics.computed_NE.numpy().T
-        if self._is_last_micro_batch and index not in self._observed:  # a recomputed forward pass comes here again
+        piece = None if pipeline is None else pipeline.batch
+        at = (self._micro_batch, 0 if piece is None else piece.micro)
+        self._counts[index][at] = layer.statistics.computed_NE.numpy().T
+        is_last = self._is_last_micro_batch and (piece is None or piece.micro == piece.num_micros - 1)
+        if is_last and index not in self._observed:  # a recomputed forward pass comes here again
             began = time.perf_counter()
             self._observed.add(index)
             self.planner.observe(index, *self._counts[index].values())
@@ -332,7 +366,8 @@ class LoadBalancer(Callback):
     # ------------------------------------------------------------------ metrics
 
     def _metrics(self, trainer: pl.Trainer, planner: BalancePlanner) -> Iterator[Metric]:
-        yield from layer_metrics(_strategy(trainer).experts.layers, planner)
+        layers = zip(self._layers.numbers, _strategy(trainer).experts.layers, strict=True)
+        yield from layer_metrics(dict(layers), planner)
         yield from movement_metrics(self._reports, self.last_visits)
         yield from self._following.metrics()
         plan_ms = 1e3 * self._plan_s / self._steps_since_log
@@ -351,37 +386,7 @@ def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
     return trainer.strategy
 
 
-def _cluster(strategy: ExpertParallelStrategy, ranks_per_node: int | None) -> Cluster:
-    experts = strategy.experts
-    sizes = {layer.num_experts for layer in experts.layers}
-    if len(sizes) > 1:
-        raise ConfigurationError(
-            f"LoadBalancer plans all MoE layers together, but they have {sorted(sizes)} experts: give them equally many"
-        )
-    room = {slots for layer in experts.room for slots in layer}
-    if len(room) > 1:
-        raise ConfigurationError(
-            f"LoadBalancer needs as many slots on every rank, but ranks keep {sorted(room)}: "
-            f"set the strategy's slots, to {max(room)} or more"
-        )
-    if len(experts.layers[0].dispatcher.groups) > 1:
-        raise ConfigurationError("LoadBalancer needs one dispatch group: drop the strategy's ep_size")
-    if ranks_per_node is None:
-        return Cluster(node_of=strategy.node_of, slots_per_rank=room.pop())
-    if strategy.elastic is not None:
-        raise ConfigurationError(
-            f"ranks_per_node={ranks_per_node} counts consecutive ranks, but ranks of an elastic run are in order of "
-            "birth and their nodes are known: leave it out (null)"
-        )
-    return Cluster.of(strategy.world.size, room.pop(), ranks_per_node)
-
-
-def _min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
-    """Nodes that hold each expert: what is wanted, but never less than what recovery relies on."""
-    promised = strategy.placing.promised_replicas
-    if wanted is not None and wanted < promised:
-        raise ConfigurationError(
-            f"LoadBalancer's min_replicas={wanted} would move experts away from nodes that FaultRecovery's "
-            f"min_replicas={promised} relies on: leave it out (null), or use at least {promised}"
-        )
-    return promised if wanted is None else wanted
+def _any_moves(strategy: ExpertParallelStrategy, placements: Sequence[Placement]) -> bool:
+    """Whether any layer gets a new placement, in a pipeline of any stage, where this is collective over them."""
+    moves, stages = list(placements) != strategy.experts.placements, strategy.state.stages
+    return moves if stages is None else any_says([moves], stages.pipe)[0]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.modules.moe_layer import MoELayer
 
 
@@ -52,10 +53,11 @@ class RankClock:
     Args:
         layers: the MoE layers in the order of the forward pass.
         device: where they compute.
+        bubbles: of a pipeline, whose passes of several micro-batches alternate: what lies in them is in no interval.
     """
 
-    def __init__(self, layers: Sequence[MoELayer], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, layers: Sequence[MoELayer], device: torch.device, bubbles: ExchangeClock | None = None) -> None:
+        self._device, self._bubbles = device, bubbles
         self._step = _Step()
         self._done: deque[_Step] = deque()
         self._left_at: Any = None  # when the pass left a layer
@@ -64,6 +66,8 @@ class RankClock:
         for layer in layers:
             self._watch(layer, self._before_layer, self._after_layer)
             self._watch(layer.experts, self._before_experts, self._after_experts)
+        if bubbles is not None:
+            bubbles.listener = self._in_bubble
 
     def _watch(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         began: list[Any] = []
@@ -83,6 +87,8 @@ class RankClock:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        if self._bubbles is not None:
+            self._bubbles.listener = None
 
     # ------------------------------------------------------------------ the passes
 
@@ -125,6 +131,15 @@ class RankClock:
         self._leave()
         if out.requires_grad:
             out.register_hook(lambda _: self._arrive())  # type: ignore[no-untyped-call]
+
+    def _in_bubble(self, begins: bool) -> None:
+        """A pass through a stage has ended, or begins."""
+        if not torch.is_grad_enabled():
+            return
+        if begins:
+            self._arrive()
+        else:
+            self._leave()
 
     def _arrive(self) -> None:
         """A pass has come to a layer."""

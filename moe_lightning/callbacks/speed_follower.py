@@ -1,7 +1,8 @@
 """Lets tokens and samples follow the speed of the ranks: measures, agrees, cuts, and tells who stays behind.
 
 Every rank tells what it has measured with the counts of the first MoE layer. What all have heard in a step decides,
-after that step and in integers, so that all ranks change alike. Which samples a step has does not change, and so
+after that step and in integers, so that all ranks change alike. In a pipeline the ranks of a stage share its rows, and
+slices of the batch, which pass through all stages, follow the slowest. Which samples a step has does not change, and so
 neither does the loss.
 """
 
@@ -16,13 +17,15 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from moe_lightning import seams
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.algorithms.rates import AgreedSpeeds, RateMeter, heard, told
+from moe_lightning.algorithms.rates import AgreedSpeeds, RateMeter, Reading, heard, told
 from moe_lightning.algorithms.speeds import ONE_SPEED, given_speeds, shares
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
+from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.values import validated
 
 _SLOW, _SLOW_STEPS = 0.8, 20
@@ -89,14 +92,21 @@ class SpeedFollower:
         if before is not None:  # an earlier fit, or an earlier world
             strategy.experts.take_speeds(None)
             strategy.share_samples(None)
-        world = strategy.world
-        self.experts, self.samples = AgreedSpeeds(strategy.node_of), AgreedSpeeds(strategy.node_of)
-        self._slow_for = np.zeros(world.size, dtype=np.int64)
+        self._stages, self._world = strategy.state.stages, strategy.worlds.mesh.world
+        nodes: Sequence[int] = strategy.node_of if self._stages is None else self._stages.nodes(strategy.node_of)
+        self.experts = AgreedSpeeds(nodes)
+        self.samples = AgreedSpeeds(nodes if self._stages is None else range(self._world.size))
+        self._slow_for = np.zeros(self._world.size, dtype=np.int64)
         self._cut: IntArray | None = None
         if policy.speeds == "measured":
-            self._clock = RankClock(strategy.experts.layers, strategy.root_device)
+            bubbles = None if self._stages is None else self._world.bubbles
+            self._clock = RankClock(strategy.experts.layers, strategy.root_device, bubbles)
         elif not isinstance(policy.speeds, str):
-            self.experts.speeds = self.samples.speeds = given_speeds(policy.speeds, world.size, "load_balancer.speeds")
+            given = given_speeds(policy.speeds, strategy.world.size, "load_balancer.speeds")
+            self.experts.speeds = self.samples.speeds = given
+            if self._stages is not None:
+                self.experts.speeds = given[list(self._stages.own_ranks)]
+                self.samples.speeds = np.array([given[list(ranks)] for ranks in self._stages.ranks]).min(axis=0)
             strategy.experts.take_speeds(self.experts.speeds)
             self._share_samples()
 
@@ -111,6 +121,11 @@ class SpeedFollower:
             raise ConfigurationError(
                 "speeds lists fixed ranks, but those of an elastic run come and go: use speeds=measured or even"
             )
+        if policy.stragglers == "expel" and self._strategy.state.stages is not None:
+            raise ConfigurationError(
+                "stragglers=expel takes a rank away from one stage of mesh.pp, and ranks of all others would wait for "
+                "another: use stragglers=adapt"
+            )
         most, total = policy.max_samples_per_rank, self._micro_total
         if most is not None and elastic is None and most * size < total:
             raise ConfigurationError(
@@ -120,10 +135,12 @@ class SpeedFollower:
 
     @property
     def _micro_total(self) -> int:
-        """Samples of a whole micro-batch; 0 where the loader does not know."""
+        """Samples of a whole micro-batch, in a pipeline of each that it computes; 0 where the loader does not know."""
         loaders = seams.tree_leaves(self._strategy.state.trainer.train_dataloader)
         samplers = [loader.step_sampler for loader in loaders if isinstance(loader, StepLoader)]
-        return -(-samplers[0].global_batch_size // samplers[0].num_micros) if samplers else 0
+        if not samplers:
+            return 0
+        return -(-samplers[0].global_batch_size // (samplers[0].num_micros * samplers[0].pieces))
 
     def close(self) -> None:
         """Measure no longer."""
@@ -161,12 +178,23 @@ class SpeedFollower:
         if (self._steps - 1) % self._policy.speeds_every == 0:
             experts, samples = heard(self._strategy.experts.layers[0].dispatcher.heard)
             has_changed = self.experts.take(experts)
+            if self._stages is not None:
+                has_changed, samples = self._over_stages(self._stages, has_changed, samples)
             if has_changed:
                 self._strategy.experts.take_speeds(self.experts.speeds)
             if self.samples.take(samples):
                 self._share_samples()
         self._look_after_stragglers()
         return has_changed
+
+    @staticmethod
+    def _over_stages(stages: StageState, has_changed: bool, samples: Sequence[Reading]) -> tuple[bool, list[Reading]]:
+        """What is common to all stages: whether any has other speeds, so that all place anew after the same step, and
+        of each slice the slowest reading, since its samples go through all. Collective.
+        """
+        told = all_gather_json([has_changed, [reading.bits for reading in samples]], stages.pipe)
+        slowest = zip(*([Reading.of(bits) for bits in readings] for _, readings in told), strict=True)
+        return any(changed for changed, _ in told), [max(of, key=lambda one: one.femtoseconds) for of in slowest]
 
     def _share_samples(self) -> None:
         """Cut batches by the agreed speeds, where that pays."""

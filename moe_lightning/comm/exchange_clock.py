@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ class ExchangeClock:
     does meanwhile included. It counts nothing, and costs nothing, before `watch`.
 
     On CUDA a host call returns before its exchange begins, so the device's own events are timed.
+
+    Attributes:
+        listener: called on the host with True as an exchange begins and with False as it ends; None: nobody.
     """
 
     def __init__(self) -> None:
@@ -25,6 +28,7 @@ class ExchangeClock:
         self._under_way = 0
         self._seconds = 0.0
         self._on_device: deque[tuple[Any, Any]] = deque()  # began, ended
+        self.listener: Callable[[bool], None] | None = None
 
     def __reduce__(self) -> tuple[type[ExchangeClock], tuple[()]]:
         """Models that know their world are copied and pickled; a copy counts for itself, from nothing."""
@@ -37,9 +41,19 @@ class ExchangeClock:
     @contextmanager
     def exchange(self, device: torch.device) -> Iterator[None]:
         """Around one exchange of tensors on that device."""
-        if not self._is_watched:
-            yield
-            return
+        self._tell(True)
+        try:
+            with self._timed(device) if self._is_watched else nullcontext():
+                yield
+        finally:
+            self._tell(False)
+
+    def _tell(self, begins: bool) -> None:
+        if self.listener is not None:
+            self.listener(begins)
+
+    @contextmanager
+    def _timed(self, device: torch.device) -> Iterator[None]:
         with self._lock:
             self._under_way += 1
         began = self._stamp(device)

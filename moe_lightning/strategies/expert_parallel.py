@@ -257,17 +257,19 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         return self.state.experts
 
     def replace_experts(self, placements: Sequence[Placement]) -> MigrationReport:
-        """Move experts with all their state to new placements, one for each MoE layer; collective, between steps.
+        """Move experts with all their state to new placements, one for each MoE layer of all pipeline stages, over the
+        ranks of its stage; collective, between steps.
 
         Raises:
             ConfigurationError: a placement that does not fit the world, a dispatch group or the slots.
         """
-        self.state.require_one_stage("replace_experts")
+        if self.state.stages is not None:
+            return self.state.stages.replace(self.experts, placements, self.optimizers)
         self.worlds.leave()
         return self.experts.replace(placements, self.optimizers, self.node_of)
 
     def visit_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:
-        """Let experts visit other ranks in the next step, one plan for each MoE layer; collective, before the step.
+        """Let experts visit other ranks in the next step, a plan for each MoE layer here; collective, before the step.
 
         Args:
             plans: the same on every rank.
@@ -279,7 +281,6 @@ class ExpertParallelStrategy(EvaluatingStrategy):
                 steps have no stated end.
         """
         self.steps.require_stated_end("shadows")
-        self.state.require_one_stage("visit_experts")
         self.experts.visit(plans, self.flight_dtype, early_shares or [1.0] * len(plans))
 
     @property
@@ -300,7 +301,6 @@ class ExpertParallelStrategy(EvaluatingStrategy):
 
     def share_samples(self, speeds: IntArray | None, most: int | None = None) -> None:
         """Cut training batches by the speeds of their slices from the next one on, see `StepData.share_by`."""
-        self.state.require_one_stage("share_samples")
         self.step_data.share_by(speeds, most, self.state.trainer.train_dataloader)
 
     @property

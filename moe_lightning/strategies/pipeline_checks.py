@@ -8,12 +8,6 @@ from moe_lightning.algorithms.mesh_shape import MeshShape
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.errors import ConfigurationError
 
-_NOT_YET = {
-    "LoadBalancer": "moves experts over all ranks",
-    "SpeedFollower": "shares work out over all ranks",
-}
-"""Callbacks that know of one stage only, and what they do."""
-
 
 def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int) -> int:
     """Micro-batches of a batch; 1 without a pipeline.
@@ -54,14 +48,6 @@ def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "manual optimization calls backward inside of a step, which mesh.pp cuts in stages: use automatic "
             "optimization, or mesh.pp=1"
         )
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        for kind in type(callback).__mro__:
-            if kind.__name__ in _NOT_YET:
-                raise ConfigurationError(
-                    f"{kind.__name__} {_NOT_YET[kind.__name__]}, and cannot work with mesh.pp yet: drop it, or use "
-                    "mesh.pp=1"
-                )
 
 
 def check_for_recovery(axes: MeshShape, dense: str) -> None:

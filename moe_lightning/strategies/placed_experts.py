@@ -178,6 +178,14 @@ class PlacedExperts:
         before = [layer.experts.slot_experts for layer in self.layers]
         return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began, nodes)
 
+    def refusal(self, placements: Sequence[Placement]) -> str | None:
+        """Why `replace` would refuse placements, as far as this rank knows alone; None: it would not."""
+        try:
+            self._dispatchers(placements)
+        except ConfigurationError as error:
+            return str(error)
+        return None
+
     def enter_world(
         self,
         world: World,

@@ -5,6 +5,7 @@ without a pipeline.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -17,12 +18,14 @@ from moe_lightning.algorithms.mesh_shape import stage_ranks
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import full_model_state
 from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.mesh import Mesh
 from moe_lightning.comm.world import World, all_reduce_, broadcast_
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.row_blocks import cuts_of, whole_shape
-from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.stage_cut import StageCut
 from moe_lightning.strategies.worlds import Worlds
 
@@ -97,6 +100,48 @@ class StageState:
         """What is of the layers that are here, out of what is of all."""
         return [one for one, (_, stage) in zip(of_layers, self._layers, strict=True) if stage in self.cut.stages]
 
+    def replace(
+        self, experts: PlacedExperts, placements: Sequence[Placement], optimizers: Sequence[Optimizer]
+    ) -> MigrationReport:
+        """See `ExpertParallelStrategy.replace_experts`; collective over all ranks, and `moved_states` are those of all.
+
+        Raises:
+            ConfigurationError: on every rank, what one of them refuses, before anything moves.
+        """
+        if len(placements) != len(self._layers):
+            raise ConfigurationError(
+                f"{len(placements)} placements do not fit the {len(self._layers)} MoE layers of all stages of mesh.pp: "
+                "give one for each"
+            )
+        wanted = fingerprint(*(placement.replicas for placement in placements))
+        check_agreement(wanted, "the new placement", self.whole)
+        refusals = all_gather_json(experts.refusal(self.own(placements)), self._mesh.pipe)
+        if refusal := next(filter(None, refusals), None):
+            raise ConfigurationError(refusal)
+        self._worlds.leave()
+        report = experts.replace(self.take_placements(placements), optimizers, self.nodes(self._worlds.node_of))
+        moved = torch.tensor(report.moved_states, device=self.whole.device)
+        all_reduce_(moved, self._mesh.pipe)
+        return replace(report, moved_states=int(moved))
+
+    def placements_of_all(self, own: Sequence[Placement]) -> list[Placement]:
+        """Of all layers, from those of the layers here; collective over the stages."""
+        experts = max((layer.num_experts for layer in self.layers), default=0)
+        tables = [torch.tensor(placement.replicas) for placement in own]
+        told = self.counts_of_all(torch.stack(tables) if tables else torch.zeros(0, experts, self.num_ranks).long())
+        return [] if told is None else [Placement(replicas=table) for table in told.cpu().numpy()]
+
+    @property
+    def own_ranks(self) -> Sequence[int]:
+        """Of the whole, that hold the stages here."""
+        return self.ranks[self.cut.stages[0]]
+
+    def nodes(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
+        """Of the ranks of the stages here, numbered from 0, out of those of all ranks."""
+        found = [of_ranks[rank] for rank in self.own_ranks]
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(found))}
+        return tuple(numbers[node] for node in found)
+
     def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
         """Of all layers, over all ranks; nothing lies here of those of other stages."""
         own = dict(zip(experts.layers, experts.stacks, strict=True))
@@ -139,6 +184,17 @@ class StageState:
     def numbers(self) -> list[int]:
         """Which of the MoE layers of the whole are here."""
         return self.own(range(len(self._layers)))
+
+    @property
+    def without_layers(self) -> list[int]:
+        """Stages whose ranks have no MoE layer at all; the ranks of several stages may be the same."""
+        with_layers = {tuple(self.ranks[stage]) for _, stage in self._layers}
+        return [stage for stage, ranks in enumerate(self.ranks) if tuple(ranks) not in with_layers]
+
+    @property
+    def pipe(self) -> World:
+        """The ranks of the other stages for this rank's samples."""
+        return self._mesh.pipe
 
     @property
     def num_ranks(self) -> int:

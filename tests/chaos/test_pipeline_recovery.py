@@ -4,6 +4,7 @@ with the losses of a calm run; ranks may come to hold another stage.
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.loader import find_newest
 from tests.chaos.elastic_runs import SETTINGS, ElasticRun, Hold, Kill, elastic_run, finish
 from tests.chaos.elastic_worker import checkpoints_of
 from tests.chaos.test_min_ranks import wait_for_recovery
+from tests.distributed.same_training import SKEWED
 from tests.forks import PATIENCE_S
 
 STEPS = 8
@@ -174,3 +177,48 @@ def test_one_rank_that_is_left_validates_saves_and_ends(tmp_path: Path, undistur
         assert found is not None
         assert found.step == STEPS
         found.verify()
+
+
+# ---------------------------------------------------------------------- experts that have moved
+
+BALANCED: dict[str, Any] = {"calibrate": False, "flops_per_s": 1e6, "bytes_per_s": 1e12, "speeds": "even"}
+
+
+def balancer(folder: Path) -> list[LoadBalancer]:
+    return [LoadBalancer(**BALANCED, rebalance_every=2)]
+
+
+def moved(run: ElasticRun, worker: int) -> bool:
+    """Whether a worker had other experts than at first in the first world."""
+    found = [json.loads(line) for line in (run.folder / f"states-{worker}.jsonl").read_text().splitlines()]
+    first = [line for line in found if line["world"] == found[0]["world"]]
+    held = [{unit for unit in line["digests"] if "experts" in unit} for line in first]
+    return any(units != held[0] for units in held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [PP2, INTERLEAVED], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    ("workers", "extra"),
+    [(6, {}), (4, {"saving": EVERY_STEP, "recovery": {"min_replicas": 1}})],
+    ids=["live", "snapshots"],
+)
+def test_a_rank_is_lost_after_experts_have_moved_in_its_stage(
+    tmp_path: Path, workers: int, extra: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """The survivors know where the experts of all stages are by then; those that come back balance on."""
+    model, strategy = {**MODEL, **SKEWED}, {**options["strategy"], "slots": 6}
+    (calm := tmp_path / "calm").mkdir()
+    with elastic_run(calm, workers=2, steps=STEPS, strategy=PP2["strategy"], model=model) as run:
+        finish(run, range(2))
+        expected = run.losses()
+    (folder := tmp_path / "faulty").mkdir()
+    case = {"strategy": strategy, "model": model, "callbacks": balancer, **extra}
+    holds = [Hold(step=6, ranks=workers)]
+    with elastic_run(folder, workers=workers, steps=STEPS, kills=[lose(2, "exchange")], holds=holds, **case) as run:
+        run.supervise(restart=range(workers))
+        assert run.kills_done() == 1
+        assert run.losses() == pytest.approx(expected, abs=1e-5)
+        assert any(moved(run, worker) for worker in range(workers))
+        assert run.world_sizes()[STEPS] == workers
+        assert run.assert_replicas_equal() > 0

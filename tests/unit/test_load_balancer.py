@@ -20,8 +20,8 @@ from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
 from moe_lightning.algorithms.quota import balanced_quota
-from moe_lightning.callbacks import load_balancer
 from moe_lightning.callbacks.balance_planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
+from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
@@ -128,23 +128,24 @@ class KnownNodes:
         layer = SimpleNamespace(num_experts=EXPERTS, dispatcher=SimpleNamespace(groups=[range(4)]))
         self.experts = SimpleNamespace(layers=[layer], room=[[3] * 4])
         self.world = SimpleNamespace(size=4)
+        self.state = SimpleNamespace(stages=None, layers=[layer])
         self.node_of, self.elastic = (0, 1, 0, 1), elastic
         self.placing = SimpleNamespace(promised_replicas=promised)
 
 
 def test_failure_domains_are_the_nodes_of_the_run_and_not_consecutive_ranks() -> None:
-    assert load_balancer._cluster(KnownNodes(), None).node_of == (0, 1, 0, 1)  # type: ignore[arg-type]
-    assert load_balancer._cluster(KnownNodes(), 1).node_of == (0, 1, 2, 3)  # type: ignore[arg-type]
+    assert balanced_ranks(KnownNodes(), None).node_of == (0, 1, 0, 1)  # type: ignore[arg-type]
+    assert balanced_ranks(KnownNodes(), 1).node_of == (0, 1, 2, 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"ranks_per_node=2 .* in order of birth .* leave it out"):
-        load_balancer._cluster(KnownNodes(elastic=object()), 2)  # type: ignore[arg-type]
+        balanced_ranks(KnownNodes(elastic=object()), 2)  # type: ignore[arg-type]
 
 
 def test_the_balancer_promises_no_less_than_recovery() -> None:
-    assert load_balancer._min_replicas(KnownNodes(), None) == 1  # type: ignore[arg-type]
-    assert load_balancer._min_replicas(KnownNodes(promised=2), None) == 2  # type: ignore[arg-type]
-    assert load_balancer._min_replicas(KnownNodes(promised=2), 3) == 3  # type: ignore[arg-type]
+    assert min_replicas(KnownNodes(), None) == 1  # type: ignore[arg-type]
+    assert min_replicas(KnownNodes(promised=2), None) == 2  # type: ignore[arg-type]
+    assert min_replicas(KnownNodes(promised=2), 3) == 3  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"min_replicas=1 would move .* min_replicas=2 .* use at least 2"):
-        load_balancer._min_replicas(KnownNodes(promised=2), 1)  # type: ignore[arg-type]
+        min_replicas(KnownNodes(promised=2), 1)  # type: ignore[arg-type]
 
 
 def test_even_loads_move_nothing_and_need_no_shadows() -> None:

@@ -1,0 +1,250 @@
+"""A balancer in pipeline stages: experts move and visit among the ranks of a stage, slices follow speeds, and the
+training is the same (L1 to L3).
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from moe_lightning import ExpertParallelStrategy
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.callbacks import speed_follower
+from moe_lightning.callbacks.load_balancer import LoadBalancer
+from moe_lightning.callbacks.speed_follower import SpeedFollower, SpeedPolicy
+from moe_lightning.errors import ConfigurationError
+from tests.distributed.balanced_training import NUM_EXPERTS, random_placement
+from tests.distributed.harness import run_ranks
+from tests.distributed.same_training import SKEWED, assert_same_training
+from tests.distributed.test_balancer_laws import EAGER, Watcher
+from tests.distributed.test_pipeline import MICROS, train
+from tests.distributed.test_uneven_ranks import TestClock
+from tests.distributed.training import make_trainer
+from tests.distributed.training import train as train_tiny
+from tests.parameters import slow
+
+STEPS = 10
+CASES: dict[str, dict[str, Any]] = {
+    "skewed": {"model": SKEWED},
+    "noisy": {"model": {**SKEWED, "dropout": 0.1}},
+    "uneven": {"model": SKEWED, "batch_size": 26},  # micro-batches of 7, 7, 6 and 6 samples
+    "accumulated": {"model": SKEWED, "batch_size": 24},
+}
+INTERLEAVED = {"schedule": "interleaved"}
+
+
+@cache
+def reference(key: str, steps: int = STEPS) -> dict[str, Any]:
+    result: dict[str, Any] = run_ranks(1, partial(train, accumulate=MICROS, steps=steps, **CASES[key]))[0]
+    return result
+
+
+def in_stages(function: Any, key: str, ranks: int, steps: int = STEPS, **options: Any) -> list[dict[str, Any]]:
+    """What a training function returns of a case in two stages, without what each stage logs for itself."""
+    micros = 2 if key == "accumulated" else MICROS
+    strategy = {"slots": 4, "micro_batches": micros, **options.pop("strategy", {})}
+    strategy["mesh"] = {"pp": 2, **strategy.get("mesh", {})}
+    case = {"steps": steps, "accumulate": MICROS // micros, **CASES[key]}
+    found: list[dict[str, Any]] = run_ranks(ranks, partial(function, strategy=strategy, **case, **options))
+    return found
+
+
+def same(key: str, found: list[dict[str, Any]], steps: int = STEPS) -> None:
+    expected = reference(key, steps)
+    if key == "accumulated":  # which validates after as many batches, not steps
+        expected, found = expected | {"validations": []}, [result | {"validations": []} for result in found]
+    assert_same_training(expected, found, key)
+
+
+# ---------------------------------------------------------------------- the balancer's plans
+
+
+def balanced(rank: int, world_size: int, *, balancer: dict[str, Any], **options: Any) -> dict[str, Any]:
+    watcher = Watcher()
+    result = train(rank, world_size, callbacks=(LoadBalancer(**EAGER | balancer), watcher), **options)
+    return result | {"moved": watcher.moved, "shadows": watcher.shadows, "metrics": watcher.metrics}
+
+
+OFTEN = {"rebalance_every": 3}
+
+
+@pytest.mark.parametrize(
+    ("key", "ranks", "strategy", "balancer"),
+    [
+        ("skewed", 4, {}, OFTEN),
+        slow("skewed", 4, INTERLEAVED, OFTEN),
+        slow("skewed", 4, {}, {**OFTEN, "lag": 2, "shadows": "top2"}),
+        slow("uneven", 4, {}, OFTEN),
+        slow("uneven", 4, INTERLEAVED, OFTEN),
+        slow("accumulated", 4, {}, OFTEN),
+        slow("accumulated", 4, INTERLEAVED, OFTEN),
+        slow("noisy", 4, {"mesh": {"cp": 2}}, OFTEN),
+        slow("noisy", 4, {"mesh": {"tp": 2}}, OFTEN),
+        slow("noisy", 4, {"dense": "zero1"}, OFTEN),
+        slow("noisy", 4, {"dense": "fsdp", **INTERLEAVED}, OFTEN),
+        slow("uneven", 8, {"slots": 3}, {**OFTEN, "placement": "mro+", "min_replicas": 2, "ranks_per_node": 1}),
+        slow("skewed", 4, {}, {**OFTEN, "calibrate": True}),
+    ],
+)
+def test_the_training_is_the_same(key: str, ranks: int, strategy: dict[str, Any], balancer: dict[str, Any]) -> None:
+    found = in_stages(balanced, key, ranks, strategy=strategy, balancer=balancer)
+    same(key, found)
+    assert all(result["moved"] == found[0]["moved"] > 0 for result in found)
+    if not balancer.get("calibrate"):
+        assert all(result["shadows"] > 0 for result in found)
+    names = [name for result in found for name in result["metrics"] if name.endswith("imbalance_after_ratio")]
+    assert set(names) == {f"balance/layer{layer:02d}/imbalance_after_ratio" for layer in range(4)}
+
+
+# ---------------------------------------------------------------------- a user's placements
+
+
+class Mover(pl.Callback):
+    """Moves the experts of all stages to random places before some steps."""
+
+    def __init__(self, slots: int = 4) -> None:
+        self._rng, self._slots, self.moved, self._last = np.random.default_rng(3), slots, 0, 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ExpertParallelStrategy)
+        if trainer.global_step in (1, 3, 4) and trainer.global_step != self._last:
+            self._last, stages = trainer.global_step, strategy.state.stages
+            assert stages is not None
+            wanted = [random_placement(self._rng, stages.num_ranks, self._slots) for _ in stages.layers]
+            self.moved += strategy.replace_experts(wanted).moved_states
+            known = [stack.placement.among(ranks) for stack, ranks in self._known(strategy)]
+            assert known == wanted, "every rank knows where the experts of all layers are"
+
+    @staticmethod
+    def _known(strategy: ExpertParallelStrategy) -> Any:
+        stages = strategy.state.stages
+        assert stages is not None
+        return zip(stages.stacks(strategy.experts), stages.ranks_of_layers(stages.ranks), strict=True)
+
+
+def moving(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
+    mover = Mover()
+    return train(rank, world_size, callbacks=(mover,), **options) | {"moved": mover.moved}
+
+
+@pytest.mark.parametrize("strategy", [{}, pytest.param(INTERLEAVED, marks=pytest.mark.slow)])
+def test_a_user_moves_experts_of_all_stages(strategy: dict[str, Any]) -> None:
+    found = in_stages(moving, "skewed", 4, steps=6, strategy=strategy)
+    same("skewed", found, steps=6)
+    assert [result["moved"] for result in found] == [found[0]["moved"]] * 4
+    assert found[0]["moved"] > 12
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    from tests.distributed.test_pipeline import Own
+
+    trainer = make_trainer(rank, world_size, {"slots": 4, "mesh": {"pp": 2}}, fast_dev_run=1)
+    strategy: Any = trainer.strategy
+    strategy.connect(Own())
+    strategy.setup_environment()
+    strategy.setup(trainer)
+    good = random_placement(np.random.default_rng(0), 2, 4)
+    crowded = Placement(replicas=np.ones((NUM_EXPERTS, 2), dtype=np.int64))
+    other = random_placement(np.random.default_rng(rank), 2, 4)
+    messages = []
+    for placements in ([crowded], [good, good], [other], [random_placement(np.random.default_rng(0), 4, 4)]):
+        with pytest.raises(ConfigurationError) as caught:
+            strategy.replace_experts(placements)
+        messages.append(str(caught.value))
+    with pytest.raises(ConfigurationError) as caught:
+        LoadBalancer(**EAGER).on_train_start(trainer, strategy.lightning_module)
+    return [*messages, str(caught.value)]
+
+
+def test_what_one_stage_refuses_all_refuse() -> None:
+    """The module has one MoE layer, in the first stage."""
+    told = run_ranks(4, refusals)
+    assert told == [told[0]] * 4
+    crowded, two, unlike, foreign, bare = told[0]
+    assert "puts 6 experts on rank 0, which keeps 4 slots" in crowded
+    assert "2 placements do not fit the 1 MoE layers of all stages" in two
+    assert "the new placement of ranks [1, 2, 3] differs from that of rank 0" in unlike
+    assert "has shape (6, 4), but this run needs (6, 2)" in foreign
+    assert "the ranks of stages [1] have no MoE layer" in bare
+
+
+# ---------------------------------------------------------------------- speeds
+
+
+class Slices(pl.Callback):
+    """Keeps the samples of every step."""
+
+    def __init__(self) -> None:
+        self.samples: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.samples.append(trainer.strategy.steps.stream.num_samples)  # type: ignore[attr-defined]
+
+
+def uneven(rank: int, world_size: int, *, balancer: dict[str, Any], slow_ranks: Any = None, **options: Any) -> Any:
+    slices = Slices()
+    TestClock.rank, TestClock.slow = rank, slow_ranks or {}
+    speed_follower.RankClock = TestClock  # type: ignore[misc]
+    callbacks = (LoadBalancer(**EAGER | {"shadows": "none", **balancer}), slices)
+    result = train(rank, world_size, callbacks=callbacks, **options)
+    return result | {"samples": slices.samples}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{}, INTERLEAVED])
+def test_slices_follow_given_speeds(strategy: dict[str, Any]) -> None:
+    """The slow rank is in the second slice of the second stage: both of that slice get less."""
+    found = in_stages(uneven, "uneven", 4, strategy=strategy, balancer={**OFTEN, "speeds": [1.0, 1.0, 1.0, 0.5]})
+    same("uneven", found)
+    assert [result["samples"][0] for result in found] == [18, 8, 18, 8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{}, INTERLEAVED])
+def test_slices_follow_measured_speeds(strategy: dict[str, Any]) -> None:
+    balancer = {"rebalance_every": 6, "speeds": "measured", "speeds_every": 2}
+    slow_ranks = {3: (2.5, 0, 100)}
+    found = in_stages(uneven, "uneven", 4, 30, strategy=strategy, balancer=balancer, slow_ranks=slow_ranks)
+    same("uneven", found, 30)
+    assert found[0]["samples"] == found[2]["samples"]
+    assert found[1]["samples"] == found[3]["samples"]
+    assert found[0]["samples"][0] == 14
+    assert found[0]["samples"][-1] > 16
+
+
+def test_no_rank_is_expelled_from_a_stage() -> None:
+    mesh, state = SimpleNamespace(data_size=2), SimpleNamespace(stages=object())
+    strategy: Any = SimpleNamespace(worlds=SimpleNamespace(mesh=mesh), state=state, elastic=object())
+    with pytest.raises(ConfigurationError, match="takes a rank away from one stage"):
+        SpeedFollower(SpeedPolicy(stragglers="expel"), strategy)
+
+
+# ---------------------------------------------------------------------- going on from a checkpoint
+
+
+def saving(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
+    balancer = LoadBalancer(**EAGER | {"rebalance_every": 2})
+    return train_tiny(rank, world_size, callbacks=[balancer], **options)
+
+
+@pytest.mark.slow
+def test_a_balancers_state_is_of_all_stages(tmp_path: Path) -> None:
+    path, model = tmp_path / "balanced.ckpt", {**SKEWED, "num_layers": 4, "tie_embeddings": False}
+    strategy = {"slots": 4, "mesh": {"pp": 2}, "micro_batches": 2}
+    run_ranks(4, partial(saving, model=model, strategy=strategy, steps=5, save_to=str(path)))
+    states = torch.load(path, weights_only=True)["callbacks"]
+    (state,) = (state for name, state in states.items() if name.startswith("LoadBalancer"))
+    assert all(sum(load) > 0 for load in state["loads"])
+    assert [np.shape(average) for average in state["averages"]] == [(NUM_EXPERTS, 2)] * 4
+    alone = run_ranks(1, partial(saving, model=model, strategy={}, steps=8, ckpt_path=str(path)))[0]["losses"]
+    for ranks, mesh in ((4, strategy), (4, strategy | INTERLEAVED), (2, {"slots": 4})):
+        for result in run_ranks(ranks, partial(saving, model=model, strategy=mesh, steps=8, ckpt_path=str(path))):
+            np.testing.assert_allclose(result["losses"], alone, rtol=0, atol=0.05)  # auxiliary losses of micro-batches
