@@ -9,7 +9,7 @@ from moe_lightning.kernels.backends import BACKENDS, backend, set_backend
 from moe_lightning.kernels.bodies import Draw, ExpertSort, Sharing
 from moe_lightning.kernels.ops_bytes import pack, packed_bytes, sum_in_rank_order, unpack, xor_parity
 from moe_lightning.kernels.ops_experts import expert_activation, expert_mlp, fuses_experts, grouped_mm
-from moe_lightning.kernels.ops_plan import plan_rows
+from moe_lightning.kernels.ops_plan import fill_blocks, plan_rows, plan_runs
 from moe_lightning.kernels.ops_rows import (
     chunk_order,
     count_by_expert,
@@ -34,6 +34,7 @@ __all__ = [
     "count_by_expert",
     "expert_activation",
     "expert_mlp",
+    "fill_blocks",
     "fuses_experts",
     "gather_rows",
     "grouped_mm",
@@ -43,6 +44,7 @@ __all__ = [
     "packed_bytes",
     "permute",
     "plan_rows",
+    "plan_runs",
     "reorder_chunks",
     "set_backend",
     "sort_by_expert",

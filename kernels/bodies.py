@@ -62,6 +62,12 @@ class RoutingBodies(Protocol):
         """
         ...
 
+    def fill_blocks(
+        self, order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_kept: Tensor, num_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """int64 [M] and [A]: the assignment of each row, and the row of each assignment."""
+        ...
+
 
 class RowBodies(Protocol):
     def gather(self, x_TD: Tensor, index_M: Tensor, divisor: int) -> Tensor:
@@ -169,9 +175,34 @@ class Sharing(NamedTuple):
     one: int
 
 
+class Runs(NamedTuple):
+    """A dispatch plan in runs of rows: where each begins now, and where it ends in the new order, both int64.
+
+    Attributes:
+        send_starts, send_ends: [N * (E + 1)], among the assignments sorted by expert; for each rank the rows of each
+            expert, and then what fills its block.
+        recv_starts, recv_ends: [(C + 1) * N], among what arrives; for each slot the rows of each rank, and then what
+            fills each rank's block.
+        tokens_C: rows of each slot.
+        send_N, recv_N: rows to and from each rank.
+    """
+
+    send_starts: Tensor
+    send_ends: Tensor
+    recv_starts: Tensor
+    recv_ends: Tensor
+    tokens_C: Tensor
+    send_N: Tensor
+    recv_N: Tensor
+
+
 class PlanBodies(Protocol):
     def plan_rows(self, tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
         """int64 [E, N] each: rows of each expert that the rank sends to, and receives from, every rank."""
+        ...
+
+    def runs(self, send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, is_packed: bool) -> Runs:
+        """How a plan's rows lie in blocks."""
         ...
 
 

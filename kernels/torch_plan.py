@@ -1,14 +1,15 @@
 """Quotas and the dispatch plan with torch: whole tables [E, N], fixed rounds, integers only; a GPU is not waited for.
 
-Legend: E experts, N ranks.
+Legend: E experts, N ranks, C slots.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from moe_lightning.kernels.bodies import Sharing
+from moe_lightning.kernels.bodies import Runs, Sharing
 
 
 def share_out(tokens_E: Tensor, replicas_EN: Tensor, sharing: Sharing) -> Tensor:
@@ -78,3 +79,36 @@ def _overlap(end: Tensor, length: Tensor, other_end: Tensor, other_length: Tenso
 def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
     """int64 [E, N] each: see `kernels.plan_rows`."""
     return send_and_receive(tokens_EN, share_out(tokens_EN.sum(1), replicas_EN, sharing), rank)
+
+
+def runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, is_packed: bool) -> Runs:
+    """See `kernels.plan_runs`."""
+    send_N, recv_N = send_EN.sum(0), recv_EN.sum(0)
+    room_N = _blocks(send_N, block, is_packed)[1]
+    send_sizes = torch.cat([send_EN, room_N.unsqueeze(0)]).t()
+    send_starts = torch.cat([_starts(send_EN), (_starts(room_N) + send_N.sum()).unsqueeze(0)]).t()
+    begin_N, room_N = _blocks(recv_N, block, is_packed)
+    starts_EN = begin_N + recv_EN.cumsum(0) - recv_EN
+    # A vacant slot names the row that is padded: its runs are empty, wherever they begin.
+    slot_sizes, slot_starts = (F.pad(table, (0, 0, 0, 1))[slots_C] for table in (recv_EN, starts_EN))
+    return Runs(
+        send_starts=send_starts.reshape(-1),
+        send_ends=send_sizes.reshape(-1).cumsum(0),
+        recv_starts=torch.cat([slot_starts.reshape(-1), begin_N + recv_N]),
+        recv_ends=torch.cat([slot_sizes.reshape(-1), room_N]).cumsum(0),
+        tokens_C=slot_sizes.sum(1),
+        send_N=send_N,
+        recv_N=recv_N,
+    )
+
+
+def _blocks(rows_N: Tensor, block: int, is_packed: bool) -> tuple[Tensor, Tensor]:
+    """Where each rank's rows begin, and how much room is left behind them."""
+    if is_packed:
+        return _starts(rows_N), F.pad((block * len(rows_N) - rows_N.sum()).view(1), (len(rows_N) - 1, 0))
+    return torch.arange(len(rows_N), device=rows_N.device) * block, block - rows_N
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    """Where each run begins, runs row by row."""
+    return (sizes.reshape(-1).cumsum(0) - sizes.reshape(-1)).view(sizes.shape)

@@ -1,6 +1,6 @@
-"""Quotas and the dispatch plan with Triton: one program that keeps the tables [E, N] in registers, in fixed rounds.
+"""Quotas, the dispatch plan and its runs of rows with Triton: one program that keeps the tables [E, N] in registers.
 
-Legend: E experts, N ranks.
+Legend: E experts, N ranks, C slots.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_lightning.kernels import torch_plan
-from moe_lightning.kernels.bodies import Sharing
+from moe_lightning.kernels.bodies import Runs, Sharing
 from moe_lightning.kernels.triton_launch import launch, power_of_two
 
 _CELLS = 4096
@@ -34,13 +34,13 @@ def _overlap(end, length, other_end, other_length):
 
 @triton.jit
 def _plan_kernel(
-    tokens, replicas, send, recv, num_experts, num_ranks, rank, patience, slack, largest_one,
+    tokens, row_stride, column_stride, replicas, send, recv, num_experts, num_ranks, rank, patience, slack, largest_one,
     ROUNDS: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     expert, column = tl.arange(0, EXPERTS)[:, None], tl.arange(0, RANKS)[None, :]
     here = (expert < num_experts) & (column < num_ranks)
     place = expert * num_ranks + column
-    tokens_EN = tl.load(tokens + place, mask=here, other=0)
+    tokens_EN = tl.load(tokens + expert * row_stride + column * column_stride, mask=here, other=0)
     replicas_EN = tl.load(replicas + place, mask=here, other=0)
     tokens_E = tl.sum(tokens_EN, axis=1)
     best_EN = replicas_EN
@@ -90,15 +90,86 @@ def _plan_kernel(
     tl.store(recv + place, tl.where(own, local_EN, got_EN), mask=here)
 
 
+@triton.jit
+def _blocks(rows_N, column, num_ranks, block, IS_PACKED: tl.constexpr):
+    """Where each rank's rows begin, and how much room is left behind them."""
+    if IS_PACKED:
+        left = block * num_ranks - tl.sum(rows_N, axis=0)
+        return tl.cumsum(rows_N, axis=0) - rows_N, tl.where(column == num_ranks - 1, left, 0)
+    begins_N = column.to(tl.int64) * block
+    return begins_N, tl.where(column < num_ranks, block - rows_N, 0)
+
+
+@triton.jit(do_not_specialize=["block"])
+def _runs_kernel(
+    send, recv, slots, send_starts, send_ends, recv_starts, recv_ends, tokens, send_sums, recv_sums,
+    num_experts, num_ranks, num_slots, block,
+    IS_PACKED: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    expert, rank = tl.arange(0, EXPERTS), tl.arange(0, RANKS)
+    is_rank = rank < num_ranks
+    place = expert[:, None] * num_ranks + rank[None, :]
+    here = (expert < num_experts)[:, None] & is_rank[None, :]
+
+    sizes_EN = tl.load(send + place, mask=here, other=0)
+    upto_EN, by_expert_E, by_rank_N = tl.cumsum(sizes_EN, axis=1), tl.sum(sizes_EN, axis=1), tl.sum(sizes_EN, axis=0)
+    starts_EN = (tl.cumsum(by_expert_E, axis=0) - by_expert_E)[:, None] + upto_EN - sizes_EN
+    begins_N, room_N = _blocks(by_rank_N, rank, num_ranks, block, IS_PACKED)
+    run = rank[None, :] * (num_experts + 1) + expert[:, None]
+    tl.store(send_starts + run, starts_EN, mask=here)
+    tl.store(send_ends + run, begins_N[None, :] + tl.cumsum(sizes_EN, axis=0), mask=here)
+    last = rank * (num_experts + 1) + num_experts
+    tl.store(send_starts + last, tl.sum(by_rank_N, axis=0) + tl.cumsum(room_N, axis=0) - room_N, mask=is_rank)
+    tl.store(send_ends + last, begins_N + by_rank_N + room_N, mask=is_rank)
+    tl.store(send_sums + rank, by_rank_N, mask=is_rank)
+
+    sizes_EN = tl.load(recv + place, mask=here, other=0)
+    by_rank_N = tl.sum(sizes_EN, axis=0)
+    begins_N, room_N = _blocks(by_rank_N, rank, num_ranks, block, IS_PACKED)
+    starts_EN = begins_N[None, :] + tl.cumsum(sizes_EN, axis=0) - sizes_EN
+    slot = tl.arange(0, SLOTS)
+    holds = tl.load(slots + slot, mask=slot < num_slots, other=num_experts)
+    is_run = (holds < num_experts)[:, None] & is_rank[None, :]
+    sizes_CN = tl.load(recv + holds[:, None] * num_ranks + rank[None, :], mask=is_run, other=0)
+    tokens_C = tl.sum(sizes_CN, axis=1)
+    held_CN = tl.minimum(holds, num_experts - 1)[:, None].to(tl.int32) + tl.zeros((SLOTS, RANKS), dtype=tl.int32)
+    run = slot[:, None] * num_ranks + rank[None, :]
+    is_slot = (slot < num_slots)[:, None] & is_rank[None, :]
+    tl.store(recv_starts + run, tl.where(is_run, tl.gather(starts_EN, held_CN, axis=0), 0), mask=is_slot)
+    ends_CN = (tl.cumsum(tokens_C, axis=0) - tokens_C)[:, None] + tl.cumsum(sizes_CN, axis=1)
+    tl.store(recv_ends + run, ends_CN, mask=is_slot)
+    tl.store(tokens + slot, tokens_C, mask=slot < num_slots)
+    last = num_slots * num_ranks + rank
+    tl.store(recv_starts + last, begins_N + by_rank_N, mask=is_rank)
+    tl.store(recv_ends + last, tl.sum(tokens_C, axis=0) + tl.cumsum(room_N, axis=0), mask=is_rank)
+    tl.store(recv_sums + rank, by_rank_N, mask=is_rank)
+
+
 def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
     """int64 [E, N] each, in one launch where the table fits the registers of a program."""
     num_experts, num_ranks = tokens_EN.shape
     experts, ranks = power_of_two(num_experts), power_of_two(num_ranks)
     if experts * ranks > _CELLS:
         return torch_plan.plan_rows(tokens_EN, replicas_EN, rank, sharing)
-    send_EN, recv_EN = (torch.empty_like(tokens_EN) for _ in range(2))
+    send_EN, recv_EN = (torch.empty_like(replicas_EN) for _ in range(2))
     launch(
-        _plan_kernel, (1,), tokens_EN, tokens_EN, replicas_EN, send_EN, recv_EN, num_experts, num_ranks, rank,
-        sharing.patience, sharing.slack, sharing.one, ROUNDS=sharing.rounds, EXPERTS=experts, RANKS=ranks, num_warps=16,
+        _plan_kernel, (1,), tokens_EN, tokens_EN, *tokens_EN.stride(), replicas_EN, send_EN, recv_EN, num_experts,
+        num_ranks, rank, sharing.patience, sharing.slack, sharing.one, ROUNDS=sharing.rounds, EXPERTS=experts,
+        RANKS=ranks, num_warps=16,
     )  # fmt: skip
     return send_EN, recv_EN
+
+
+def runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, is_packed: bool) -> Runs:
+    """See `kernels.plan_runs`; one launch where the tables fit the registers of a program."""
+    (num_experts, num_ranks), num_slots = send_EN.shape, len(slots_C)
+    experts, ranks, slots = (power_of_two(number) for number in (num_experts, num_ranks, num_slots))
+    if max(experts, slots) * ranks > _CELLS:
+        return torch_plan.runs(send_EN, recv_EN, slots_C, block, is_packed)
+    sizes = [num_ranks * (num_experts + 1)] * 2 + [(num_slots + 1) * num_ranks] * 2 + [num_slots, num_ranks, num_ranks]
+    made = Runs(*send_EN.new_empty(sum(sizes)).split(sizes))
+    launch(
+        _runs_kernel, (1,), send_EN, send_EN, recv_EN, slots_C, *made, num_experts, num_ranks, num_slots, block,
+        IS_PACKED=is_packed, EXPERTS=experts, RANKS=ranks, SLOTS=slots, num_warps=16,
+    )  # fmt: skip
+    return made

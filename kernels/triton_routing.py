@@ -78,10 +78,9 @@ def _place_kernel(
     tl.store(rank + place, tl.where(kept, row - start, -1), mask=place < num_ids)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_chunks"])
-def _chunk_kernel(starts, ends, index, inverse, num_rows, num_chunks, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = row < num_rows
+@triton.jit
+def _old_place(starts, ends, row, here, num_chunks, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where rows of the new order were before."""
     low = tl.zeros((BLOCK,), dtype=tl.int32)  # the first chunk that ends behind the row lies in low..high
     high = tl.full((BLOCK,), 0, dtype=tl.int32) + (num_chunks - 1)
     for _ in range(STEPS):
@@ -90,9 +89,29 @@ def _chunk_kernel(starts, ends, index, inverse, num_rows, num_chunks, STEPS: tl.
         high = tl.where(is_behind, middle, high)
         low = tl.where(is_behind, low, tl.minimum(middle + 1, high))
     begins = tl.load(ends + low - 1, mask=here & (low > 0), other=0)
-    old = tl.load(starts + low, mask=here, other=0) + row - begins
+    return tl.load(starts + low, mask=here, other=0) + row - begins
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_chunks"])
+def _chunk_kernel(starts, ends, index, inverse, num_rows, num_chunks, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = row < num_rows
+    old = _old_place(starts, ends, row, here, num_chunks, STEPS, BLOCK)
     tl.store(index + row, old, mask=here)
     tl.store(inverse + old, row, mask=here)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_chunks", "num_ids"])
+def _fill_kernel(
+    order, starts, ends, num_kept, index, inverse, num_ids, num_rows, num_chunks,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = row < num_rows
+    old = _old_place(starts, ends, row, here, num_chunks, STEPS, BLOCK)
+    mine = tl.load(order + tl.minimum(old, num_ids - 1), mask=here, other=0)
+    tl.store(index + row, mine, mask=here)
+    tl.store(inverse + mine, tl.where(old < tl.load(num_kept), row, -1), mask=here & (old < num_ids))
 
 
 def top_k(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -121,6 +140,18 @@ def chunk_order(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor
         len(starts_C), STEPS=len(starts_C).bit_length(), BLOCK=_ROWS,
     )  # fmt: skip
     return index_M, inverse_M
+
+
+def fill_blocks(
+    order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_kept: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """int64 [M] and [A]: the assignment of each row, and the row of each assignment, in one launch."""
+    index_M, inverse_A = order_A.new_empty(num_rows), torch.empty_like(order_A)
+    launch(
+        _fill_kernel, (ceil_div(num_rows, _ROWS),), order_A, order_A, starts_C, ends_C, num_kept, index_M, inverse_A,
+        len(order_A), num_rows, len(starts_C), STEPS=len(starts_C).bit_length(), BLOCK=_ROWS,
+    )  # fmt: skip
+    return index_M, inverse_A
 
 
 def _block(num_experts: int) -> int:

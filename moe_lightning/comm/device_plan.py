@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_lightning import kernels as ops
@@ -34,14 +33,12 @@ class DevicePlan:
         send_EN: int64, rows of each expert that this rank sends to each rank, itself included.
         recv_EN: int64, rows of each expert that it receives from each.
         slots_C: int64, the expert of each of this rank's slots, E where it is vacant.
-        held_C: int64, the experts of the slots that are not vacant, in the order of slots.
         block: rows that a rank may send to another.
     """
 
     send_EN: Tensor
     recv_EN: Tensor
     slots_C: Tensor
-    held_C: Tensor
     block: int
 
     @property
@@ -80,43 +77,21 @@ def lay_out(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> Layo
         is_packed: the rows of all ranks follow each other; else every rank's begin a block.
     """
     num_experts = len(plan.send_EN)
-    is_dropped_TK = expert_ids_TK < 0
-    behind_TK = torch.where(is_dropped_TK, num_experts, expert_ids_TK)
+    behind_TK = expert_ids_TK.remainder(num_experts + 1)  # what is dropped, -1, sorts behind the last expert
     by_expert = ops.sort_by_expert(behind_TK, num_experts + 1, may_drop=False)
-    send_N, recv_N = plan.send_EN.sum(0), plan.recv_EN.sum(0)
-
-    _, room_N = _blocks(send_N, plan, is_packed)
-    sizes = torch.cat([plan.send_EN, room_N.unsqueeze(0)]).t()
-    starts = torch.cat([_starts(plan.send_EN), (_starts(room_N) + send_N.sum()).unsqueeze(0)]).t()
-    index_M, inverse_M = ops.reorder_chunks(starts.reshape(-1), sizes.reshape(-1).cumsum(0), plan.num_rows)
-    last = by_expert.order_M.numel() - 1
-
-    begin_N, room_N = _blocks(recv_N, plan, is_packed)
-    starts_EN = begin_N + plan.recv_EN.cumsum(0) - plan.recv_EN
-    starts = torch.cat([starts_EN[plan.held_C].reshape(-1), begin_N + recv_N])
-    sizes = torch.cat([plan.recv_EN[plan.held_C].reshape(-1), room_N])
-    slot_order_M, slot_inverse_M = ops.reorder_chunks(starts, sizes.cumsum(0), plan.num_rows)
+    runs = ops.plan_runs(plan.send_EN, plan.recv_EN, plan.slots_C, plan.block, is_packed=is_packed)
+    num_kept = runs.send_starts[num_experts]  # behind all that is sent lies what fills the first block
+    order_M, inverse_A = ops.fill_blocks(by_expert.order_M, runs.send_starts, runs.send_ends, num_kept, plan.num_rows)
+    slot_order_M, slot_inverse_M = ops.reorder_chunks(runs.recv_starts, runs.recv_ends, plan.num_rows)
     return Layout(
-        order_M=by_expert.order_M[index_M.clamp_max(last)],
-        inverse_TK=inverse_M[by_expert.inverse_TK].masked_fill(is_dropped_TK, -1),
+        order_M=order_M,
+        inverse_TK=inverse_A.view(expert_ids_TK.shape),
         slot_order_M=slot_order_M,
         slot_inverse_M=slot_inverse_M,
-        tokens_C=F.pad(plan.recv_EN.sum(1), (0, 1))[plan.slots_C],
-        send_N=send_N,
-        recv_N=recv_N,
+        tokens_C=runs.tokens_C,
+        send_N=runs.send_N,
+        recv_N=runs.recv_N,
     )
-
-
-def _blocks(rows_N: Tensor, plan: DevicePlan, is_packed: bool) -> tuple[Tensor, Tensor]:
-    """Where each rank's rows begin, and how much room is left behind them."""
-    if is_packed:
-        return _starts(rows_N), F.pad((plan.num_rows - rows_N.sum()).view(1), (len(rows_N) - 1, 0))
-    return torch.arange(len(rows_N), device=rows_N.device) * plan.block, plan.block - rows_N
-
-
-def _starts(sizes: Tensor) -> Tensor:
-    """Where each chunk begins, chunks row by row."""
-    return (sizes.reshape(-1).cumsum(0) - sizes.reshape(-1)).view(sizes.shape)
 
 
 class DevicePlanner:
@@ -155,12 +130,10 @@ class DevicePlanner:
         self._world = world
         self._fingerprint, self._what = fingerprint, what
         num_experts = placement.num_experts
-        held = [expert for expert in slot_experts if expert >= 0]
         self._most_held = int((placement.replicas > 0).sum(axis=0).max())
         self._tables = [
             torch.from_numpy(placement.replicas.copy()),
             torch.tensor([expert if expert >= 0 else num_experts for expert in slot_experts], dtype=torch.int64),
-            torch.tensor(held, dtype=torch.int64),
             torch.tensor([fingerprint]),
         ]
         self._rules = ops.Sharing(*sharing_rounds(len(placement.pairs.ranks)))
@@ -181,7 +154,7 @@ class DevicePlanner:
             self._tables = [upload(table, device) for table in self._tables]
         gathered = counts_E.new_empty(self._world.size * (counts_E.numel() + 1))
         with self._world.exchanges.exchange(device):
-            all_gather_flat(gathered, torch.cat([counts_E, self._tables[3]]), group=self._world.compute)
+            all_gather_flat(gathered, torch.cat([counts_E, self._tables[2]]), group=self._world.compute)
         gathered_NE1 = gathered.view(self._world.size, -1)
         self._told = _read_later(gathered_NE1[:, -1])
         return gathered_NE1[:, :-1]
@@ -210,13 +183,12 @@ class DevicePlanner:
         block = most * min(top_k, self._most_held)
         if block * self._world.size == most * top_k:
             block += 1  # more room than assignments: then everybody knows that some of it may be left over
-        replicas_EN, slots_C, held_C, _ = self._tables
+        replicas_EN, slots_C, _ = self._tables
         send_EN, recv_EN = ops.plan_rows(counts_NE.t(), replicas_EN, self._world.rank, self._rules)
         return DevicePlan(
             send_EN=send_EN,
             recv_EN=recv_EN,
             slots_C=slots_C,
-            held_C=held_C,
             block=block,
         )
 
