@@ -10,6 +10,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
+PLUGINS = {"optuna": "hydra_plugins.hydra_optuna_sweeper", "submitit": "hydra_plugins.hydra_submitit_launcher"}
+"""By recipe, the plugin of Hydra without which it does not compose."""
+
 
 def lines(path: Path) -> list[str]:
     """Command lines of a page's code blocks and tables, or of a recipe's header, continued lines joined."""

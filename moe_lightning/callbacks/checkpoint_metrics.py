@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
+from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
 from moe_lightning.checkpoint.agent_control import warnings_of
 from moe_lightning.checkpoint.copy_windows import Window
 from moe_lightning.checkpoint.session import CheckpointSession
+from moe_lightning.checkpoint.storages import place_of
 
 
 def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) -> None:
@@ -33,3 +37,12 @@ def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) 
         rank_zero_warn(warning)
     for logger in trainer.loggers:
         logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()}, trainer.global_step)
+    log_committed(trainer, status.committed_path)
+
+
+def log_committed(trainer: pl.Trainer, path: str | None) -> None:
+    """Tell W&B's loggers of the newest whole checkpoint, where there is one; a store's is not uploaded once more."""
+    place = place_of(path) if path else None
+    for logger in trainer.loggers if isinstance(place, Path) else ():
+        if isinstance(logger, QuietWandbLogger):
+            logger.log_checkpoint(place)

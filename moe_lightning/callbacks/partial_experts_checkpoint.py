@@ -19,7 +19,7 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.callbacks import checkpoint_budget as budget
-from moe_lightning.callbacks.checkpoint_metrics import log_checkpoint
+from moe_lightning.callbacks.checkpoint_metrics import log_checkpoint, log_committed
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
@@ -381,6 +381,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
                     self._close(wait=False)  # a session saves a step once
             self.save(trainer, pl_module, full=True)
         self._close(wait=True)
+        log_committed(trainer, str(self.last_model_path))
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

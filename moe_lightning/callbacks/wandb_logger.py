@@ -3,6 +3,7 @@ so that a command that fails before it trains leaves no empty run."""
 
 from __future__ import annotations
 
+import math
 import netrc
 import os
 import re
@@ -16,11 +17,13 @@ from urllib.parse import urlparse
 import numpy as np
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.callbacks.wandb_artifacts import RUN_ID, CheckpointUploads, resumed_artifact
 from moe_lightning.values import validated
 
 _MOST_BINS = 512
@@ -33,7 +36,10 @@ class QuietWandbLogger(WandbLogger):
     agents of sweeps set it, comes first.
 
     Args:
-        project, name, save_dir, log_model: as in WandbLogger.
+        project, name, save_dir: as in WandbLogger.
+        log_model: checkpoints as artifacts, partial ones too, uploaded beside training: true for the last one when
+            training ends, "all" as they are written, of several that wait for their upload the newest. `best` is the
+            first after the lowest validation loss. Offline `wandb sync` uploads them.
         offline: true or false; None: offline unless WANDB_MODE is set or an API key is known.
         group: runs that W&B shows together; None: WANDB_RUN_GROUP, which a multirun of moe-train sets.
         tags: to find the run by.
@@ -57,9 +63,13 @@ class QuietWandbLogger(WandbLogger):
         os.environ.setdefault("WANDB_SILENT", "true")
         options |= {"group": group} if group is not None else {}
         options |= {"tags": list(tags)} if tags else {}
-        super().__init__(project=project, name=name, save_dir=save_dir, offline=offline, log_model=log_model, **options)
+        super().__init__(project=project, name=name, save_dir=save_dir, offline=offline, **options)
         seams.drop_wandb_option(self, "anonymous")
         self._parameters: list[dict[str, Any] | Namespace] = []
+        self._log_checkpoints = log_model
+        self._checkpoint: Path | None = None
+        self._losses = {"last": math.inf, "best": math.inf}
+        self._uploads: CheckpointUploads | None = None
 
     @property
     @override
@@ -78,6 +88,56 @@ class QuietWandbLogger(WandbLogger):
             self._parameters.append(params)
         else:
             super().log_hyperparams(params)
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log them; the validation loss says which checkpoint is the best one."""
+        self._losses["last"] = float(metrics.get("val/loss", self._losses["last"]))
+        super().log_metrics(metrics, step)
+
+    @override
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Called by Lightning's checkpoints, which are files."""
+        path = checkpoint_callback.last_model_path or checkpoint_callback.best_model_path
+        if path:
+            self.log_checkpoint(Path(path))
+
+    @rank_zero_only
+    def log_checkpoint(self, path: Path) -> None:
+        """A checkpoint, a file or a directory, has been written whole; returns at once."""
+        self._checkpoint = path
+        if self._log_checkpoints == "all":
+            self._upload(path)
+
+    @rank_zero_only
+    def resume_from(self, checkpoint: Path, step: int) -> None:
+        """The run goes on from a checkpoint: where that is an artifact of a W&B run, say so; returns at once."""
+        artifact = resumed_artifact(checkpoint, step)
+        if self._log_checkpoints and artifact is not None:
+            self._begun_uploads().use(artifact)
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Log the last checkpoint of a training that ended well, and wait until W&B has it."""
+        if status == "success" and self._log_checkpoints and self._checkpoint is not None:
+            self._upload(self._checkpoint)
+        if self._uploads is not None:
+            self._uploads.finish()
+
+    def _upload(self, path: Path) -> None:
+        last, best = self._losses["last"], self._losses["best"]
+        self._losses["best"] = min(last, best)
+        metadata = {"val/loss": last} if math.isfinite(last) else {}
+        self._begun_uploads().log(path, ["best"] if last < best else [], metadata)
+
+    def _begun_uploads(self) -> CheckpointUploads:
+        if self._uploads is None:
+            run = self.experiment
+            run.config  # noqa: B018  # begins it here: only uploads are for the thread
+            self._uploads = CheckpointUploads(seams.wandb_run(self))
+        return self._uploads
 
     def begin(self) -> Any:
         """W&B's run, from now on."""
@@ -120,7 +180,7 @@ def log_histograms(logger: WandbLogger, loads: Mapping[int, Tensor], step: int) 
 
 def lasting_run_id(folder: Path) -> str:
     """The id of the run that logs into a folder: made by the first process that asks, read by those after it."""
-    path = folder / "wandb_run_id"
+    path = folder / RUN_ID
     folder.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -24,6 +24,13 @@ CONFIG_DIR = Path(__file__).parent.parent / "conf"
 CONFIG_NAME = "train"
 _LONGEST_NAME = 120  # characters; file systems allow 255 bytes
 
+_EXTRAS = {
+    "hydra/sweeper=optuna": "optuna",
+    "hydra/launcher=submitit_slurm": "submitit",
+    "hydra/launcher=submitit_local": "submitit",
+}
+"""Choices that a plugin of Hydra brings, by the extra of ours that installs it."""
+
 _NAMED_VALUES = re.compile(r"([^=]+)=(\w+=[^'\"{}\[\]()]+)")
 _HOME = re.compile(r"([^=]+)=(~[^'\"{}\[\](),]*)")
 _BY_A_RESOLVER = "ConfigurationError raised while resolving interpolation: "
@@ -153,6 +160,8 @@ def _wrong_choice(overrides: Sequence[str]) -> str:
 def _about_choice(error: MissingConfigException) -> str:
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
     options = [option for option in error.options or () if not option.startswith("_")]
+    if f"{group}={name}" in _EXTRAS:
+        return f"{group}={name} needs a plugin of Hydra: run pip install 'moe-lightning[{_EXTRAS[f'{group}={name}']}]'"
     if not options:
         return one_line(str(error))
     what = "recipe" if group == "recipes" else group

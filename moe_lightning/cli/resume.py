@@ -41,7 +41,16 @@ _FREE_OF_MODEL = (
 """No checkpoint holds anything that depends on them."""
 _ON_REQUEST = ("optimizer", "data", "seed")
 _FREE_OF_DATA = ("num_workers", "cache_dir", "val_samples", "seed", "context_length")  # the last two are set elsewhere
-_UNTOLD = ("run_name", "run_dir", "resume", "resume_overrides", "task", "module.config", "module.optimizer")
+_UNTOLD = (
+    "run_name",
+    "run_dir",
+    "resume",
+    "resume_overrides",
+    "task",
+    "objective",
+    "module.config",
+    "module.optimizer",
+)
 _MOST_TOLD = 4
 
 

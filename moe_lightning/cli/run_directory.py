@@ -83,6 +83,11 @@ class RunDirectory:
         """The configuration of the command that runs or ran last, whatever came of it; workers read this one."""
         return self.logs / "command.yaml"
 
+    @property
+    def metrics(self) -> Path:
+        """The last value of every metric, once a command has trained or validated to its end."""
+        return self.logs / "metrics.json"
+
     def newest_checkpoint(self) -> Checkpoint | None:
         """The checkpoint of the highest step, or None; whether it is whole is not looked at."""
         return next(iter(checkpoints(self.checkpoints)), None)

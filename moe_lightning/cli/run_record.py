@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
 from moe_lightning.cli.run_directory import RunDirectory
 
 _LOGGED = ("run_name", "seed", "ranks", "task", "data", "strategy", "trainer", "callbacks", "elastic")
@@ -35,6 +37,8 @@ class RunRecord(Callback):
             self._directory.record(self._config)
         for logger in trainer.loggers:
             logger.log_hyperparams({name: self._config[name] for name in _LOGGED})
+            if isinstance(logger, QuietWandbLogger) and trainer.ckpt_path:
+                logger.resume_from(Path(trainer.ckpt_path), trainer.global_step)
 
 
 class ResumedWithOverrides(Callback):

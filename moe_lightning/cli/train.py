@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from moe_lightning import __version__, mistakes
 from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes, fixed_keys, with_quotes
 from moe_lightning.cli.elastic import elastic_options
+from moe_lightning.cli.objective import objective_of
 from moe_lightning.cli.rank_count import is_externally_launched, with_ranks
 from moe_lightning.cli.resume import changes, check_changes, config_of, told
 from moe_lightning.cli.run_directory import RunDirectory
@@ -68,13 +69,17 @@ def _run(arguments: Sequence[str]) -> None:
     options.overrides = [with_quotes(override) for override in options.overrides]
     failures: list[Exception] = []
 
-    def job(composed: DictConfig) -> None:
+    def job(composed: DictConfig) -> float | None:
         try:
-            run_job(composed)
-        except Exception as error:  # Hydra would print a note of its own; the other jobs of a multirun go on
+            return run_job(composed)
+        except Exception as error:
             failures.append(error)
+            if options.multirun:  # the other jobs go on, and the sweeper judges by what is raised here
+                print(f"moe-train: a job failed: {mistakes.one_line(error)}", file=sys.stderr)
+                raise
+            return None  # Hydra would print a note of its own
 
-    with _full_hydra_errors(), composition_mistakes(arguments):
+    with _own_failures(failures), _full_hydra_errors(), composition_mistakes(arguments):
         if options.multirun:
             os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
             unnamed = ",".join(f"'{key}'" for key in fixed_keys(options.overrides))
@@ -86,12 +91,13 @@ def _run(arguments: Sequence[str]) -> None:
             config_path=str(CONFIG_DIR.absolute()),
             config_name=CONFIG_NAME,
         )
-    if failures:
+    if failures and not options.multirun:  # a sweeper that has not raised them allows for some
         raise failures[0]
 
 
-def run_job(composed: DictConfig) -> None:
-    """Train as one composed configuration says: in this process, or on ranks of its own.
+def run_job(composed: DictConfig) -> float | None:
+    """Train as one composed configuration says: in this process, or on ranks of its own. What sweepers get: the last
+    value of the metric that `objective` names, None without one and on ranks above 0 of torchrun and the like.
 
     Raises:
         ConfigurationError, CheckpointError: a mistake of the user, found here.
@@ -105,10 +111,10 @@ def run_job(composed: DictConfig) -> None:
     if external and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) != "0":
         if not _finished(directory, config):
             _launch(directory, config, elastic, external=external)
-        return
+        return None
     if finished := _finished(directory, config):
         print(finished)
-        return
+        return _objective(directory, config)
     directory.create()
     with ExitStack() as locks:
         party = config["elastic"]["lighthouse"] if elastic is not None else None
@@ -119,11 +125,28 @@ def run_job(composed: DictConfig) -> None:
             locks.enter_context(locked(directory, party))
         print(f"run    {directory}{state}", flush=True)  # at once: the ranks take seconds to start
         OmegaConf.save(OmegaConf.create(config), directory.command)
+        directory.metrics.unlink(missing_ok=True)
         try:
             _launch(directory, config, elastic, external=external)
         except KeyboardInterrupt as stop:
             stop.add_note(_outlook(directory))
             raise
+        return _objective(directory, config)
+
+
+def _objective(directory: RunDirectory, config: Mapping[str, Any]) -> float | None:
+    return None if config["objective"] is None else objective_of(directory.metrics, config["objective"])
+
+
+@contextmanager
+def _own_failures(failures: Sequence[Exception]) -> Iterator[None]:
+    """Raises the first failure of a job as it was, whatever a sweeper has made of it."""
+    try:
+        yield
+    except Exception:
+        if failures:
+            raise failures[0] from None
+        raise
 
 
 @contextmanager

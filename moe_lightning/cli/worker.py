@@ -53,7 +53,9 @@ def train(config: Mapping[str, Any]) -> None:
         Interrupted: the run was ended by Ctrl-C or SIGTERM.
     """
     from moe_lightning.callbacks.graceful_stop import GracefulStop
+    from moe_lightning.cli.objective import write_metrics
     from moe_lightning.cli.quiet import quiet_libraries
+    from moe_lightning.cli.run_directory import RunDirectory
     from moe_lightning.elastic.failure import Interrupted
 
     quiet_libraries()
@@ -65,9 +67,14 @@ def train(config: Mapping[str, Any]) -> None:
             for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, GracefulStop) and callback.stopped_by is not None:
                     raise Interrupted(callback.stopped_by)
+            trained = _logged(run)
             measure(run)
         else:
+            trained = {}
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
+        metrics = trained | _logged(run)
+        if run.trainer.is_global_zero:
+            write_metrics(RunDirectory(Path(config["run_dir"])).metrics, metrics)
     except SystemExit:  # Lightning's answer to signals, with a code of its own
         if run.trainer.received_sigterm or run.trainer.interrupted:
             raise Interrupted(signal.SIGTERM if run.trainer.received_sigterm else signal.SIGINT) from None
@@ -76,6 +83,11 @@ def train(config: Mapping[str, Any]) -> None:
         elastic = getattr(run.trainer.strategy, "elastic", None)
         if elastic is not None:
             elastic.close()
+
+
+def _logged(run: Run) -> dict[str, float]:
+    """The last value of every metric that was logged; may be collective."""
+    return {name: float(value) for name, value in run.trainer.callback_metrics.items()}
 
 
 def measure(run: Run) -> None:

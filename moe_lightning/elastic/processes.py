@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -48,6 +48,9 @@ class RanksFailed(Exception):
     def __init__(self, failure: RankFailure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+
+    def __reduce__(self) -> tuple[type[Self], tuple[RankFailure]]:  # launchers of searches pickle what a job raised
+        return type(self), (self.failure,)
 
 
 class WorkerLogs(LogsSpecs):

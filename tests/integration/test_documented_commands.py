@@ -25,7 +25,7 @@ from moe_lightning import GPT, GPTConfig, GPTModule, kernels
 from moe_lightning.cli import bench, ckpt, sim, train
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
 from tests.distributed.training import TINY, OwnModule, RandomTokens
-from tests.documented import PAGES, ROOT, blocks, commands
+from tests.documented import PAGES, PLUGINS, ROOT, blocks, commands
 
 SMALL = [
     "ranks=2",
@@ -46,6 +46,7 @@ FITTED = {  # what a smaller world needs besides
     "strategy.ep_size=4": ["strategy.ep_size=1"],
     "pro_prophet": ["model.num_experts=4"],
     "callbacks=compile": ["callbacks.compile_dense.backend=eager"],
+    "recipes=optuna": ["hydra.sweeper.n_trials=1"],
 }
 ELSEWHERE = (
     "olmoe_finetune",
@@ -58,6 +59,7 @@ ELSEWHERE = (
     "data.path",
     "--config-dir",
     "lighthouse",
+    "recipes=submitit",  # test_searches
 )
 QUICK = ("strategy.copies=2", "recipes=trace_routing model.router.forced.path=trace.npz callbacks=load_balancer")
 KNOWN = (
@@ -107,6 +109,8 @@ def test_only_known_programs_are_shown() -> None:
 
 @pytest.mark.parametrize("arguments", _trainings())
 def test_trainings_run(arguments: list[str], tmp_path: Path) -> None:
+    if "recipes=optuna" in arguments:
+        pytest.importorskip(PLUGINS["optuna"])
     done = moe_train(tmp_path, *arguments, *fitted(arguments))
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout

@@ -20,6 +20,7 @@ from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.train import main
 from tests.agents import ForkedAgent
 from tests.commands import SMALL_MODEL, WORDS, write_words
+from tests.documented import PLUGINS
 
 ELSEWHERE = {"olmoe_finetune", "olmoe_fsdp", "olmoe_qlora", "upcycle_gpt2", "upcycle_llama", "deepseek_v3_sim"}
 IMAGES = {"swinv2_moe", "moc_swinv2_moe"}
@@ -87,6 +88,8 @@ def _composed(recipe: str) -> DictConfig:
 def test_trains_two_steps(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
     if recipe in IMAGES and not all(map(importlib.util.find_spec, ("transformers", "PIL"))):
         pytest.skip("images need transformers and Pillow: pip install '.[images]'")
+    if recipe in PLUGINS:  # without -m it trains one run
+        pytest.importorskip(PLUGINS[recipe])
     composed = _composed(recipe)
     micro_batches = composed.trainer.accumulate_grad_batches
     reduced = [f"data.global_batch_size={2 * micro_batches}", f"trainer.val_check_interval={2 * micro_batches}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from wandb.proto import wandb_internal_pb2
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from moe_lightning.cli.train import main
+from tests.agents import ForkedAgent
 from tests.commands import WORDS, write_words
 
 SWEEP = Path(__file__).parents[2] / "docs" / "sweep.yaml"
@@ -100,6 +102,29 @@ def test_every_start_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert second["trainer/global_step"][0] == "2", "the second start carries on"
     assert first["moe/layer01/expert_load/_type"] == ['"histogram"', '"histogram"']
     assert len(json.loads(first["moe/layer01/expert_load/values"][0])) == 4, "one bin for each expert"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")
+def test_partial_checkpoints_are_artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_lightning.checkpoint.agent_control.start_agent", ForkedAgent)
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    saving = ("callbacks=partial_experts", "callbacks.partial_experts_checkpoint.every_n_steps=1")
+    partial = ("callbacks.partial_experts_checkpoint.k_snapshot=1", "logger.wandb.log_model=true", "run_name=saved")
+    first, second = (train(tmp_path, *saving, *partial, f"trainer.max_steps={steps}") for steps in (2, 4))
+    run_id = (tmp_path / "outputs" / "saved" / "wandb_run_id").read_text().strip()
+    for file, step in ((first, 2), (second, 4)):
+        (artifact,) = (record.artifact for record in records(file) if record.HasField("artifact"))
+        assert artifact.name == f"checkpoint-{run_id}"
+        assert list(artifact.aliases) == ["latest", f"step-{step}", "best"]
+        metadata = json.loads(artifact.metadata)
+        assert metadata["step"] == step
+        assert set(metadata["expert_versions"]) == {"layer00", "layer01"}
+        paths = {Path(entry.path) for entry in artifact.manifest.contents}
+        assert Path(f"step-{step:08d}") / "MANIFEST.json" in paths
+    assert "resumed_from" not in settings(first)
+    assert settings(second)["resumed_from"] == f"checkpoint-{run_id}:step-2"
 
 
 def test_an_agent_of_a_sweep_starts_runs_that_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.instantiation import check_arguments, located
 from moe_lightning.models.gpt_config import GPTConfig
+from tests.documented import PLUGINS
 from tests.unit.gpt_size import count_parameters
 
 FILES = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "recipes")
@@ -104,6 +105,8 @@ def test_keys_are_the_arguments(path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_compose_and_fit_their_constructors(recipe: str, tmp_path: Path) -> None:
+    if recipe in PLUGINS:
+        pytest.importorskip(PLUGINS[recipe])
     filled = [f"{key}=given" for key in needed_keys(recipe)]
     with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
         composed = compose("train", [f"recipes={recipe}", "run_name=x", f"run_dir={tmp_path}", *filled])
@@ -124,7 +127,7 @@ def test_recipes_say_what_they_are_and_how_to_start_them(recipe: str) -> None:
     lines = (CONFIG_DIR / "recipes" / f"{recipe}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
     assert lines[1].startswith("# ")
-    program = "moe-sim" if recipe in SIMULATED else "moe-train"
+    program = "moe-sim" if recipe in SIMULATED else "moe-train -m" if recipe in PLUGINS else "moe-train"
     command = program if recipe == "quickstart" else f"{program} recipes={recipe}"
     assert any(line.strip("# ").startswith(command) for line in lines)
 
