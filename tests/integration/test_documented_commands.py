@@ -123,6 +123,7 @@ def test_checkpoints_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for arguments in ours:
         assert ckpt.main(arguments) == 0, arguments
     assert "whole" in capsys.readouterr().out
+    assert bench.main(["report", "outputs/partial_checkpoints"]) == 0
     assert bench.main(["plot", "outputs/partial_checkpoints"]) == 0
     assert {"checkpoint_ms", "expert_load_layer00", "plt"} <= {p.stem for p in Path("outputs").rglob("*.svg")}
 
