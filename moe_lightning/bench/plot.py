@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lightning.arguments import OutputFolder, option
-from moe_lightning.bench.pictures import read_loads
 from moe_lightning.charts import bar_chart, line_chart
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.routing_trace import read_loads
 from moe_lightning.strategies.recovery_report import PHASES
 from moe_lightning.svg_pictures import heat_map, phase_lines
 

@@ -12,7 +12,6 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from moe_lightning.bench.pictures import read_loads
 from moe_lightning.bench.plot import Metrics, balance_pictures, checkpoint_pictures, metrics_files, recovery_lanes
 from moe_lightning.bench.report_html import Section, figure, folded, listing, missing, paragraph, table
 from moe_lightning.charts import line_chart
@@ -20,6 +19,7 @@ from moe_lightning.checkpoint import inspect
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.cli.run_directory import checkpoints as checkpoints_in
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.modules.routing_trace import read_loads
 from moe_lightning.svg_pictures import grid, heat_map, phase_lines
 
 _LOSS = re.compile(r"(.*[/_])?loss(_step|_epoch)?")
