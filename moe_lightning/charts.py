@@ -139,6 +139,7 @@ def _text(x: float, y: float, words: str, *, anchor: str = "start", upwards: boo
 
 def _svg(parts: Sequence[str]) -> str:
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH_PX}" height="{_HEIGHT_PX}" font-family="sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH_PX}" height="{_HEIGHT_PX}" '
+        f'viewBox="0 0 {_WIDTH_PX} {_HEIGHT_PX}" font-family="sans-serif">'
     )
     return "\n".join([head, f'<rect width="{_WIDTH_PX}" height="{_HEIGHT_PX}" fill="white"/>', *parts, "</svg>\n"])

@@ -64,7 +64,43 @@ def heat_map(shares_SE: NDArray[np.float64], steps: Sequence[int], title: str) -
         _text(_MARGIN_PX, bottom + 16, f"step {steps[0]}"),
         _text(right, bottom + 16, f"step {steps[-1]}", anchor="end"),
     ]
-    return _svg(right + 10, bottom + 56, cells + labels + _scale(_MARGIN_PX, bottom + 30, largest))
+    marks = [f"{100 * part * largest:.3g} %" for part in (0.0, 0.5, 1.0)]
+    scale = _scale(_MARGIN_PX, bottom + 30, marks, "of the layer's assignments")
+    return _svg(right + 10, bottom + 56, cells + labels + scale)
+
+
+def grid(values: NDArray[np.float64], title: str, rows: str, columns: str, unit: str) -> str:
+    """A table of numbers of 0 or more as shades, each told where the pointer rests.
+
+    Args:
+        values: [rows, columns].
+        title: above the picture.
+        rows: what a row is, such as "layer".
+        columns: what a column is.
+        unit: of the values.
+
+    Raises:
+        ConfigurationError: no values.
+    """
+    if not values.size:
+        raise ConfigurationError(f"the picture {title!r} has no values: record first")
+    largest = float(values.max()) or 1.0
+    width_px = min(_LABELLED_PX, max(_CELL_PX, _MIN_MAP_PX / values.shape[1]))
+    height_px = 2 * _CELL_PX
+    bottom, right = 30 + height_px * values.shape[0], _MARGIN_PX + width_px * values.shape[1]
+    cells = [
+        _box(
+            _MARGIN_PX + x * width_px, 30 + y * height_px, width_px, height_px, _shade(value / largest),
+            f"{rows} {y}, {columns} {x}: {value:.4g} {unit}",
+        )
+        for y, row in enumerate(values.tolist())
+        for x, value in enumerate(row)
+    ]  # fmt: skip
+    labels = [_text(4, 45 + y * height_px, f"{rows} {y}") for y in range(values.shape[0])]
+    labels += [_text(_MARGIN_PX, 18, title), _text(_MARGIN_PX, bottom + 16, f"{columns} 0")]
+    labels += [_text(right, bottom + 16, f"{values.shape[1] - 1}", anchor="end")] if values.shape[1] > 1 else []
+    scale = _scale(_MARGIN_PX, bottom + 30, [f"{part * largest:.3g}" for part in (0.0, 0.5, 1.0)], unit)
+    return _svg(max(right, _MARGIN_PX + _MIN_MAP_PX) + 10, bottom + 56, cells + labels + scale)
 
 
 def _shade(strength: float) -> str:
@@ -72,15 +108,13 @@ def _shade(strength: float) -> str:
     return f"rgb({round(255 - 225 * strength)},{round(255 - 165 * strength)},{round(255 - 80 * strength)})"
 
 
-def _scale(x: float, y: float, largest: float) -> list[str]:
-    """What the shades stand for: a strip from none to the largest share."""
+def _scale(x: float, y: float, marks: Sequence[str], words: str) -> list[str]:
+    """What the shades stand for: a strip from none to the largest, with marks at its ends and between."""
     width = _SCALE_PX / _SHADES
     strip = [_box(x + width * i, y, width, 12, _shade(i / (_SHADES - 1))) for i in range(_SHADES)]
-    marks = [
-        _text(x + _SCALE_PX * part, y + 24, f"{100 * part * largest:.3g} %", anchor=anchor)
-        for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end"))
-    ]
-    return [*strip, *marks, _text(x + _SCALE_PX + 10, y + 11, "of the layer's assignments")]
+    anchors = ("start", "middle", "end")
+    texts = [_text(x + _SCALE_PX * index / 2, y + 24, mark, anchor=anchors[index]) for index, mark in enumerate(marks)]
+    return [*strip, *texts, _text(x + _SCALE_PX + 10, y + 11, words)]
 
 
 def time_line(line: Timeline, title: str) -> str:
@@ -154,7 +188,8 @@ def phase_lines(lanes: Mapping[str, Mapping[str, float]], title: str, *, end_s: 
 
 def _svg(width: float, height: float, parts: Sequence[str]) -> str:
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" font-family="sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif">'
     )
     return "\n".join([head, _box(0, 0, width, height, "white"), *parts, "</svg>\n"])
 

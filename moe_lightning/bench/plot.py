@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lightning.arguments import OutputFolder, option
-from moe_lightning.bench.pictures import read_loads
 from moe_lightning.charts import bar_chart, line_chart
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.routing_trace import read_loads
 from moe_lightning.strategies.recovery_report import PHASES
 from moe_lightning.svg_pictures import heat_map, phase_lines
 
@@ -60,7 +60,7 @@ def draw(directory: Path) -> Iterator[tuple[str, str]]:
     Raises:
         ConfigurationError: it has neither metrics nor loads, or a file that cannot be read.
     """
-    files = sorted(directory.glob("csv/version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1]))
+    files = metrics_files(directory)
     loads = directory / "expert_load.csv"
     if not files and not loads.is_file():
         raise ConfigurationError(f"{directory} has no csv/version_*/metrics.csv: give a run directory, outputs/NAME")
@@ -69,11 +69,16 @@ def draw(directory: Path) -> Iterator[tuple[str, str]]:
         for layer, shares_SE in enumerate(shares_LSE):
             yield f"expert_load_layer{layer:02d}", heat_map(shares_SE, steps, f"experts of MoE layer {layer}")
     metrics = read_metrics(files)
-    yield from _balance(metrics)
-    yield from _checkpoints(metrics)
-    lanes = _recoveries(metrics)
+    yield from balance_pictures(metrics)
+    yield from checkpoint_pictures(metrics)
+    lanes = recovery_lanes(metrics)
     if lanes:
         yield "recovery", phase_lines(lanes, "recoveries: from the fault as a survivor saw it until training goes on")
+
+
+def metrics_files(directory: Path, name: str = "metrics.csv") -> list[Path]:
+    """What CSV loggers wrote in a run directory, in the order of the run's starts."""
+    return sorted(directory.glob(f"csv/version_*/{name}"), key=lambda path: int(path.parent.name.split("_")[1]))
 
 
 def read_metrics(files: list[Path]) -> Metrics:
@@ -101,7 +106,8 @@ def read_metrics(files: list[Path]) -> Metrics:
     return {name: dict(sorted(values.items())) for name, values in found.items()}
 
 
-def _balance(metrics: Metrics) -> Iterator[tuple[str, str]]:
+def balance_pictures(metrics: Metrics) -> Iterator[tuple[str, str]]:
+    """Name and picture of the imbalance, where it was logged."""
     lines = {title: list(_over_layers(metrics, area, name).items()) for title, (area, name) in _IMBALANCES.items()}
     lines = {title: line for title, line in lines.items() if line}
     if lines:
@@ -116,7 +122,8 @@ def _over_layers(metrics: Metrics, area: str, name: str) -> dict[int, float]:
     return {step: statistics.fmean(values[step] for values in layers) for step in sorted(steps)}
 
 
-def _checkpoints(metrics: Metrics) -> Iterator[tuple[str, str]]:
+def checkpoint_pictures(metrics: Metrics) -> Iterator[tuple[str, str]]:
+    """Names and pictures of what checkpoints cost, where it was logged."""
     times, sizes = _bars(metrics, _TIMES, 1.0), _bars(metrics, _SIZES, 1e6)
     if times:
         yield "checkpoint_ms", bar_chart(times, "what a checkpoint costs", "ms")
@@ -141,7 +148,7 @@ def _bars(metrics: Metrics, names: Mapping[str, str], unit: float) -> dict[str, 
     return bars
 
 
-def _recoveries(metrics: Metrics) -> dict[str, dict[str, float]]:
+def recovery_lanes(metrics: Metrics) -> dict[str, dict[str, float]]:
     """Seconds of the phases of the last recoveries, each named by its step and the ranks that went on."""
     lanes = {}
     for step, total_ms in list(metrics.get("recovery/total_ms", {}).items())[-_MAX_RECOVERIES:]:

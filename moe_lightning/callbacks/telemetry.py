@@ -25,6 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.callbacks.placement_table import PlacementTable
 from moe_lightning.callbacks.wandb_logger import log_histograms
 from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.models.gpt_module import SupervisedModule
@@ -76,6 +77,8 @@ class Telemetry(Callback):
             None: none.
         peak_flops_per_s: of one device in the precision of the run; None: what Lightning knows of the GPU, which
             leaves MFU out where it does not know it, as on CPUs.
+        placement_path: CSV that gets a line `step,layer,ranks,holders of each expert` on logging steps where a layer's
+            placement has changed; None: none.
 
     Attributes:
         tokens_trained: tokens that this rank trained on.
@@ -87,8 +90,10 @@ class Telemetry(Callback):
         self,
         expert_load_path: str | None = None,
         peak_flops_per_s: Annotated[float, Range(above=0, most=1e21)] | None = None,
+        placement_path: str | None = None,
     ) -> None:
         self._path = Path(expert_load_path) if expert_load_path else None
+        self._placements = PlacementTable(Path(placement_path)) if placement_path else None
         self._peak_flops_per_s = peak_flops_per_s
         self.tokens_trained = self.tokens_seen = 0
         self.train_s = 0.0
@@ -157,6 +162,8 @@ class Telemetry(Callback):
             loads = expert_loads(layers)
             if self._path is not None:
                 _write_expert_load(self._path, trainer.global_step, loads)
+            if self._placements is not None:
+                self._placements.write(trainer.global_step, layers)
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
                     log_histograms(logger, loads, trainer.global_step - 1)  # as Lightning counts

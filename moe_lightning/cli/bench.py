@@ -28,6 +28,7 @@ BENCHMARKS = {
     "uneven": "step time with a slow rank, for everything that may follow its speed, on two ranks of one core each",
     "pictures": "heat maps of the experts' loads over time, from a trace or a run's expert_load.csv",
     "plot": "pictures of a run: loads, imbalance, checkpoints, lost tokens, recoveries",
+    "report": "a run as one HTML page: loss, loads, placements, recoveries, checkpoints, configuration",
     "workspace": "panels of W&B for all that runs log, as a saved view or a report",
     "calibrate": "this machine as moe-sim sees it, and its predictions beside real trainings",
     "recovery": "a killed rank to the next step, in process, restarted, under torchrun; cost without faults; a trace",

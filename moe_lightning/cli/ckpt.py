@@ -4,6 +4,7 @@
     moe-ckpt verify DIR           checksums and coverage of one checkpoint, or of all in a directory
     moe-ckpt export DIR FILE      one safetensors file
     moe-ckpt export-hf CKPT DIR   a Hugging Face folder that plain transformers loads
+    moe-ckpt export-loads LOADS FILE --ranks N --slots S   measured loads as an inference engine's first placement
     moe-ckpt prune DIR --keep N   keep the newest N
     moe-ckpt clean [DIR]          list snapshots in memory whose run and agent are dead; --yes deletes them
 
@@ -23,11 +24,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from moe_lightning.arguments import Parser, output_file, value
+from moe_lightning.arguments import Count, Parser, input_file, output_file, value
 from moe_lightning.checkpoint import cleaning, inspect
 from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import place_of
+from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     console = Console(highlight=False)
     try:
-        if isinstance(arguments.path, str):
+        if isinstance(getattr(arguments, "path", None), str):
             arguments.path = place_of(arguments.path)
         return int(arguments.command(arguments, console))
     except ConfigurationError as error:
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moe-ckpt: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"moe-ckpt: {error.filename or arguments.path}: {error.strerror}", file=sys.stderr)
+        print(f"moe-ckpt: {error.filename or getattr(arguments, 'path', '')}: {error.strerror}", file=sys.stderr)
         return 2
 
 
@@ -64,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(command=_export)
     export_hf = commands.add_parser("export-hf", help="write a folder that plain transformers loads")
     export_hf.set_defaults(command=_export_hf)
+    export_loads = commands.add_parser("export-loads", help="write the placement that an inference engine begins with")
+    export_loads.set_defaults(command=_export_loads)
     prune = commands.add_parser("prune", help="delete all but the newest checkpoints")
     prune.set_defaults(command=_prune)
     clean = commands.add_parser("clean", help="list, or delete, snapshots that dead runs left in memory")
@@ -82,6 +86,17 @@ def _parser() -> argparse.ArgumentParser:
     export_hf.add_argument("target", type=Path, metavar="DIR", help="the folder to write; it must not exist")
     export_hf.add_argument("--adapter", action="store_true", help="write the adapters alone, as peft loads them")
     export_hf.add_argument("--dtype", help="of its tensors, such as bfloat16; default: that of the original")
+    export_loads.add_argument(
+        "source", type=input_file, metavar="LOADS", help="routing_trace.npz or expert_load.csv of a run"
+    )
+    export_loads.add_argument("target", type=output_file, metavar="FILE", help="to write: .json, or .pt for sglang")
+    export_loads.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="default: %(default)s")
+    export_loads.add_argument("--ranks", type=value(Count), required=True, metavar="N", help="GPUs that share experts")
+    export_loads.add_argument("--slots", type=value(Count), required=True, metavar="S", help="experts on each")
+    export_loads.add_argument("--last", type=value(Count), metavar="N", help="samples that count (default: all)")
+    export_loads.add_argument(
+        "--dense-layers", type=int, nargs="+", default=[], metavar="I", help="layers without experts, for sglang"
+    )
     prune.add_argument("--keep", type=value(int), required=True, metavar="N", help="whole checkpoints to keep")
     return parser
 
@@ -193,6 +208,19 @@ def _export_hf(arguments: argparse.Namespace, console: Console) -> int:
     alone = arguments.adapter
     written = export_checkpoint(arguments.path, arguments.target, dtype=arguments.dtype, adapter_alone=alone)
     console.print(f"{arguments.target}: {_size(written)} for {'peft' if alone else 'transformers'}", soft_wrap=True)
+    return 0
+
+
+def _export_loads(arguments: argparse.Namespace, console: Console) -> int:
+    counts_LE = measured_counts(arguments.source, arguments.last)
+    plan = plan_serving(counts_LE, arguments.ranks, arguments.slots)
+    write_form(form_of(plan, arguments.engine, arguments.ranks, arguments.dense_layers), arguments.target)
+    layers, experts = counts_LE.shape
+    console.print(
+        f"{arguments.target}: {layers} layers of {experts} experts on {arguments.ranks} ranks of {arguments.slots}, "
+        f"busiest rank over mean {plan.imbalance_before:.2f} without replicas, {plan.imbalance_after:.2f} so",
+        soft_wrap=True,
+    )
     return 0
 
 

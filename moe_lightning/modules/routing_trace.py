@@ -5,6 +5,7 @@ Whatever reads one reads it here, so that a damaged file is told in the same wor
 
 from __future__ import annotations
 
+import csv
 import zipfile
 import zlib
 from pathlib import Path
@@ -48,3 +49,30 @@ def read_routing_trace(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]
     if (np.diff(iterations.astype(np.int64)) <= 0).any():
         raise ConfigurationError(f"{path} has an iteration that does not ascend: record it anew")
     return counts.astype(np.int64), iterations.astype(np.int64)
+
+
+def read_loads(path: Path) -> tuple[list[int], NDArray[np.float64]]:
+    """Steps [samples] and shares [layers, samples, experts] of a trace or of the CSV that Telemetry writes.
+
+    Raises:
+        ConfigurationError: no such file, or a file that holds something else.
+    """
+    if path.suffix == ".npz":
+        counts, iterations = read_routing_trace(path)
+        loads_LSE = counts.sum(axis=2).transpose(1, 0, 2)
+        shares: NDArray[np.float64] = loads_LSE / np.maximum(loads_LSE.sum(axis=2, keepdims=True), 1)
+        return iterations.tolist(), shares
+    if not path.is_file():
+        raise ConfigurationError(f"{path} is not a file: give a routing trace (.npz) or an expert_load.csv")
+    by_layer: dict[int, dict[int, list[float]]] = {}
+    try:
+        with path.open(newline="") as file:
+            for step, layer, *row in csv.reader(file):
+                by_layer.setdefault(int(layer), {})[int(step)] = [float(share) for share in row]
+        layers = [by_layer[layer] for layer in range(len(by_layer))]
+        shares = np.array([list(rows.values()) for rows in layers], dtype=np.float64)
+    except (ValueError, KeyError) as error:
+        raise ConfigurationError(f"{path} has no lines of step, layer, shares: give an expert_load.csv") from error
+    if shares.ndim != 3:
+        raise ConfigurationError(f"{path} has no lines of step, layer, shares: give an expert_load.csv")
+    return list(layers[0]), shares

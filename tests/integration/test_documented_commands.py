@@ -127,8 +127,17 @@ def test_checkpoints_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for arguments in ours:
         assert ckpt.main(arguments) == 0, arguments
     assert "whole" in capsys.readouterr().out
+    assert bench.main(["report", "outputs/partial_checkpoints"]) == 0
     assert bench.main(["plot", "outputs/partial_checkpoints"]) == 0
     assert {"checkpoint_ms", "expert_load_layer00", "plt"} <= {p.stem for p in Path("outputs").rglob("*.svg")}
+
+
+def test_loads_are_exported_as_shown() -> None:
+    shown = [a for a in commands(ROOT / "docs" / "huggingface.md", "moe-ckpt") if a[0] == "export-loads"]
+    assert len(shown) == 4
+    for arguments in shown:
+        assert ckpt.main(arguments) == 0, arguments
+        assert Path(arguments[2]).is_file()
 
 
 @pytest.mark.slow

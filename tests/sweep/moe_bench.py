@@ -27,6 +27,7 @@ FAST: dict[str, list[str]] = {
     "balance": [*_TINY, "--steps", "1", "--d-expert", "8", "--experts", "2", "--slots", "2", "--strategies", "plain"],
     "pictures": ["good.npz"],
     "plot": ["run"],
+    "report": ["run"],
     "workspace": ["project", "--dry-run"],
     "calibrate": ["--ranks", "1", "--steps", "8", "--no-check"],
     "recovery": ["--parts", "trace", "--quick"],

@@ -14,6 +14,7 @@ from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.shadows import predict_plan, top_shadows
 from moe_lightning.bench import pictures
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.routing_trace import read_loads
 from moe_lightning.svg_pictures import heat_map, time_line
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -75,12 +76,12 @@ def test_nothing_to_draw() -> None:
 def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "expert_load.csv"
     table.write_text("10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n")
-    steps, shares = pictures.read_loads(table)
+    steps, shares = read_loads(table)
     assert steps == [10, 20]
     assert shares.tolist() == [[[0.5, 0.5], [0.4, 0.6]], [[0.9, 0.1], [1.0, 0.0]]]
     trace = tmp_path / "trace.npz"
     np.savez(trace, counts=np.array([[[[1, 3], [2, 2]]]]), iteration=np.array([1]))
-    steps, shares = pictures.read_loads(trace)
+    steps, shares = read_loads(trace)
     assert (steps, shares.tolist()) == ([1], [[[0.375, 0.625]]])
     assert pictures.run(pictures.Options(source=table, out=tmp_path / "out")) == 0
     assert len(boxes((tmp_path / "out" / "layer01.svg").read_text())) == 4 + SHADES
@@ -92,6 +93,6 @@ def test_files_that_hold_something_else(tmp_path: Path, text: str) -> None:
     path = tmp_path / "expert_load.csv"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match="has no lines of step, layer, shares"):
-        pictures.read_loads(path)
+        read_loads(path)
     with pytest.raises(ConfigurationError, match="is not a file"):
-        pictures.read_loads(tmp_path / "absent.csv")
+        read_loads(tmp_path / "absent.csv")

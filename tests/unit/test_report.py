@@ -1,0 +1,140 @@
+"""moe-bench report: a page that holds what the run recorded, needs nothing else, and opens in a browser."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from moe_lightning.bench import report
+from moe_lightning.bench.report_sections import read_placements
+from moe_lightning.callbacks.recovery_table import COLUMNS
+from moe_lightning.cli.bench import main
+from moe_lightning.errors import ConfigurationError
+from tests.unit.test_plot import recovery, write_metrics
+
+EVIL = "<script>console.error('run')</script>\"'&\x00"
+SECTIONS = ["training", "loads", "imbalance", "placements", "recoveries", "checkpoints", "configuration"]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A made-up run whose every text wants to be a script."""
+    rows: list[dict[str, float]] = [
+        {
+            "step": step,
+            "train/loss": 5 - step / 20,
+            f"loss of {EVIL!r}/loss".replace(",", ""): 1.0,
+            "train/tokens_per_s": 1e4,
+            "moe/layer00/rank_imbalance_ratio": 1.5,
+            "moe/layer00/expert_imbalance_ratio": 2.0,
+        }
+        for step in range(20)
+    ]
+    saved = {"checkpoint/plt": 0.01, "checkpoint/persist_bytes": 2e6, "checkpoint/stall_ms": 0.25}
+    write_metrics(tmp_path, 0, [*rows, {"step": 10, **saved}, recovery(12, 400.0)])
+    (tmp_path / "expert_load.csv").write_text("10,0,0.5,0.5\n20,0,0.4,0.6\n")
+    (tmp_path / "placement.csv").write_text("2,0,2,0,1 1\n12,0,1,0,0\n")
+    with (tmp_path / "csv" / "version_0" / "recoveries.csv").open("w", newline="") as file:
+        row = [12, "2026-01-01", EVIL, 1, 4, 3, EVIL, 0, 0, 0.4]
+        csv.writer(file).writerows([COLUMNS, [str(cell).replace("\x00", "") for cell in row]])
+    name = EVIL.replace("\x00", "").replace("'", "''")
+    (tmp_path / "config.yaml").write_text(f"run_name: '{name}'\nranks: 2\nmodule: {{config: {{d_model: 8}}}}\n")
+    (tmp_path / "summary.json").write_text('{"steps": 20, "val_loss": 2.5}')
+    damaged = tmp_path / "checkpoints" / "step-00000010"
+    damaged.mkdir(parents=True)
+    (damaged / "MANIFEST.json").write_text("<script>")
+    return tmp_path
+
+
+class Names(HTMLParser):
+    """Elements and attributes of a page, as a browser's parser finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def test_the_page_has_every_section_and_only_its_own_markup(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+    text = (run / "report.html").read_text()
+    assert [section.get("id") for section in ElementTree.fromstring(text).iter("section")] == SECTIONS
+    found = Names()
+    found.feed(text)
+    assert not {"script", "iframe", "img", "object"} & set(found.tags)
+    assert not any(name.startswith("on") for name, _ in found.attributes)
+    links = [value for name, value in found.attributes if name in ("href", "src")]
+    assert set(links) == {"data:,", *(f"#{name}" for name in SECTIONS)}
+    labels = [value for name, value in found.attributes if name == "aria-label"]
+    assert found.tags.count("svg") == found.attributes.count(("role", "img")) == len(labels) - 1  # the other: of nav
+    words = " ".join(ElementTree.fromstring(text).itertext())
+    for shown in ("2.5 nats", "<script>console.error('run')</script>", "damaged: ", "d_model", "1 replicas of one"):
+        assert shown in words, shown
+
+
+def test_placements_are_read_as_they_changed(run: Path) -> None:
+    ((layer, states),) = read_placements(run / "placement.csv").items()
+    assert (layer, [step for step, _ in states]) == (0, [2, 12])
+    np.testing.assert_array_equal(states[0][1], [[1, 0], [0, 2]])
+    np.testing.assert_array_equal(states[1][1], [[1], [1]])
+
+
+def test_a_section_without_data_says_what_to_turn_on(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run_name: bare\n")
+    page = ElementTree.fromstring(report.render(tmp_path))
+    silent = {
+        section.get("id"): "".join(note.itertext())
+        for section in page.iter("section")
+        for note in section.findall("p[@class='missing']")
+    }
+    assert list(silent) == SECTIONS[:-1]
+    assert all("callbacks" in note for note in silent.values())
+
+
+def test_what_is_no_run(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["report", str(tmp_path / "empty")]) == 2
+    assert "give a run directory" in capsys.readouterr().err
+    for name, text in (
+        ("config.yaml", "a: ["),
+        ("summary.json", "[]"),
+        ("placement.csv", "1,x\n"),
+        ("placement.csv", ""),
+    ):
+        kept = (run / name).read_text()
+        (run / name).write_text(text)
+        with pytest.raises(ConfigurationError, match=rf"{name}.* move it away"):
+            report.render(run)
+        (run / name).write_text(kept)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium is installed here")
+def test_a_browser_shows_every_section(run: Path, tmp_path: Path) -> None:
+    """In the smallest headless browser; a forbidden or failing part of the page would be in its log."""
+    assert BROWSER is not None
+    assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--log-level=0"]
+    folders = [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={tmp_path / 'page.png'}"]
+    shown = subprocess.run(
+        [BROWSER, *options, *folders, "--dump-dom", "--window-size=400,900", (tmp_path / "page.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert ":CONSOLE" not in shown.stderr
+    assert all(f'<section id="{name}">' in shown.stdout for name in SECTIONS)
+    assert "<script" not in shown.stdout
