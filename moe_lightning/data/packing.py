@@ -103,8 +103,14 @@ class Packed(Dataset[tuple[Tensor, Tensor, Tensor, Tensor]]):
         end = 0
         for member in self.members(index):
             x, y = self.documents[member][:2]
-            begin, end = end, end + int(self.lengths[member])
-            inputs[begin:end], targets[begin:end] = x[: end - begin], y[: end - begin]
+            length = int(self.lengths[member])
+            if min(len(x), len(y)) < length:
+                raise ConfigurationError(
+                    f"document {member} has {len(x)} inputs and {len(y)} targets, fewer than the {length} that its "
+                    "length says: count it again"
+                )
+            begin, end = end, end + length
+            inputs[begin:end], targets[begin:end] = x[:length], y[:length]
             begins[begin:end] = begin
         begins[end:] = end
         return inputs, targets, torch.arange(self.context_length) < end, begins

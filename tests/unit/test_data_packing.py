@@ -182,6 +182,8 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         packed([3, 21])
     with pytest.raises(ConfigurationError, match="there is none"):
         packed([])
+    with pytest.raises(ConfigurationError, match="document 0 has 20 inputs and 20 targets, fewer than the 21"):
+        packed([21], capacity=30)[0]
     with pytest.raises(IndexError, match="pack 1 of 1"):
         packed([3])[1]
     with pytest.raises(ConfigurationError, match=r"packing makes \d+ samples of context_length=128 tokens, fewer than"):

@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.context import ContextParallel
 
-DOCUMENTS = "documents"
-"""Keyword of the model's forward pass that reaches attention over parts: see `ContextParallel.attention`."""
+_DOCUMENTS = "documents"
+"""Keyword of the model's forward pass that reaches `_attention`."""
 
 _NAME = "moe_lightning_context"
 
@@ -39,31 +39,36 @@ def share_sequences(model: Any) -> None:
     model.config._attn_implementation = _NAME
 
 
-def document_masks(model: Any, position_ids: Tensor) -> dict[str, Any]:
-    """Arguments of a model's forward pass that keep documents apart, which begin where positions restart.
+def document_options(model: Any, positions_L: Tensor, begins_BL: Tensor) -> dict[str, Any]:
+    """Arguments of a model's forward pass that keep documents apart and restart their positions.
 
-    transformers finds them by the positions, but GPT-OSS takes its masks without looking there.
+    transformers finds documents where positions restart, but GPT-OSS takes its masks without looking there, and
+    attention over parts makes its own.
 
     Args:
         model: the model.
-        position_ids: int64 [B, L].
+        positions_L: int64 [1, L], of this rank's tokens in their sequences.
+        begins_BL: int64, the position at which the document of each token begins.
     """
-    if model.config.model_type != "gpt_oss":
-        return {"position_ids": position_ids}
-    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+    position_ids = positions_L - begins_BL
+    found: dict[str, Any] = {"position_ids": position_ids}
+    if getattr(model, "context", None) is not None and model.context.is_cut:
+        return found | {_DOCUMENTS: begins_BL}
+    if model.config.model_type == "gpt_oss":
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-    options: dict[str, Any] = {
-        "config": model.config,
-        "inputs_embeds": position_ids.new_empty((*position_ids.shape, 0), dtype=model.dtype),  # for its shape
-        "attention_mask": None,
-        "past_key_values": None,
-        "position_ids": position_ids,
-    }
-    masks = {
-        "full_attention": create_causal_mask(**options),
-        "sliding_attention": create_sliding_window_causal_mask(**options),
-    }
-    return {"position_ids": position_ids, "attention_mask": masks}
+        options: dict[str, Any] = {
+            "config": model.config,
+            "inputs_embeds": position_ids.new_empty((*position_ids.shape, 0), dtype=model.dtype),  # for its shape
+            "attention_mask": None,
+            "past_key_values": None,
+            "position_ids": position_ids,
+        }
+        found["attention_mask"] = {
+            "full_attention": create_causal_mask(**options),
+            "sliding_attention": create_sliding_window_causal_mask(**options),
+        }
+    return found
 
 
 def _attention(

@@ -17,7 +17,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.adapters import refuse_adapters
 from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
-from moe_lightning.models.huggingface.attention import DOCUMENTS, document_masks, share_sequences
+from moe_lightning.models.huggingface.attention import document_options, share_sequences
 from moe_lightning.models.huggingface.blocks import IS_TOKEN
 from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import config_from, load_model, read_config, recompute_activations
@@ -168,14 +168,13 @@ class HuggingFaceModule(SupervisedModule):
             # Padding at the end needs no mask in causal attention, which would leave its fast kernels.
             options = {"use_cache": False, IS_TOKEN: is_token}
             context = getattr(self.model, "context", None) or ContextParallel()
+            first, length = context.first(inputs.shape[1]), inputs.shape[1]
+            positions = torch.arange(first, first + length, device=inputs.device)[None]
             if context.is_cut:
                 share_sequences(self.model)
-                begins = torch.zeros_like(inputs) if begins is None else begins
-                options[DOCUMENTS] = begins
+                options["position_ids"] = positions
             if begins is not None:
-                first, length = context.first(inputs.shape[1]), inputs.shape[1]
-                positions = torch.arange(first, first + length, device=inputs.device) - begins
-                options |= document_masks(self.model, positions)
+                options |= document_options(self.model, positions, begins)
         logits: Tensor = self.model(**{self.model.main_input_name: inputs}, **options).logits
         return logits
 
