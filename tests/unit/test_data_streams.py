@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning import Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from moe_lightning.data import stream_reader
 from moe_lightning.data.stream_reader import StreamReader, fingerprint
 from moe_lightning.data.streams import StreamLoader, reason_not_to_stream, samples_of_epoch
 from moe_lightning.errors import ConfigurationError
@@ -175,6 +176,17 @@ def test_a_state_makes_reading_again_unnecessary() -> None:
     resumed.load_state_dict(cut.state_dict())
     assert next(endless(resumed)) == [400, 401, 402, 403]
     assert stream.reads == 4
+
+
+def test_a_stream_without_a_state_is_read_again_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(stream_reader, "rank_zero_info", said.append)
+    cut = loader(Plain(1000), num_samples=1000)
+    list(islice(endless(cut), 100))
+    resumed = loader(Plain(1000), num_samples=1000)
+    resumed.load_state_dict(cut.state_dict())
+    assert next(endless(resumed)) == next(endless(cut))
+    assert ["400 samples of pass 0 are read again" in line for line in said] == [True]
 
 
 def test_evaluation_sees_each_sample_once_from_the_first_on() -> None:
