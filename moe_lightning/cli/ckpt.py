@@ -5,6 +5,7 @@
     moe-ckpt export DIR FILE      one safetensors file
     moe-ckpt export-hf CKPT DIR   a Hugging Face folder that plain transformers loads
     moe-ckpt export-loads LOADS FILE --ranks N --slots S   measured loads as an inference engine's first placement
+    moe-ckpt edit CKPT FILE       prune, merge and duplicate experts, with the loss before and after
     moe-ckpt prune DIR --keep N   keep the newest N
     moe-ckpt clean [DIR]          list snapshots in memory whose run and agent are dead; --yes deletes them
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from moe_lightning.algorithms.expert_edits import least_loaded
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
 from moe_lightning.checkpoint import cleaning, inspect
 from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
@@ -31,6 +33,7 @@ from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.values import NonNegativeInt, Probability
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     export_hf.set_defaults(command=_export_hf)
     export_loads = commands.add_parser("export-loads", help="write the placement that an inference engine begins with")
     export_loads.set_defaults(command=_export_loads)
+    edit = commands.add_parser("edit", help="prune, merge and duplicate the experts of a checkpoint file")
+    edit.set_defaults(command=_edit)
+    _add_edits(edit)
     prune = commands.add_parser("prune", help="delete all but the newest checkpoints")
     prune.set_defaults(command=_prune)
     clean = commands.add_parser("clean", help="list, or delete, snapshots that dead runs left in memory")
@@ -99,6 +105,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     prune.add_argument("--keep", type=value(int), required=True, metavar="N", help="whole checkpoints to keep")
     return parser
+
+
+def _add_edits(edit: argparse.ArgumentParser) -> None:
+    edit.add_argument("source", type=input_file, metavar="CKPT", help="a .ckpt file of a GPTModule")
+    edit.add_argument("target", type=output_file, metavar="FILE", help="the .ckpt file to write")
+    for kind, example in (("prune", "3,5"), ("merge", "0+3"), ("duplicate", "2")):
+        help_ = f"experts such as {example}, or of one layer such as 1:{example}"
+        edit.add_argument(f"--{kind}", nargs="+", default=[], metavar="E", help=help_)
+    edit.add_argument("--prune-least", type=value(Count), metavar="N", help="prune the N with fewest tokens of a layer")
+    edit.add_argument("--loads", type=input_file, help="a run's routing_trace.npz or expert_load.csv, for shares")
+    edit.add_argument("--fold", type=value(Count), default=1, metavar="N", help="N of each expert, top_k times N")
+    edit.add_argument("--noise", type=value(Probability), default=0.0, help="relative noise on copies (default: 0)")
+    edit.add_argument(
+        "--batches", type=value(NonNegativeInt), default=8, metavar="N", help="of the report (default: 8)"
+    )
 
 
 def _target(text: str) -> Place:
@@ -221,6 +242,39 @@ def _export_loads(arguments: argparse.Namespace, console: Console) -> int:
         f"busiest rank over mean {plan.imbalance_before:.2f} without replicas, {plan.imbalance_after:.2f} so",
         soft_wrap=True,
     )
+    return 0
+
+
+def _edit(arguments: argparse.Namespace, console: Console) -> int:
+    from moe_lightning.cli.expert_edits import edit_file, parse_edits
+
+    loads_LE = None if arguments.loads is None else measured_counts(arguments.loads)
+    words = {kind: getattr(arguments, kind) for kind in ("prune", "merge", "duplicate")}
+    if arguments.prune_least and loads_LE is None:
+        raise ConfigurationError("--prune-least needs to know the loads: give --loads")
+    if arguments.prune_least and loads_LE is not None:
+        least = [least_loaded(loads_E, arguments.prune_least) for loads_E in loads_LE]
+        words["prune"] += [f"{layer}:{','.join(map(str, experts))}" for layer, experts in enumerate(least)]
+    report = edit_file(
+        arguments.source,
+        arguments.target,
+        lambda num_layers: parse_edits(num_layers, **words),
+        loads_LE=loads_LE,
+        fold=arguments.fold,
+        noise=arguments.noise,
+        batches=arguments.batches,
+    )
+    facts = _facts()
+    for name, (before, after) in (("experts of a layer", report.experts), ("experts of a token", report.top_k)):
+        facts.add_row(name, f"{before} -> {after}")
+    if report.losses is None:
+        facts.add_row("validation loss", "not measured: it needs the run's config.yaml and --batches above 0")
+    else:
+        before_loss, after_loss = report.losses
+        facts.add_row("validation loss", f"{before_loss:.6f} -> {after_loss:.6f}, {report.batches} batches at most")
+    keys = f"model.num_experts={report.experts[1]} model.router.top_k={report.top_k[1]}"
+    facts.add_row("go on with", f"moe-train run_name=NAME resume={arguments.target} {keys}")
+    console.print(facts, soft_wrap=True)
     return 0
 
 

@@ -198,7 +198,7 @@ def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig)
     Raises:
         ConfigurationError: clipping that Lightning does not do for fused optimizers.
     """
-    optimizer, trainer = _optimizer(module, config), module.trainer
+    optimizer, trainer = optimizer_of(module, config), module.trainer
     if config.fused and str(trainer.precision) == "bf16-mixed" and trainer.gradient_clip_val:
         raise ConfigurationError(
             f"Lightning does not clip (gradient_clip_val={trainer.gradient_clip_val}) under precision='bf16-mixed' for "
@@ -209,7 +209,8 @@ def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that a configuration means for a model's parameters."""
     adam: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "muon":
         return Muon(muon_groups(model, config.weight_decay), momentum=config.momentum, **adam)

@@ -60,6 +60,7 @@ ELSEWHERE = (
     "--config-dir",
     "lighthouse",
     "recipes=submitit",  # test_searches
+    "resume=edited.ckpt",
 )
 QUICK = ("strategy.copies=2", "recipes=trace_routing model.router.forced.path=trace.npz callbacks=load_balancer")
 KNOWN = (
@@ -132,8 +133,28 @@ def test_checkpoints_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {"checkpoint_ms", "expert_load_layer00", "plt"} <= {p.stem for p in Path("outputs").rglob("*.svg")}
 
 
+@pytest.mark.slow
+def test_experts_are_edited_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "checkpoints.md"
+    assert moe_train(tmp_path, *SMALL, "run_name=text").returncode == 0
+    shown = [arguments for arguments in commands(page, "moe-ckpt") if arguments[:1] == ["edit"] and arguments[1:]]
+    assert len(shown) == 3
+    saved = next(Path("outputs/text/checkpoints").glob("*.ckpt"))
+    for _, source, target, *options in shown:
+        assert Path(source).parent == saved.parent
+        assert ckpt.main(["edit", str(saved), target, *options]) == 0, capsys.readouterr().err
+    losses = re.findall(r"validation loss +([\d.]+) -> ([\d.]+), 8 batches at most", capsys.readouterr().out)
+    assert len(losses) == 3
+    assert float(losses[-1][0]) == pytest.approx(float(losses[-1][1]), abs=1e-5), "folding keeps the outputs"
+    (again,) = (arguments for arguments in commands(page, "moe-train") if "resume=edited.ckpt" in arguments)
+    done = moe_train(tmp_path, *SMALL, "trainer.max_steps=4", *again)
+    assert done.returncode == 0, done.stderr
+    assert "6 experts in" in done.stdout
+    assert "step 4/4" in done.stdout
+
+
 def test_loads_are_exported_as_shown() -> None:
-    shown = [a for a in commands(ROOT / "docs" / "huggingface.md", "moe-ckpt") if a[0] == "export-loads"]
+    shown = [a for a in commands(ROOT / "docs" / "huggingface.md", "moe-ckpt") if a[:1] == ["export-loads"]]
     assert len(shown) == 4
     for arguments in shown:
         assert ckpt.main(arguments) == 0, arguments

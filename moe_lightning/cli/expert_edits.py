@@ -1,0 +1,295 @@
+"""`moe-ckpt edit`: prune, merge and duplicate the experts of a checkpoint file, at the step boundary that it is.
+
+The file holds experts stacked [E, ...] whatever ranks wrote it, so the edited one trains on, on any number of ranks.
+Weights, router rows and biases and the optimizer's moments are edited alike. The report is the validation loss of the
+same batches before and after.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_lightning.algorithms.expert_edits import ExpertEdit
+from moe_lightning.checkpoint.files import read_file, write_file
+from moe_lightning.cli.resume import config_of
+from moe_lightning.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from moe_lightning.models.gpt_module import GPTModule
+
+_PER_EXPERT = ("LoadBalancer", "PartialExpertsCheckpoint", "DynamicK")
+"""Callbacks whose state counts the experts: they begin anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditReport:
+    """What an edit did.
+
+    Attributes:
+        experts: of a layer, before and after.
+        top_k: experts of a token, before and after.
+        losses: validation loss of the same batches, before and after; None: the checkpoint's run is not known.
+        batches: that it was measured on.
+    """
+
+    experts: tuple[int, int]
+    top_k: tuple[int, int]
+    losses: tuple[float, float] | None
+    batches: int
+
+
+def edit_file(
+    source: Path,
+    target: Path,
+    edits: Callable[[int], Sequence[ExpertEdit]],
+    *,
+    loads_LE: NDArray[np.int64] | None = None,
+    fold: int = 1,
+    noise: float = 0.0,
+    batches: int = 8,
+) -> EditReport:
+    """Write the edited checkpoint; the source stays as it is.
+
+    Args:
+        source: a `.ckpt` of a GPTModule.
+        target: a file that does not exist.
+        edits: of each MoE layer, asked with their number; afterwards all have equally many experts.
+        loads_LE: tokens of each expert, for merged ones; None: they count equally.
+        fold: this many of every expert in the end, and as many times `top_k`: the same outputs.
+        noise: standard deviation of a relative change of the copies' weights, which parts copies that would learn the
+            same; it gives the same outputs up.
+        batches: of validation, for the report.
+
+    Raises:
+        ConfigurationError: an edit that cannot be, another module, or layers that would differ.
+        CheckpointError: the source is missing or damaged.
+    """
+    if target.exists():
+        raise ConfigurationError(f"{target} exists: name a file that does not")
+    checkpoint = read_file(source)
+    module = _module(checkpoint, source)
+    num_experts = module.config.num_experts
+    tables = _tables(edits(len(_layers(module))), num_experts, loads_LE, fold)
+    edited = edit_checkpoint(checkpoint, module, tables, noise=noise)
+    hyper = edited["hyper_parameters"]["config"]
+    hyper["num_experts"] = len(tables[0])
+    if fold > 1:
+        hyper["router"] = _folded_router(hyper["router"], fold)
+    after = _module(edited, source)
+    write_file(edited, target)
+    return EditReport(
+        experts=(num_experts, len(tables[0])),
+        top_k=(module.config.router.top_k, after.config.router.top_k),
+        losses=_losses(source, target, batches),
+        batches=batches,
+    )
+
+
+def edit_checkpoint(
+    checkpoint: Mapping[str, Any], module: GPTModule, tables: Sequence[NDArray[np.float64]], *, noise: float = 0.0
+) -> dict[str, Any]:
+    """The checkpoint with new experts; what is not changed is shared with the given one.
+
+    Args:
+        module: of the old shape, with its model; its values are not read.
+        tables: of every MoE layer, shares [new experts, old experts].
+        noise: see `edit_file`.
+    """
+    from moe_lightning.models.gpt_module import optimizer_of
+
+    layers = zip(_layers(module), tables, strict=True)
+    table_of = {f"{name}.{part}.": table for name, table in layers for part in ("experts", "router")}
+    edited = {**checkpoint, "hyper_parameters": copy.deepcopy(checkpoint["hyper_parameters"])}
+    state = dict(checkpoint["state_dict"])
+    for name, value in state.items():
+        table = _table_of(name, table_of)
+        if table is not None and isinstance(value, Tensor):
+            state[name] = mixed(value, table)
+            if noise and ".experts." in name:
+                _disturb(state[name], table, noise, name)
+    edited["state_dict"] = state
+    named = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = optimizer_of(module, module.optimizer_config).param_groups
+    names = [named[id(parameter)] for group in groups for parameter in group["params"]]
+    edited["optimizer_states"] = [_edited_optimizer(saved, names, table_of) for saved in checkpoint["optimizer_states"]]
+    kept = checkpoint.get("callbacks", {}).items()
+    edited["callbacks"] = {name: value for name, value in kept if not str(name).startswith(_PER_EXPERT)}
+    return edited
+
+
+def mixed(value: Tensor, table: NDArray[np.float64]) -> Tensor:
+    """Rows [new experts, ...] of a tensor [E, ...]: copies of single rows, or sums in double precision; tensors without
+    a row for each expert stay.
+    """
+    if value.shape[:1] != (table.shape[1],):
+        return value
+    rows = []
+    for shares in table:
+        parts = np.flatnonzero(shares)
+        if len(parts) == 1:
+            rows.append(value[int(parts[0])])
+        else:
+            rows.append(sum(value[int(e)].double() * float(shares[e]) for e in parts).to(value.dtype))  # type: ignore[union-attr]
+    return torch.stack(rows)
+
+
+def _layers(module: GPTModule) -> list[str]:
+    """Names of the MoE layers."""
+    from moe_lightning.modules.moe_layer import MoELayer
+
+    return [name for name, found in module.named_modules() if isinstance(found, MoELayer)]
+
+
+def _table_of(name: str, table_of: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64] | None:
+    return next((table for prefix, table in table_of.items() if name.startswith(prefix)), None)
+
+
+def _edited_optimizer(
+    saved: Mapping[str, Any], names: Sequence[str], table_of: Mapping[str, NDArray[np.float64]]
+) -> dict[str, Any]:
+    entries = dict(saved["state"])
+    for number, entry in entries.items():
+        table = _table_of(names[number], table_of)
+        if table is not None:
+            entries[number] = {
+                key: mixed(value, table) if isinstance(value, Tensor) else value for key, value in entry.items()
+            }
+    return {**saved, "state": entries}
+
+
+def _disturb(stack: Tensor, table: NDArray[np.float64], noise: float, name: str) -> None:
+    """Change every copy but the first of an expert by so much of itself, in place; keyed by the tensor's name."""
+    seen: set[bytes] = set()
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    for row, shares in zip(stack, table, strict=True):
+        if shares.tobytes() in seen:
+            row.mul_(1 + noise * torch.randn(row.shape, generator=generator).to(row.dtype))
+        seen.add(shares.tobytes())
+
+
+def _tables(
+    edits: Sequence[ExpertEdit], num_experts: int, loads_LE: NDArray[np.int64] | None, fold: int
+) -> list[NDArray[np.float64]]:
+    if loads_LE is None:
+        loads_LE = np.zeros((len(edits), num_experts), dtype=np.int64)
+    if loads_LE.shape != (len(edits), num_experts):
+        raise ConfigurationError(
+            f"the loads are of {loads_LE.shape} (layers, experts), the checkpoint has {(len(edits), num_experts)}: "
+            "give those of its own run"
+        )
+    tables = [np.tile(edit.table(loads_E), (fold, 1)) for edit, loads_E in zip(edits, loads_LE, strict=True)]
+    sizes = {len(table) for table in tables}
+    if len(sizes) > 1:
+        raise ConfigurationError(
+            f"the layers would have {sorted(sizes)} experts: edit them so that all have equally many"
+        )
+    return tables
+
+
+def _folded_router(router: Mapping[str, Any], fold: int) -> dict[str, Any]:
+    """Settings under which `fold` equal copies, chosen together, add up to what the expert gave."""
+    changed = {**router, "top_k": fold * router["top_k"]}
+    is_normalised = router["softmax_after_top_k"] or (router["normalize_top_k"] and router["top_k"] > 1)
+    if not is_normalised:
+        changed["normalize_top_k"] = False
+        if router["score"] == "sigmoid":  # the scores of all experts do not add up to one
+            changed["scale"] = router["scale"] / fold
+    return changed
+
+
+def _module(checkpoint: Mapping[str, Any], path: Path) -> GPTModule:
+    """The module of a checkpoint, without values.
+
+    Raises:
+        ConfigurationError: it is of another kind, or its experts cannot be edited.
+    """
+    from moe_lightning.models.gpt_module import GPTModule
+
+    hyper = checkpoint.get("hyper_parameters", {})
+    if not {"vocab_size", "num_experts", "router"} <= set(hyper.get("config", {})):
+        raise ConfigurationError(f"{path} is no checkpoint of a GPTModule, whose experts alone can be edited")
+    with torch.device("meta"):
+        module = GPTModule(hyper["config"], hyper.get("optimizer"))
+        module.configure_model()
+    if module.config.router.num_groups > 1:
+        raise ConfigurationError(
+            f"{path} has router.num_groups={module.config.router.num_groups}, and an edited group would score "
+            "otherwise: only experts without groups can be edited"
+        )
+    return module
+
+
+def parse_edits(
+    num_layers: int,
+    *,
+    prune: Sequence[str] = (),
+    merge: Sequence[str] = (),
+    duplicate: Sequence[str] = (),
+) -> list[ExpertEdit]:
+    """Edits of every layer from words such as `3,5` (all layers) or `0:3,5` (layer 0); parts of a merged expert are
+    joined by +.
+
+    Raises:
+        ConfigurationError: a word of another form, or a layer that there is not.
+    """
+    found: dict[str, list[list[Any]]] = {}
+    for kind, words in (("prune", prune), ("merge", merge), ("duplicate", duplicate)):
+        found[kind] = [[] for _ in range(num_layers)]
+        for word in words:
+            head, colon, tail = word.rpartition(":")
+            try:
+                layers = [int(head)] if colon else range(num_layers)
+                parts = [tuple(map(int, part.split("+"))) for part in tail.split(",")]
+                if kind != "merge":
+                    parts = [expert for (expert,) in parts]  # type: ignore[misc]
+            except ValueError:
+                raise ConfigurationError(
+                    f"--{kind} {word!r} must be experts such as {'0+3' if kind == 'merge' else '3,5'}, or of one layer "
+                    f"such as {'1:0+3' if kind == 'merge' else '1:3,5'}"
+                ) from None
+            for layer in layers:
+                if not 0 <= layer < num_layers:
+                    raise ConfigurationError(f"--{kind} {word!r} names layer {layer} of {num_layers} MoE layers")
+                found[kind][layer] += parts
+    columns = zip(found["prune"], found["merge"], found["duplicate"], strict=True)
+    return [ExpertEdit(prune=tuple(p), merge=tuple(m), duplicate=tuple(d)) for p, m, d in columns]
+
+
+def _losses(source: Path, target: Path, batches: int) -> tuple[float, float] | None:
+    """Validation losses of two checkpoints on the first batches of the run's data, on one process."""
+    config = config_of(source)
+    if config is None or not batches:
+        return None
+    import lightning.pytorch as pl
+
+    from moe_lightning.cli.instantiation import build_object
+    from moe_lightning.cli.quiet import quiet_libraries
+
+    quiet_libraries()
+    from moe_lightning.models.gpt_module import GPTModule
+
+    found = []
+    for path in (source, target):
+        pl.seed_everything(config["seed"], verbose=False)
+        data = build_object(config["data"], "data")
+        checkpoint = read_file(path)
+        hyper = checkpoint["hyper_parameters"]
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, limit_val_batches=batches,
+        )  # fmt: skip
+        module = GPTModule(hyper["config"], hyper.get("optimizer"))
+        module.configure_model()
+        module.load_state_dict(checkpoint["state_dict"])
+        (measured,) = trainer.validate(module, datamodule=data, verbose=False)
+        found.append(float(measured["val/loss"]))
+    return found[0], found[1]

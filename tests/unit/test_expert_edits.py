@@ -1,0 +1,163 @@
+"""Experts of a checkpoint pruned, merged and duplicated: what must stay the same does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from moe_lightning import GPTModule
+from moe_lightning.algorithms.expert_edits import ExpertEdit, least_loaded
+from moe_lightning.checkpoint.files import read_file, write_file
+from moe_lightning.cli.ckpt import main
+from moe_lightning.cli.expert_edits import edit_file, parse_edits
+from moe_lightning.errors import ConfigurationError
+from tests.distributed.training import TINY, RandomTokens, quiet
+
+E = TINY["num_experts"]
+NO_LOADS = np.zeros(4, dtype=np.int64)
+
+
+def test_tables_say_what_new_experts_are_made_of() -> None:
+    edit = ExpertEdit(prune=(1,), merge=((0, 3),), duplicate=(2,))
+    loads_E = np.array([3, 5, 7, 1])
+    expected = [[0.75, 0, 0, 0.25], [0, 0, 1, 0], [0, 0, 1, 0]]
+    np.testing.assert_array_equal(edit.table(loads_E), expected)
+    np.testing.assert_array_equal(edit.table(NO_LOADS)[0], [0.5, 0, 0, 0.5])
+    assert least_loaded(np.array([3, 1, 7, 1]), 2) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (ExpertEdit(prune=(4,)), "expert 4 is not in the layer"),
+        (ExpertEdit(prune=(1,), merge=((1, 2),)), "expert 1 is named twice"),
+        (ExpertEdit(prune=(1,), duplicate=(1,)), "expert 1 is named twice"),
+        (ExpertEdit(merge=((1,),)), "needs two experts at least"),
+        (ExpertEdit(prune=(0, 1, 2, 3)), "keep one at least"),
+    ],
+)
+def test_edits_that_cannot_be(edit: ExpertEdit, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        edit.table(NO_LOADS)
+
+
+def trained(folder: Path, **model: Any) -> Path:
+    """A checkpoint of three steps."""
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    options = {"max_steps": 3, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **options)
+    trainer.fit(GPTModule(TINY | model), DataLoader(RandomTokens(24), batch_size=8))
+    trainer.save_checkpoint(folder / "whole.ckpt")
+    write_file(read_file(folder / "whole.ckpt"), folder / "whole.ckpt")
+    return folder / "whole.ckpt"
+
+
+def module_of(path: Path) -> GPTModule:
+    checkpoint = read_file(path)
+    module = GPTModule(checkpoint["hyper_parameters"]["config"])
+    module.configure_model()
+    module.load_state_dict(checkpoint["state_dict"])
+    return module.eval()
+
+
+def logits(path: Path) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = module_of(path)(torch.stack([RandomTokens()[i][0] for i in range(8)]))
+    return found
+
+
+def edited(source: Path, name: str, *, fold: int = 1, noise: float = 0.0, **words: Any) -> Path:
+    target = source.with_name(name)
+    edit_file(source, target, lambda layers: parse_edits(layers, **words), fold=fold, noise=noise)
+    return target
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        {},
+        {"top_k": 1},
+        {"score": "sigmoid", "normalize_top_k": False, "scale": 2.0},
+        pytest.param({"normalize_top_k": False}, marks=pytest.mark.slow),
+        pytest.param({"softmax_after_top_k": True}, marks=pytest.mark.slow),
+        pytest.param({"score": "sigmoid"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_folding_keeps_the_outputs_and_merging_undoes_it(router: dict[str, Any], tmp_path: Path) -> None:
+    whole = trained(tmp_path, router=router)
+    double = edited(whole, "double.ckpt", fold=2)
+    config = read_file(double)["hyper_parameters"]["config"]
+    assert (config["num_experts"], config["router"]["top_k"]) == (2 * E, 2 * router.get("top_k", 2))
+    torch.testing.assert_close(logits(double), logits(whole), rtol=0, atol=2e-6)
+
+    again = read_file(edited(double, "again.ckpt", merge=[",".join(f"{e}+{e + E}" for e in range(E))]))
+    before = read_file(whole)
+    assert all(torch.equal(value, again["state_dict"][name]) for name, value in before["state_dict"].items())
+    for number, entry in before["optimizer_states"][0]["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, again["optimizer_states"][0]["state"][number][name]), (number, name)
+
+
+def test_pruning_changes_only_tokens_that_chose_the_expert(tmp_path: Path) -> None:
+    whole = trained(tmp_path, num_layers=1)
+    pruned = edited(whole, "pruned.ckpt", prune=["2"])
+    module = module_of(whole)
+    chosen: list[Tensor] = []
+    layer = next(m for m in module.modules() if type(m).__name__ == "MoELayer")
+    layer.router.register_forward_hook(lambda *given: chosen.append(given[2].expert_ids_TK))
+    ids = torch.stack([RandomTokens()[i][0] for i in range(8)])
+    with torch.no_grad():
+        before, after = module(ids).flatten(0, 1), module_of(pruned)(ids).flatten(0, 1)
+    without = (chosen[0] != 2).all(dim=1)
+    assert 0 < int(without.sum()) < len(without)
+    torch.testing.assert_close(after[without], before[without], rtol=0, atol=1e-6)
+    assert not torch.allclose(after[~without], before[~without])
+
+
+def test_noise_parts_copies_alone(whole: Path) -> None:
+    state = read_file(edited(whole, "noisy.ckpt", duplicate=["1"], noise=0.01))["state_dict"]
+    before = read_file(whole)["state_dict"]
+    for name, value in state.items():
+        if ".experts.w_" in name:
+            assert torch.equal(value[:E], before[name])
+            assert 0 < float((value[E] - value[1]).abs().max()) < 0.1
+        elif ".router." in name:
+            assert torch.equal(value[E], value[1])
+        elif ".experts." in name:  # biases, which begin with zeros
+            assert torch.equal(value[:E], before[name])
+        else:
+            assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--prune", "x"], "--prune 'x' must be experts such as 3,5"),
+        (["--merge", "3"], "needs two experts at least"),
+        (["--duplicate", "7:1"], "names layer 7 of 2 MoE layers"),
+        (["--prune", "0:1"], "the layers would have [5, 6] experts"),
+        (["--prune-least", "1"], "give --loads"),
+        (["--prune", "0,1,2,3,4"], "top_k=2 is more than the 1 experts"),
+        (["--noise", "2"], "--noise: 2.0 must be"),
+    ],
+)
+def test_mistakes(
+    options: list[str], sentence: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["edit", str(whole), str(tmp_path / "new.ckpt"), *options]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "new.ckpt").exists()
