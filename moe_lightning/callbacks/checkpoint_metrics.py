@@ -43,6 +43,6 @@ def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) 
 def log_committed(trainer: pl.Trainer, path: str | None) -> None:
     """Tell W&B's loggers of the newest whole checkpoint, where there is one; a store's is not uploaded once more."""
     place = place_of(path) if path else None
-    for logger in trainer.loggers if isinstance(place, Path) else ():
-        if isinstance(logger, QuietWandbLogger):
+    for logger in trainer.loggers:
+        if isinstance(logger, QuietWandbLogger) and isinstance(place, Path):
             logger.log_checkpoint(place)

@@ -1,0 +1,235 @@
+"""The files for Kubernetes and SkyPilot: of the schemas' form, and they say what launcher and rendezvous host read.
+
+The schemas hold what these files use of JobSet v1alpha2 and SkyPilot's task YAML; other keys are refused, so that a
+misspelt one is found.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from moe_lightning.cli.composition import CONFIG_DIR
+from moe_lightning.cli.elastic import elastic_options
+from moe_lightning.cli.train import resolved
+from moe_lightning.cli.validation import check_config
+from moe_lightning.elastic.address import Address
+from moe_lightning.elastic.elastic_launcher import ElasticLauncher
+from moe_lightning.elastic.rendezvous_host import RendezvousHost
+from moe_lightning.elastic.secret import read_secret
+from tests.documented import ROOT
+
+jsonschema = pytest.importorskip("jsonschema")
+
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string", "minLength": 1}
+NAME: Schema = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+FLAG: Schema = {"type": "boolean"}
+
+
+def things(required: str = "", **properties: Schema) -> Schema:
+    """An object of these properties and no others."""
+    return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
+
+
+def several(item: Schema) -> Schema:
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+def one_of(*values: str) -> Schema:
+    return {"enum": list(values)}
+
+
+MOUNT = things("name mountPath", name=NAME, mountPath=TEXT, readOnly=FLAG)
+CONTAINER = things(
+    "name image command args",
+    name=NAME,
+    image=TEXT,
+    workingDir=TEXT,
+    command=several(TEXT),
+    args=several(TEXT),
+    ports=several(things("containerPort", name={**NAME, "maxLength": 15}, containerPort=PORT)),
+    readinessProbe=things("tcpSocket", tcpSocket=things("port", port=PORT)),
+    resources=things(limits={"type": "object", "additionalProperties": {"type": ["integer", "string"]}}),
+    volumeMounts=several(MOUNT),
+)
+VOLUME = things(
+    "name",
+    name=NAME,
+    secret=things("secretName", secretName=NAME, defaultMode={**COUNT, "maximum": 0o777}),
+    persistentVolumeClaim=things("claimName", claimName=NAME),
+    emptyDir=things(medium=one_of("", "Memory"), sizeLimit=TEXT),
+)
+POD = things(
+    "containers restartPolicy",
+    restartPolicy=one_of("Never", "OnFailure"),  # of Jobs
+    terminationGracePeriodSeconds=COUNT,
+    nodeSelector={"type": "object", "additionalProperties": TEXT},
+    containers=several(CONTAINER),
+    volumes=several(VOLUME),
+)
+JOB = things(
+    "template",
+    parallelism=COUNT,
+    completions=COUNT,
+    completionMode=one_of("Indexed", "NonIndexed"),
+    backoffLimit=COUNT,
+    template=things("spec", spec=POD),
+)
+JOBSET = things(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
+    kind={"const": "JobSet"},
+    metadata=things("name", name=NAME),
+    spec=things(
+        "replicatedJobs",
+        network=things(enableDNSHostnames=FLAG, subdomain=NAME, publishNotReadyAddresses=FLAG),
+        startupPolicy=things("startupPolicyOrder", startupPolicyOrder=one_of("AnyOrder", "InOrder")),
+        successPolicy=things("operator", operator=one_of("All", "Any"), targetReplicatedJobs=several(NAME)),
+        failurePolicy=things(maxRestarts=COUNT),
+        replicatedJobs=several(things("name template", name=NAME, replicas=COUNT, template=things("spec", spec=JOB))),
+    ),
+)
+VARIABLES: Schema = {"type": "object", "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}}
+SKYPILOT = things(
+    "run resources",
+    name=NAME,
+    num_nodes={**COUNT, "minimum": 1},
+    resources=things(
+        infra=TEXT,
+        accelerators={"type": "string", "pattern": r"^[A-Z0-9-]+:\d+$"},
+        use_spot=FLAG,
+        disk_size=COUNT,
+        job_recovery=things(strategy=one_of("FAILOVER", "EAGER_NEXT_REGION"), max_restarts_on_errors=COUNT),
+    ),
+    envs=VARIABLES,
+    secrets=VARIABLES,
+    setup=TEXT,
+    run=TEXT,
+)
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((ROOT / "docs" / name).read_text())
+
+
+def elastic(arguments: list[str]) -> dict[str, Any]:
+    """What moe-train would start its ranks with."""
+    with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+        config = resolved(compose("train", ["run_dir=outputs/x", *arguments]))
+    check_config({**config, "trainer": {**config["trainer"], "devices": 1}})
+    options = elastic_options(config, external=False)
+    assert options is not None, "the run is elastic"
+    return options
+
+
+@pytest.fixture
+def jobs() -> dict[str, Any]:
+    """The pods' specifications by the names of their jobs."""
+    jobset = read("jobset.yaml")
+    return {job["name"]: job["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]}
+
+
+@pytest.mark.parametrize(("name", "schema"), [("jobset.yaml", JOBSET), ("skypilot.yaml", SKYPILOT)])
+def test_files_have_the_form(name: str, schema: Schema) -> None:
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(read(name), schema)
+
+
+def test_a_misspelt_key_is_found() -> None:
+    wrong = read("jobset.yaml")
+    wrong["spec"]["succesPolicy"] = wrong["spec"].pop("successPolicy")
+    with pytest.raises(jsonschema.ValidationError, match="succesPolicy"):
+        jsonschema.validate(wrong, JOBSET)
+
+
+def test_pods_meet_at_the_rendezvous_host(jobs: dict[str, Any]) -> None:
+    jobset = read("jobset.yaml")
+    (host,), (node,) = (jobs[name]["template"]["spec"]["containers"] for name in ("rendezvous", "node"))
+    options = elastic(node["args"])
+    told = dict(zip(host["args"][::2], host["args"][1::2], strict=True))
+    bind, lighthouse = Address.parse(told["--bind"]), Address.parse(options["lighthouse"])
+    name = jobset["metadata"]["name"]
+    assert lighthouse.host == f"{name}-rendezvous-0-0.{name}"
+    assert jobset["spec"]["network"]["enableDNSHostnames"]
+    ports = {lighthouse.port, host["ports"][0]["containerPort"], host["readinessProbe"]["tcpSocket"]["port"]}
+    assert ports == {bind.port}
+    assert options["secret_file"] == told["--secret-file"]
+    assert options["num_nodes"] == jobs["node"]["parallelism"] == jobs["node"]["completions"]
+    assert f"ranks={node['resources']['limits']['nvidia.com/gpu']}" in node["args"]
+    assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["node"]
+    assert jobset["spec"]["replicatedJobs"][0]["name"] == "rendezvous", "started in order"
+
+
+def test_pods_mount_what_is_read(jobs: dict[str, Any], tmp_path: Path) -> None:
+    for job in jobs.values():
+        pod = job["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+        assert set(volumes) == {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        mode = mounts["/secret"]["secret"]["defaultMode"]
+        secret = tmp_path / "secret"
+        secret.unlink(missing_ok=True)
+        secret.write_text("0" * 64)
+        secret.chmod(mode)
+        assert read_secret(secret) == b"0" * 64, "nobody else may read it"
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    assert pod["containers"][0]["workingDir"] in mounts
+
+
+def test_pods_get_the_time_to_hand_over(jobs: dict[str, Any]) -> None:
+    pod = jobs["node"]["template"]["spec"]
+    settings = elastic(pod["containers"][0]["args"])["settings"]
+    assert settings.notice_on_sigterm
+    assert pod["containers"][0]["command"] == ["moe-train"], "a shell would keep the signal"
+    leaving_s = ElasticLauncher.grace_s + settings.silence_timeout_s + settings.hang_timeout_s
+    assert pod["terminationGracePeriodSeconds"] >= 2 * leaving_s
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_machines_of_skypilot_meet(rank: int, tmp_path: Path) -> None:
+    """The file's own script, with programs in place of python and moe-train that tell what they were called with."""
+    task = read("skypilot.yaml")
+    for program in ("python", "moe-train"):
+        path = tmp_path / "bin" / program
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            f'#!/bin/sh\nprintf "%s\\n" "$@" > {program}.called.new && mv {program}.called.new {program}.called\n'
+        )
+        path.chmod(0o700)
+    secret = "5" * 64
+    variables = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "MOE_SECRET": secret,
+        "STORE": "s3://bucket/name",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4",
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+        "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].split(":")[1],
+    }
+    used = set(re.findall(r"\$(?:\{)?([A-Z_]+)", task["run"]))
+    assert used <= variables.keys()
+    assert set(task["envs"]) | set(task["secrets"]) <= used
+    script = task["run"].replace("trap", "wait; trap")  # the host's part is over before the script ends it
+    subprocess.run(["bash", "-ec", script.replace('"kill $!"', '"true"')], env=variables, cwd=tmp_path, check=True)
+    assert read_secret(tmp_path / "run.secret") == secret.encode()
+    options = elastic((tmp_path / "moe-train.called").read_text().splitlines())
+    assert options["lighthouse"] == "10.0.0.1:29510"
+    assert options["num_nodes"] == 4
+    assert options["settings"].notice_url is not None
+    hosted = tmp_path / "python.called"
+    assert hosted.exists() == (rank == 0)
+    if rank == 0:
+        called = hosted.read_text().splitlines()
+        assert called[:2] == ["-m", RendezvousHost.__module__]
+        assert called[called.index("--bind") + 1] == options["lighthouse"]
+        assert called[called.index("--secret-file") + 1] == options["secret_file"]
