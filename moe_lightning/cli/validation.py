@@ -20,6 +20,7 @@ _PLAIN: dict[str, Any] = {
     "resume": bool | str,
     "resume_overrides": bool,
     "task": Literal["train", "validate"],
+    "doctor": bool,
 }
 KEYS = ("run_name", *_PLAIN, *_GROUPS, *_COLLECTIONS)
 """Top-level keys of moe-train."""

@@ -65,7 +65,8 @@ def train(config: Mapping[str, Any]) -> None:
             for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, GracefulStop) and callback.stopped_by is not None:
                     raise Interrupted(callback.stopped_by)
-            measure(run)
+            if not config["doctor"]:
+                measure(run)
         else:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     except SystemExit:  # Lightning's answer to signals, with a code of its own
