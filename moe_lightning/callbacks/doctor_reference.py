@@ -25,6 +25,9 @@ from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
+_DROPPING = (((nn.modules.dropout._DropoutNd,), "p"), ((nn.MultiheadAttention, nn.RNNBase), "dropout"))
+"""torch's modules that drop values, and their option that says how many."""
+
 States = Sequence[Mapping[str, Tensor]]
 """The whole model before each step, on the host."""
 
@@ -94,10 +97,10 @@ def without_dropout(module: nn.Module) -> list[str]:
     """Turn off dropout of torch's own, whose masks depend on the rank that draws them; the names of what drew any."""
     names = []
     for name, part in module.named_modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            part.p, _ = 0.0, names.append(name)
-        elif isinstance(part, nn.MultiheadAttention | nn.RNNBase) and part.dropout > 0:
-            part.dropout, _ = 0.0, names.append(name)
+        option = next((option for kinds, option in _DROPPING if isinstance(part, kinds)), None)
+        if option is not None and getattr(part, option) > 0:
+            setattr(part, option, 0.0)
+            names.append(name)
     return names
 
 
@@ -140,7 +143,7 @@ def follow(
     """
     follower = _Follower(tolerance, states)
     strategy, micros = _strategy(trainer)
-    module.configure_callbacks = list  # type: ignore[method-assign, assignment]
+    module.configure_callbacks = list  # type: ignore[method-assign]
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.distributed_available_fn = lambda: False

@@ -62,16 +62,15 @@ def _what(parting: Parting) -> str:
 def _how(parting: Parting) -> str:
     if parting.differing is not None:
         rank, other, norm, its_norm = parting.differing
-        return f"differ{'' if parting.kind == 'weights' else 's'} between ranks {rank} and {other} (norms {norm:.6g} and {its_norm:.6g})"
+        verb = "differ" if parting.kind == "weights" else "differs"
+        return f"{verb} between ranks {rank} and {other} (norms {norm:.6g} and {its_norm:.6g})"
     if parting.kind == "inputs" and parting.here == parting.there:
         return f"is the same on ranks {parting.ranks[0]} and {parting.ranks[1]}"
-    ratio = (
-        ""
-        if math.isnan(parting.ratio) or not parting.here or abs(parting.ratio - 1) < 1e-3
-        else f", {parting.ratio:.4g} times that"
-    )
+    tells = parting.here != 0 and not math.isnan(parting.ratio) and abs(parting.ratio - 1) > 1e-3
+    ratio = f", {parting.ratio:.4g} times that" if tells else ""
     where = f" in {len(parting.samples)} of {parting.total} samples" if parting.total > 1 else ""
-    return f"is {parting.here:.6g} and in one process {parting.there:.6g}{ratio}{where}"
+    verb = "are" if parting.kind in ("counts", "weights") else "is"
+    return f"{verb} {parting.here:.6g} and in one process {parting.there:.6g}{ratio}{where}"
 
 
 def _cause(partings: Sequence[Parting], num_ranks: int) -> str:

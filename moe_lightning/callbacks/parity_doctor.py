@@ -44,7 +44,7 @@ class ParityDoctor(Callback):
         tolerance: relative difference of digests that is the same; None: 1e-4, and 0.05 below 32 bits.
 
     Attributes:
-        comparison: what was found, on every rank; None before.
+        comparison: what was found; on other ranks than 0 only that the steps are the same. None before.
 
     Raises:
         ConfigurationError: steps below 1, a tolerance outside its range; when training starts: a strategy of another
@@ -87,7 +87,7 @@ class ParityDoctor(Callback):
         self._recorder.world = self._world
         self._states, self._batches = [], []
         without = without_dropout(pl_module)
-        self._remarks = [f"dropout of {without[0]} and {len(without) - 1} others is off"] if without else []
+        self._remarks = [f"torch's dropout is off ({', '.join(without)}): each rank draws its own"] if without else []
         self._recorder.begin(trainer, pl_module)
 
     # ------------------------------------------------------------------ steps
