@@ -19,5 +19,9 @@ class ReplicasDifferError(RuntimeError):
     """Replicas of an expert, bit-identical by the law of the house, are not: the message names it and its ranks."""
 
 
+class ParityError(RuntimeError):
+    """A run on several ranks is not that of one process: the message names step, tensor, values and likely cause."""
+
+
 class WorldCutError(ConnectionError):
     """The connections of the present world were cut while its ranks talked: what arrived is nobody's word."""

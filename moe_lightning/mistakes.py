@@ -8,7 +8,13 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-from moe_lightning.errors import CheckpointError, ConfigurationError, ForeignMessageError, ReplicasDifferError
+from moe_lightning.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ForeignMessageError,
+    ParityError,
+    ReplicasDifferError,
+)
 
 EXIT_MISTAKE = 2
 EXIT_CRASH = 1
@@ -35,6 +41,7 @@ def sentence_of(error: BaseException) -> str | None:
         CheckpointError,
         ForeignMessageError,
         ReplicasDifferError,
+        ParityError,
     ]
     # Lightning is slow to import: where nobody did, no error of it can have come up.
     theirs = sys.modules.get("lightning.fabric.utilities.exceptions")

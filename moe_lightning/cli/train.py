@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from moe_lightning import __version__, mistakes
 from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes, fixed_keys, with_quotes
+from moe_lightning.cli.doctor import examined
 from moe_lightning.cli.elastic import elastic_options
 from moe_lightning.cli.objective import objective_of
 from moe_lightning.cli.rank_count import is_externally_launched, with_ranks
@@ -180,6 +181,9 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
     """
     if type(composed.get("run_name")) is int:
         OmegaConf.update(composed, "run_name", str(composed.run_name))
+    if composed.get("doctor") is True:
+        with composition_mistakes(()):
+            examined(composed)
     raw = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(raw, dict)
     check_recipe({str(name): value for name, value in raw.items()})

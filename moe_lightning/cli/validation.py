@@ -21,6 +21,7 @@ _PLAIN: dict[str, Any] = {
     "resume_overrides": bool,
     "task": Literal["train", "validate"],
     "objective": str | None,
+    "doctor": bool,
 }
 KEYS = ("run_name", *_PLAIN, *_GROUPS, *_COLLECTIONS)
 """Top-level keys of moe-train."""

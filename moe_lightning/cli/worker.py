@@ -68,7 +68,8 @@ def train(config: Mapping[str, Any]) -> None:
                 if isinstance(callback, GracefulStop) and callback.stopped_by is not None:
                     raise Interrupted(callback.stopped_by)
             trained = _logged(run)
-            measure(run)
+            if not config["doctor"]:
+                measure(run)
         else:
             trained = {}
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)

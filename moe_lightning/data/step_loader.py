@@ -194,6 +194,11 @@ class StepLoader:
         """Samples of this rank in the first micro-batch of an epoch, the largest it gets."""
         return self.step_sampler.slice_at(0).count
 
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        """What makes a batch of samples."""
+        return self._loader.collate_fn
+
     # ------------------------------------------------------------------ state and world
 
     def state_dict(self) -> dict[str, Any]:

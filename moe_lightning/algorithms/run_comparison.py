@@ -1,0 +1,290 @@
+"""Where two runs of the same training part: what several ranks did in a step against what one process did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moe_lightning.algorithms.step_record import Digest, StepRecord
+
+Kind = Literal["weights", "inputs", "activation", "counts", "loss", "gradient", "clipped gradient", "update"]
+
+NOISE = 0.01
+"""Share of the tolerance, of the norm over all tensors, below which a tensor is rounding errors only."""
+_ROUNDING = 1e-7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """Something that is not the same.
+
+    Attributes:
+        step: from 1.
+        kind, name: what.
+        here, there: its size in the run and in one process.
+        ratio: of the two; with its sign where that is certain; nan where they have none.
+        samples: of a row, those that differ; ranks: that held them.
+        total: samples in all.
+        differing: see `Digest`.
+        hint: what comparing alone has found out.
+    """
+
+    step: int
+    kind: Kind
+    name: str
+    here: float
+    there: float
+    ratio: float
+    samples: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    total: int = 0
+    differing: tuple[int, int, float, float] | None = None
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Of all steps.
+
+    Attributes:
+        partings: of the first step that has some, in the order of its computation.
+        steps, tensors: compared.
+        largest: relative difference of what is the same.
+        near_tie: where an assignment was decided by rounding, after which nothing can be compared.
+    """
+
+    partings: tuple[Parting, ...]
+    steps: int
+    tensors: int
+    largest: float
+    near_tie: str = ""
+
+
+@dataclass
+class _Seen:
+    tensors: set[str] = field(default_factory=set)
+    largest: float = 0.0
+
+    def note(self, name: str, here: Digest, there: Digest, scale: float) -> None:
+        self.tensors.add(name)
+        if scale > 0 and math.isfinite(here.norm) and math.isfinite(there.norm):
+            apart = max(abs(here.projection - there.projection), abs(here.norm - there.norm))
+            self.largest = max(self.largest, apart / scale)
+
+    def comparison(self, partings: tuple[Parting, ...], steps: int, near_tie: str = "") -> Comparison:
+        tensors, largest = len(self.tensors), self.largest
+        return Comparison(partings=partings, steps=steps, tensors=tensors, largest=largest, near_tie=near_tie)
+
+
+# ---------------------------------------------------------------------- comparing
+
+
+def compare(here: Sequence[StepRecord], there: Sequence[StepRecord], tolerance: float) -> Comparison:
+    """A run's steps against those of one process, in the order of the computation.
+
+    Args:
+        tolerance: relative difference of digests that orders of summation explain.
+    """
+    seen, steps = _Seen(), 0
+    for number, (run, alone) in enumerate(zip(here, there, strict=True), 1):
+        tie = _near_tie(run, alone, tolerance)
+        if tie:
+            return Comparison(
+                partings=(),
+                steps=steps,
+                tensors=len(seen.tensors),
+                largest=seen.largest,
+                near_tie=f"{tie} of step {number}",
+            )
+        found = tuple(_partings(number, run, alone, tolerance, seen))
+        steps += 1
+        if found:
+            return seen.comparison(found, steps)
+    return seen.comparison((), steps)
+
+
+def _partings(step: int, run: StepRecord, alone: StepRecord, tolerance: float, seen: _Seen) -> Iterator[Parting]:
+    for name, digest in run.weights.items():
+        if digest.differing is not None:
+            yield _of_tensor(step, "weights", name, digest, alone.weights.get(name, digest))
+    if run.batches_of_ranks:
+        yield from _of_batches(step, run)
+    uncounted = list(alone.counts)
+    for name in alone.rows:
+        layer = name.partition(" [")[0]
+        if layer in uncounted:
+            uncounted.remove(layer)  # before what the layer makes of them
+            yield from _of_counts(step, layer, run, alone)
+        if name in run.rows:
+            yield from _of_rows(step, name, run, alone, tolerance, seen)
+    for layer in uncounted:
+        yield from _of_counts(step, layer, run, alone)
+    if run.loss is not None and alone.loss is not None:
+        yield from _of_loss(step, run.loss, alone.loss, tolerance)
+    yield from _of_tensors(step, "gradient", run.gradients, alone.gradients, tolerance, seen)
+    yield from _of_tensors(step, "clipped gradient", run.clipped, alone.clipped, tolerance, seen)
+    total = math.sqrt(sum(digest.norm**2 for digest in alone.gradients.values()))
+    moved = {  # where a gradient is noise, an optimizer that divides by its size moves anywhere
+        name: digest
+        for name, digest in alone.updates.items()
+        if name not in alone.gradients or alone.gradients[name].norm > tolerance * total * NOISE * 10
+    }
+    yield from _of_tensors(step, "update", run.updates, moved, tolerance, seen)
+
+
+def _of_loss(step: int, here: float, there: float, tolerance: float) -> Iterator[Parting]:
+    is_same = abs(here - there) <= tolerance * max(abs(here), abs(there), NOISE)
+    if not is_same and not (math.isnan(here) and math.isnan(there)):
+        ratio = here / there if there else math.nan
+        yield Parting(step=step, kind="loss", name="", here=here, there=there, ratio=ratio)
+
+
+def _of_batches(step: int, run: StepRecord) -> Iterator[Parting]:
+    """The first batch that another rank has, too."""
+    inputs = [rows for name, rows in run.rows.items() if name.startswith("input ")]
+    seen: dict[tuple[Digest | None, ...], int] = {}
+    for batch, rank in run.ranks.items():
+        content = tuple(rows.get(batch) for rows in inputs)
+        other = run.ranks[seen.setdefault(content, batch)]
+        if other != rank and content and content[0] is not None:
+            yield Parting(
+                step=step,
+                kind="inputs",
+                name="input 0",
+                here=content[0].norm,
+                there=content[0].norm,
+                ratio=1.0,
+                samples=(batch,),
+                ranks=(other, rank),
+                total=len(run.ranks),
+                hint="several ranks compute the same samples",
+            )
+            return
+
+
+def _of_rows(
+    step: int, name: str, run: StepRecord, alone: StepRecord, tolerance: float, seen: _Seen
+) -> Iterator[Parting]:
+    ours, theirs = run.rows[name], alone.rows[name]
+    floor = NOISE * tolerance * max((row.norm for row in theirs.values() if math.isfinite(row.norm)), default=0.0)
+    nothing = Digest(projection=0.0, norm=0.0)
+    apart = []
+    for sample, there in theirs.items():
+        here = ours.get(sample, nothing)
+        if here.is_same(there, tolerance, floor):
+            seen.note(name, here, there, max(here.norm, there.norm))
+        else:
+            apart.append(sample)
+    extra = [sample for sample in ours if sample not in theirs]
+    if not apart and not extra:
+        return
+    sample = (apart or extra)[0]
+    here, there = ours.get(sample, nothing), theirs.get(sample, nothing)
+    is_input = name.startswith("input ")
+    yield Parting(
+        step=step,
+        kind="inputs" if is_input else "activation",
+        name=name,
+        here=here.norm,
+        there=there.norm,
+        ratio=_ratio(here, there),
+        samples=tuple(apart + extra),
+        ranks=tuple(sorted({run.ranks[sample] for sample in apart + extra if sample in run.ranks})),
+        total=len(theirs),
+        hint=_where_from(ours, theirs, apart, tolerance) if is_input else _how_far(ours, theirs, apart),
+    )
+
+
+def _where_from(
+    ours: Mapping[int, Digest], theirs: Mapping[int, Digest], apart: Sequence[int], tolerance: float
+) -> str:
+    """What inputs are in the place of those that should be there."""
+    for sample in apart:
+        if sample not in ours:
+            return f"sample {sample} of the global batch is on no rank"
+        for other, digest in theirs.items():
+            if other != sample and ours[sample].is_same(digest, tolerance):
+                twice = "" if other in apart else ", which so comes twice"
+                return f"sample {sample} of the global batch is sample {other}{twice}"
+    return ""
+
+
+def _how_far(ours: Mapping[int, Digest], theirs: Mapping[int, Digest], apart: Sequence[int]) -> str:
+    known = [(ours[s], theirs[s]) for s in apart if s in ours and theirs[s].norm > 0]
+    worst = max((abs(a.projection - b.projection) / b.norm for a, b in known), default=math.inf)
+    return f"{worst:.1e} of its size"
+
+
+def _of_counts(step: int, layer: str, run: StepRecord, alone: StepRecord) -> Iterator[Parting]:
+    if layer not in run.counts:
+        return
+    for what, ours, theirs in zip(("routed", "computed"), run.counts[layer], alone.counts[layer], strict=True):
+        if list(ours) == list(theirs):
+            continue
+        expert = next(e for e, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+        yield Parting(
+            step=step,
+            kind="counts",
+            name=f"{layer}, expert {expert}, {what}",
+            here=float(ours[expert]),
+            there=float(theirs[expert]),
+            ratio=math.nan,
+            hint=f"{sum(ours)} assignments in all, and {sum(theirs)} in one process",
+        )
+
+
+def _of_tensors(
+    step: int, kind: Kind, ours: Mapping[str, Digest], theirs: Mapping[str, Digest], tolerance: float, seen: _Seen
+) -> Iterator[Parting]:
+    """In the order of a backward pass, from the last tensor to the first."""
+    total = math.sqrt(sum(d.norm**2 for d in theirs.values() if math.isfinite(d.norm)))
+    floor = NOISE * tolerance * total + (_ROUNDING * total if kind == "update" else 0.0)
+    for name in reversed(list(theirs)):
+        there = theirs[name]
+        here = ours.get(name, Digest(projection=0.0, norm=0.0))
+        if here.differing is None and here.is_same(there, tolerance, floor):
+            seen.note(name, here, there, max(here.norm, there.norm, floor / tolerance) + there.slack / tolerance)
+        elif name in ours or kind == "gradient":
+            yield _of_tensor(step, kind, name, here, there)
+
+
+def _of_tensor(step: int, kind: Kind, name: str, here: Digest, there: Digest) -> Parting:
+    return Parting(
+        step=step,
+        kind=kind,
+        name=name,
+        here=here.norm,
+        there=there.norm,
+        ratio=_ratio(here, there),
+        differing=here.differing,
+    )
+
+
+def _ratio(here: Digest, there: Digest) -> float:
+    """Of the projections, if the tensors point the same or the opposite way, as far as two numbers can tell."""
+    if not there.norm or math.isnan(there.norm):
+        return math.nan
+    by_norm = here.norm / there.norm
+    if not there.projection:
+        return by_norm
+    by_projection = here.projection / there.projection
+    return by_projection if abs(abs(by_projection) - by_norm) <= 0.01 * by_norm else math.nan
+
+
+def _near_tie(run: StepRecord, alone: StepRecord, tolerance: float) -> str:
+    """The first layer whose few other assignments come from logits that are the same; "" if there is none."""
+    for layer in alone.counts:
+        ours, theirs = run.counts.get(layer), alone.counts[layer]
+        if ours is None or ours[0] == theirs[0]:
+            continue
+        moved = sum(abs(a - b) for a, b in zip(ours[0], theirs[0], strict=True)) / 2
+        if sum(ours[0]) != sum(theirs[0]) or moved > max(1.0, 1e-4 * sum(theirs[0])):
+            return ""
+        router = f"{layer}.router.logits"
+        names = [name for name in alone.rows if name.startswith(router) and name in run.rows]
+        rows = [(run.rows[name].get(s), there) for name in names for s, there in alone.rows[name].items()]
+        same = all(here is not None and here.is_same(there, tolerance) for here, there in rows)
+        return layer if rows and same else ""
+    return ""

@@ -1,0 +1,202 @@
+"""A few steps of a distributed run beside one process: the first tensor and step where they part, and why."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from moe_lightning import seams
+from moe_lightning.algorithms.run_comparison import Comparison, compare
+from moe_lightning.algorithms.step_record import merged
+from moe_lightning.callbacks.doctor_recorder import Recorder
+from moe_lightning.callbacks.doctor_reference import Batches, follow, one_process_loader, pristine_copy, without_dropout
+from moe_lightning.callbacks.doctor_verdict import sentence, table
+from moe_lightning.comm.collect import all_gather_json, broadcast_object
+from moe_lightning.comm.world import World
+from moe_lightning.errors import ConfigurationError, ParityError
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.values import PositiveInt, Range, validated
+
+_FLOAT32, _LOWER = 1e-4, 0.05
+"""Tolerances: of float32, and of products in 16 bits."""
+
+
+@validated
+class ParityDoctor(Callback):
+    """Compares the first steps of a training on several ranks with the same steps in one process on rank 0, names the
+    first layer, tensor and step that part, and ends the training.
+
+    Each step of the reference begins with the weights of the run and takes the same samples. Under
+    ExpertParallelStrategy it reads them itself; under stock strategies (one device, DDP) it takes what the ranks got,
+    as micro-batches. Inputs, outputs of modules, assignments of experts, losses, gradients before and after clipping,
+    and updates are compared by digests that add up over ranks. Along tp and pp outputs of modules are left out. torch's
+    own dropout is turned off. Rank 0 needs room for a second copy of the whole model with its optimizer, and on the
+    host for `steps` times its weights.
+
+    Args:
+        steps: to compare; fewer where the training, or under stock strategies its first epoch, ends before.
+        tolerance: relative difference of digests that is the same; None: 1e-4, and 0.05 below 32 bits.
+
+    Attributes:
+        comparison: what was found; on other ranks than 0 only that the steps are the same. None before.
+
+    Raises:
+        ConfigurationError: steps below 1, a tolerance outside its range; when training starts: a strategy of another
+            kind, a run that changes its ranks or was resumed, manual optimization, or a loader that cannot be read in
+            one process.
+        ParityError: on every rank, the runs part.
+    """
+
+    def __init__(
+        self, steps: PositiveInt = 3, tolerance: Annotated[float, Range(above=0, below=1)] | None = None
+    ) -> None:
+        self._steps, self._tolerance = steps, tolerance
+        self.comparison: Comparison | None = None
+        self._recorder = Recorder(tolerance or _FLOAT32)
+        self._copy: pl.LightningModule | None = None
+        self._loader: Any = None
+        self._states: list[dict[str, Tensor]] = []
+        self._batches: list[Any] = []
+        self._remarks: list[str] = []
+        self._world = World.single()
+
+    # ------------------------------------------------------------------ before
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero:
+            self._copy = pristine_copy(pl_module)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        _require_comparable(trainer, pl_module)
+        self._is_own = isinstance(strategy, ExpertParallelStrategy)
+        self._world = strategy.world if self._is_own else World.before_setup(strategy.root_device)  # type: ignore[attr-defined]
+        loader = one_process_loader(trainer) if self._is_own else None
+        self._loader = loader if trainer.is_global_zero else None
+        is_low = "16" in str(trainer.precision)
+        tolerance = self._tolerance or (_LOWER if is_low else _FLOAT32)
+        self._recorder, self.comparison = Recorder(tolerance), None
+        self._recorder.world = self._world
+        self._states, self._batches = [], []
+        without = without_dropout(pl_module)
+        self._remarks = [f"torch's dropout is off ({', '.join(without)}): each rank draws its own"] if without else []
+        self._recorder.begin(trainer, pl_module)
+
+    # ------------------------------------------------------------------ steps
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.comparison is not None:
+            return
+        if len(self._states) == len(self._recorder.notes):
+            state = trainer.strategy.lightning_module_state_dict()
+            self._states.append(
+                {name: t.detach().to("cpu", copy=True) for name, t in state.items()} if self._copy else {}
+            )
+        if not self._is_own:
+            host = seams.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, batch)
+            for rank in range(self._world.size):
+                told = broadcast_object(seams.tree_leaves(host), rank, self._world)
+                if self._copy is not None:
+                    self._batches.append(_like(host, told))
+        self._recorder.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if self.comparison is None:
+            self._recorder.on_before_backward(trainer, pl_module, loss)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self.comparison is None:
+            self._recorder.on_before_optimizer_step(trainer, pl_module, optimizer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.comparison is not None:
+            return
+        self._recorder.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        done, is_last = len(self._recorder.notes), trainer.is_last_batch and not self._is_own
+        if done == self._steps or done == trainer.max_steps or is_last:
+            self._conclude(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.comparison is None and self._recorder.notes:
+            self._conclude(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._recorder.end()
+        self._copy, self._loader, self._states, self._batches = None, None, [], []
+
+    # ------------------------------------------------------------------ after
+
+    def _conclude(self, trainer: pl.Trainer) -> None:
+        """Take the steps in one process, and say on every rank where they part; collective."""
+        self._recorder.end()
+        verdict: list[Any] = [None, None]
+        if self._copy is not None:
+            try:
+                self.comparison = self._compared(trainer)
+            except Exception as error:
+                # The others wait for a word.
+                all_gather_json([f"the run in one process failed: {error}", None], self._world)
+                raise
+            parting = sentence(self.comparison, self._world.size) if self.comparison.partings else None
+            print(table(self.comparison, self._world.size, self._remarks), flush=True)
+            verdict = [None, parting]
+        failure, parting = all_gather_json(verdict, self._world)[0]
+        if failure is not None or parting is not None:
+            raise ParityError(failure or parting)
+        if self.comparison is None:
+            self.comparison = Comparison(partings=(), steps=len(self._recorder.notes), tensors=0, largest=0.0)
+        trainer.should_stop = True
+
+    def _compared(self, trainer: pl.Trainer) -> Comparison:
+        assert self._copy is not None
+        without_dropout(self._copy)
+        notes, tolerance = self._recorder.notes, self._recorder.tolerance
+        data = self._loader if self._is_own else Batches(self._batches)
+        alone = follow(trainer, self._copy, self._states[: len(notes)], data, tolerance)
+        return compare([merged(step) for step in notes], [merged(step) for step in alone], tolerance)
+
+
+def _like(batch: Any, leaves: list[Any]) -> Any:
+    """Another rank's leaves in the shape of a batch."""
+    left = iter(leaves)
+    return seams.tree_map(lambda _: next(left), batch)
+
+
+def _require_comparable(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    strategy = trainer.strategy
+    if type(strategy) not in (DDPStrategy, SingleDeviceStrategy) and not isinstance(strategy, ExpertParallelStrategy):
+        raise ConfigurationError(
+            f"ParityDoctor cannot read whole tensors under {type(strategy).__name__}: use ExpertParallelStrategy, "
+            "strategy='ddp' or one device"
+        )
+    if getattr(strategy, "elastic", None) is not None:
+        raise ConfigurationError("ParityDoctor needs ranks that stay: set elastic.enabled=false for its run")
+    if trainer.global_step:
+        raise ConfigurationError(
+            f"ParityDoctor compares a training's first steps, and this one goes on after step {trainer.global_step}: "
+            "drop ckpt_path"
+        )
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "ParityDoctor needs automatic optimization: manual optimization does not say where a step begins and ends"
+        )

@@ -1,0 +1,250 @@
+"""Bugs of expert-parallel trainers, put into real runs on two ranks, and what the doctor must name of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from moe_lightning.modules.moe_layer import moe_layers
+
+REPLICATED = {"copies": 2}
+
+
+class Seed(pl.Callback):
+    """Does harm on the ranks, at the moments of the run that it is given; stands before the doctor."""
+
+    def __init__(
+        self,
+        at_start: Callable[[pl.Trainer, Any, int], object] | None = None,
+        at_batch: Callable[[pl.Trainer, Any, int, Any], object] | None = None,
+        at_gradients: Callable[[pl.Trainer, Any, int], object] | None = None,
+        at_end: Callable[[pl.Trainer, Any, int], object] | None = None,
+    ) -> None:
+        self._at_start, self._at_batch, self._at_gradients, self._at_end = at_start, at_batch, at_gradients, at_end
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._at_start:
+            self._at_start(trainer, pl_module, trainer.global_rank)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._at_batch:
+            self._at_batch(trainer, pl_module, trainer.global_rank, batch)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if self._at_gradients:
+            self._at_gradients(trainer, pl_module, trainer.global_rank)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if self._at_end:
+            self._at_end(trainer, pl_module, trainer.global_rank)
+
+
+@dataclass(frozen=True)
+class SeededBug:
+    """One bug.
+
+    Attributes:
+        seed: what makes the callback that does it.
+        kind, name: of the first thing that parts; part of its name.
+        words: of the likely cause, or of what differs.
+        step: in which it first does harm.
+        options: of the training.
+    """
+
+    seed: Callable[[], Seed]
+    kind: str
+    name: str
+    words: str = ""
+    step: int = 1
+    options: dict[str, Any] = field(default_factory=lambda: {"strategy": REPLICATED})
+
+
+def _expert_gradients(trainer: pl.Trainer) -> list[Tensor]:
+    return [p.grad for p in trainer.strategy.experts.stack_of if p.grad is not None]  # type: ignore[attr-defined]
+
+
+def _around_replica_sum(
+    before: Callable[[pl.Trainer, int], object] | None = None,
+    after: Callable[[pl.Trainer, int], object] | None = None,
+    *,
+    skip: bool = False,
+) -> Seed:
+    def install(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        experts: Any = trainer.strategy.experts  # type: ignore[attr-defined]
+        own = experts.sum_replica_gradients
+
+        def wrong() -> None:
+            if before:
+                before(trainer, rank)
+            if not skip:
+                own()
+            if after:
+                after(trainer, rank)
+
+        experts.sum_replica_gradients = wrong
+
+    return Seed(at_start=install)
+
+
+def _times(factor: float) -> Seed:
+    return _around_replica_sum(after=lambda trainer, rank: [g.mul_(factor) for g in _expert_gradients(trainer)])
+
+
+def _lost_replica() -> Seed:
+    return _around_replica_sum(
+        before=lambda trainer, rank: [g.zero_() for g in _expert_gradients(trainer)] if rank == 1 else None
+    )
+
+
+def _no_router_gradient() -> Seed:
+    return Seed(at_gradients=lambda trainer, module, rank: moe_layers(module)[0].router.weight.grad.zero_())
+
+
+def _auxiliary_loss_by_ranks() -> Seed:
+    def install(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        def twice(layer: Any, arguments: Any, output: Any) -> None:
+            layer.auxiliary_loss = 2 * layer.auxiliary_loss
+
+        moe_layers(module)[1].register_forward_hook(twice)
+
+    return Seed(at_start=install)
+
+
+def _not_renormalised() -> Seed:
+    def install(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        router: Any = moe_layers(module)[1].router
+        router.config = dataclasses.replace(router.config, normalize_top_k=False)
+
+    return Seed(at_start=install)
+
+
+def _output_of(find: Callable[[Any], nn.Module], change: Callable[[Any], Any], *ranks: int) -> Seed:
+    def install(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        if not ranks or rank in ranks:
+            find(module).register_forward_hook(lambda part, arguments, output: change(output))
+
+    return Seed(at_start=install)
+
+
+def _first_dropped(routing: Any) -> Any:
+    ids, counts = routing.expert_ids_TK.clone(), routing.tokens_per_expert_E.clone()
+    counts[ids[0, 0]] -= 1
+    ids[0, 0] = -1
+    return dataclasses.replace(routing, expert_ids_TK=ids, tokens_per_expert_E=counts)
+
+
+def _twice(trainer: pl.Trainer, module: Any, rank: int, batch: Any) -> None:
+    if rank == 1:
+        for leaf in batch:
+            leaf[1] = leaf[0]
+
+
+def _other_order(trainer: pl.Trainer, module: Any, rank: int, batch: Any) -> None:
+    if rank == 1:
+        for leaf in batch:
+            leaf.copy_(leaf.flip(0))
+
+
+def _own_norms() -> Seed:
+    def install(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        precision: Any = trainer.strategy.precision_plugin
+        precision.clip_grad_by_norm = lambda optimizer, most: nn.utils.clip_grad_norm_(module.parameters(), most)
+
+    return Seed(at_start=install)
+
+
+def _of_group(group: int, **factors: float) -> Seed:
+    def install(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        settings = trainer.optimizers[0].param_groups[group]
+        settings.update({name: settings[name] * factor for name, factor in factors.items()})
+
+    return Seed(at_start=install)
+
+
+def _skipped_expert() -> Seed:
+    kept: list[Tensor] = []
+
+    def rows(module: Any) -> list[Tensor]:
+        experts = moe_layers(module)[0].experts
+        slot = experts.slot_experts.index(2)
+        return [p.data[slot] for p in experts.stacked_parameters().values()]
+
+    def keep(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        kept[:] = [row.clone() for row in rows(module)]
+
+    def undo(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        for row, before in zip(rows(module), kept, strict=True):
+            row.copy_(before)
+
+    return Seed(at_gradients=keep, at_end=undo)
+
+
+def _stale_replica(trainer: pl.Trainer, module: Any, rank: int, batch: Any) -> None:
+    if rank == 1 and trainer.global_step == 1:
+        next(iter(moe_layers(module)[1].experts.stacked_parameters().values())).data[3].add_(0.001)
+
+
+def _dropout_on_one(trainer: pl.Trainer, module: Any, rank: int) -> None:
+    module.model.blocks[0].dropout.p = 0.2 if rank == 1 else 0.0
+
+
+def _other_eps(trainer: pl.Trainer, module: Any, rank: int) -> None:
+    module.model.blocks[1].attention_norm.eps = 1e-3
+
+
+def _part_of_embedding(trainer: pl.Trainer, module: Any, rank: int) -> None:
+    if rank == 1:
+        module.model.token_embedding.weight.grad.mul_(0.5)
+
+
+def _flip_head(trainer: pl.Trainer, module: Any, rank: int) -> None:
+    module.model.norm.weight.grad.neg_()
+
+
+BUGS: dict[str, SeededBug] = {
+    "expert_gradient_times_ranks": SeededBug(lambda: _times(2.0), "gradient", "experts", "sum over 2 ranks"),
+    "expert_gradient_divided_twice": SeededBug(lambda: _times(0.5), "gradient", "experts", "divided by 2"),
+    "replicas_not_summed": SeededBug(lambda: _around_replica_sum(skip=True), "gradient", "experts", "do not sum"),
+    "one_replica_lost": SeededBug(_lost_replica, "gradient", "experts", "parts of some ranks"),
+    "router_gradient_missing": SeededBug(_no_router_gradient, "gradient", "0.feed_forward.router", "never arrives"),
+    "auxiliary_loss_scaled": SeededBug(_auxiliary_loss_by_ranks, "loss", "", "auxiliary loss"),
+    "weights_not_renormalised": SeededBug(_not_renormalised, "activation", "1.feed_forward.router.weights"),
+    "combined_in_wrong_order": SeededBug(
+        lambda: _output_of(lambda m: moe_layers(m)[0].experts, lambda rows: rows.roll(1, 0)),
+        "activation",
+        "blocks.0.feed_forward",
+    ),
+    "dropped_token": SeededBug(
+        lambda: _output_of(lambda m: moe_layers(m)[1].router, _first_dropped, 1),
+        "activation",
+        "1.feed_forward.router.expert_ids",
+        "rank 1",
+    ),
+    "duplicated_sample": SeededBug(lambda: Seed(at_batch=_twice), "inputs", "input 0", "comes twice"),
+    "other_order_on_one_rank": SeededBug(lambda: Seed(at_batch=_other_order), "inputs", "input 0", "rank 1"),
+    "norm_of_one_rank": SeededBug(
+        _own_norms, "clipped gradient", "", "whole model", options={"trainer": {"gradient_clip_val": 0.1}}
+    ),
+    "learning_rate_of_a_group": SeededBug(lambda: _of_group(1, lr=10.0), "update", "norm", "10 times"),
+    "weight_decay_twice": SeededBug(lambda: _of_group(0, weight_decay=2.0), "update", "", "weight decay"),
+    "expert_left_out": SeededBug(_skipped_expert, "update", "expert 2", "leaves it out"),
+    "stale_replica": SeededBug(lambda: Seed(at_batch=_stale_replica), "weights", "expert 3", "ranks 0 and 1", step=2),
+    "dropout_on_one_rank": SeededBug(lambda: Seed(at_start=_dropout_on_one), "activation", "0.dropout", "rank 1"),
+    "other_eps": SeededBug(lambda: Seed(at_start=_other_eps), "activation", "1.attention_norm"),
+    "embedding_not_summed": SeededBug(
+        lambda: Seed(at_gradients=_part_of_embedding), "gradient", "token_embedding", "sum"
+    ),
+    "bf16_in_a_layer": SeededBug(
+        lambda: _output_of(lambda m: m.model.blocks[0].attention.qkv, lambda y: y.to(torch.bfloat16).float()),
+        "activation",
+        "0.attention.qkv",
+        "precision",
+    ),
+    "sign": SeededBug(lambda: Seed(at_gradients=_flip_head), "gradient", "model.norm.weight", "sign"),
+}
