@@ -16,6 +16,7 @@ from tests.chaos.elastic_runs import SETTINGS, ElasticRun, Hold, Kill, elastic_r
 from tests.chaos.elastic_worker import checkpoints_of
 from tests.chaos.test_min_ranks import wait_for_recovery
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 STEPS = 8
 MODEL = {"num_layers": 4, "tie_embeddings": False}
@@ -174,3 +175,40 @@ def test_one_rank_that_is_left_validates_saves_and_ends(tmp_path: Path, undistur
         assert found is not None
         assert found.step == STEPS
         found.verify()
+
+
+BESIDE: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero1": (4, {"dense": "zero1"}),
+    "fsdp": (4, {"dense": "fsdp"}),
+    "hsdp": (8, {"dense": "hsdp"}),
+    "cp": (8, {"mesh": {"cp": 2}}),
+    "tp": (8, {"mesh": {"tp": 2}}),
+    "cp4": (4, {"mesh": {"cp": 2}}),
+    "tp4": (4, {"mesh": {"tp": 2}}),
+    "tp_zero1": (8, {"mesh": {"tp": 2}, "dense": "zero1"}),
+    "tp_fsdp": (8, {"mesh": {"tp": 2}, "dense": "fsdp"}),
+}
+"""Ranks in two stages, and what is beside them."""
+
+
+PLACES = ["forward", "exchange", "backward", "prepare", "update", "committed"]
+
+
+@pytest.mark.parametrize(
+    ("place", "beside"),
+    [("backward", "fsdp"), *(slow(place, b) for place in PLACES for b in BESIDE if (place, b) != ("backward", "fsdp"))],
+)
+def test_stages_beside_other_axes(tmp_path: Path, undisturbed: dict[int, float], place: str, beside: str) -> None:
+    """A rank is lost and comes again; where nobody else has what it had, that comes from snapshots."""
+    ranks, strategy = BESIDE[beside]
+    strategy = {**strategy, "mesh": {"pp": 2, **strategy.get("mesh", {})}, "micro_batches": 2}
+    is_copied = beside in ("hsdp", "cp", "tp", "cp4")
+    saving, holds = None if is_copied else EVERY_STEP, [Hold(step=6, ranks=ranks)]
+    options = {"kills": [lose(1, place)], "holds": holds, "saving": saving, "model": MODEL}
+    with elastic_run(tmp_path, workers=ranks, steps=STEPS, strategy=strategy, **options) as run:
+        run.supervise(restart=range(ranks))
+        assert run.kills_done() == 1
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        assert run.world_sizes()[STEPS] == ranks
+        assert "zero1" in beside or run.assert_replicas_equal() > 0
+        assert not (is_copied and any(report["steps_lost"] for report in run.reports()))
