@@ -146,13 +146,14 @@ def test_one_rank_that_is_more_than_stages_waits_from_the_start(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize(("workers", "dense"), [(3, "ddp"), (4, "ddp"), (4, "zero1"), (4, "fsdp")])
 def test_a_rank_that_is_told_to_leave_hands_its_stage_over(
-    tmp_path: Path, undisturbed: dict[int, float], workers: int
+    tmp_path: Path, undisturbed: dict[int, float], workers: int, dense: str
 ) -> None:
     """Nothing was saved, and nothing is lost; of three ranks one waits already, and comes in for who leaves."""
     kills, settings = [lose(1, "forward", signal=signal.SIGTERM)], replace(SETTINGS, notice_on_sigterm=True)
     options: dict[str, Any] = {"kills": kills, "settings": settings, "recovery": {"min_replicas": 1}, **PP2}
+    options["strategy"] = {**PP2["strategy"], "dense": dense}
     with elastic_run(tmp_path, workers=workers, steps=STEPS, **options) as run:
         for process in run.processes.values():
             process.join(PATIENCE_S)

@@ -10,7 +10,7 @@ from moe_lightning.strategies.pipeline_checks import check_for_recovery
 
 
 def test_what_worlds_cannot_bring_across_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="mesh.pp=2 beside dense=mine cannot change its world"):
+    with pytest.raises(ConfigurationError, match=r"mesh\.pp=2 beside dense=mine cannot change its world"):
         check_for_recovery(MeshShape(pp=2), "mine")
 
 
