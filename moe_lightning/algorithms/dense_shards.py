@@ -4,9 +4,10 @@ what of them is whose.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, product
 from typing import Self
@@ -47,23 +48,28 @@ def hybrid_shard_size(nodes: Sequence[object], wanted: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of all tensors that are cut: first by tensor index, as `TensorCut` says, then by rows of what that leaves.
+    """A part of all tensors of a stage that are cut: first by tensor index, as `TensorCut` says, then by rows of what
+    that leaves.
 
     Attributes:
         tensor: the tensor index, of `tensors`.
         row: which of the parts by rows, of `rows`; `rows` itself: nothing.
+        stage: of a pipeline, of `stages`.
     """
 
     tensor: int = 0
     tensors: int = 1
     row: int = 0
     rows: int = 1
+    stage: int = 0
+    stages: int = 1
 
     @property
     def name(self) -> str:
         """For inventories; those of other cuts have other names."""
         of_tensor = f" in part {self.tensor} of {self.tensors}" if self.tensors > 1 else ""
-        return f"dense rows {self.row} of {self.rows}{of_tensor}"
+        of_stage = f" for stage {self.stage} of {self.stages}" if self.stages > 1 else ""
+        return f"dense rows {self.row} of {self.rows}{of_tensor}{of_stage}"
 
     @staticmethod
     def is_name(text: str) -> bool:
@@ -73,9 +79,15 @@ class Part:
     @classmethod
     def named(cls, name: str) -> Self:
         """The part of this name."""
-        numbers = [int(word) for word in name.split() if word.isdecimal()]
-        row, rows, tensor, tensors = numbers if len(numbers) == 4 else [*numbers, 0, 1]
-        return cls(tensor=tensor, tensors=tensors, row=row, rows=rows)
+        numbers: dict[str, int] = {}
+        for word, index, count in re.findall(r"(rows|part|stage) (\d+) of (\d+)", name):
+            kind = {"rows": "row", "part": "tensor"}.get(word, word)
+            numbers |= {kind: int(index), f"{kind}s": int(count)}
+        return cls(**numbers)
+
+    def in_stage(self, stage: int, stages: int) -> Self:
+        """The same of another stage."""
+        return replace(self, stage=stage, stages=stages)
 
     def speaks_to(self, other: Part) -> bool:
         """Whether a tensor that has no tensor index comes from this part, not from that of another tensor index."""

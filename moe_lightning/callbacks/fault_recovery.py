@@ -22,6 +22,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.leaving import WorldChanged
+from moe_lightning.strategies.peer_replay import replay_peer, verify_replay
 from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
 from moe_lightning.values import validated
 
@@ -158,14 +159,14 @@ class FaultRecovery(Callback, RecoveryListener):
     def _replay_next_rank(self, trainer: pl.Trainer) -> None:
         """Begin to repeat the updates of the next rank's shard, from its present state; collective."""
         strategy = _strategy(trainer)
-        if strategy.state.parts.is_wished:
+        if strategy.state.parts.is_wished or strategy.state.stages is not None:
             raise ConfigurationError(
                 "optimizer_replay repeats a peer's updates, and under dense=fsdp or hsdp, mesh.tp or mesh.pp, nobody "
                 "has its gradients: use dense=hsdp or a mesh, whose copies replace lost parts, without optimizer_replay"
             )
         if strategy.state.shards_optimizers:
-            strategy.state.replay_peer((strategy.world.rank + 1) % strategy.world.size, trainer.global_step)
-            strategy.state.verify_replay(trainer.global_step)
+            replay_peer(strategy.state, (strategy.world.rank + 1) % strategy.world.size, trainer.global_step)
+            verify_replay(strategy.state, trainer.global_step, strategy.world)
 
     @override
     def on_train_batch_start(
@@ -185,7 +186,8 @@ class FaultRecovery(Callback, RecoveryListener):
         elastic.keep_progress(after_step=True)
         self._committed = trainer.global_step
         if self._replays and trainer.global_step % self._verify_every == 0:
-            corrections = _strategy(trainer).state.verify_replay(trainer.global_step)
+            strategy = _strategy(trainer)
+            corrections = verify_replay(strategy.state, trainer.global_step, strategy.world)
             pl_module.log("recovery/replay_corrections", float(corrections))
 
     @override

@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from moe_lightning.algorithms.dense_shards import Part
 from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.algorithms.recovery_planner import RecoveryPlan
 from moe_lightning.algorithms.repair import Repair, repair_placements, repair_stages
@@ -108,7 +107,7 @@ def fetch_rows(state: RankState, plan: RecoveryPlan, world: World) -> Rows | Non
     if state.stages is not None:
         rows = state.moves.fetch(plan.shards, world, is_live=world.rank in plan.live_ranks)
     elif state.parts.is_wished:
-        rows = state.parts.fetch([(name, rank) for name, rank in plan.shards if Part.is_name(name)], world)
+        rows = state.parts.fetch(plan.shards, world.row_cut.part, world)
     else:
         return None
     agree(world)  # all have theirs, and go on, or none does

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from moe_lightning import seams
-from moe_lightning.algorithms.dense_shards import Part, TensorCut
+from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World, all_reduce_, broadcast_
 from moe_lightning.state.row_blocks import cuts_of, is_cut, local, mark, whole_shape
@@ -35,7 +35,6 @@ from moe_lightning.strategies.fully_sharded import (
 from moe_lightning.strategies.module_checks import identical_buffers
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.row_moves import RowMoves, Rows, held_rows
-from moe_lightning.strategies.stage_cut import StageCut
 from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.tensor_parts import TensorParts, has_index
 
@@ -69,12 +68,13 @@ class DenseParts:
         with_moments: whether who holds a part keeps its optimizer states.
 
     Attributes:
+        with_moments: as given.
         layers: the parts by tensor index.
         entrusted: parts that ranks have left here before they went, by name, until the next world has them.
     """
 
     def __init__(self, state: Holder, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
-        self._state, self._in_rows, self._tensors, self._with_moments = state, in_rows, tensors, with_moments
+        self._state, self._in_rows, self._tensors, self.with_moments = state, in_rows, tensors, with_moments
         self.layers = TensorParts(tensors)
         self.entrusted: dict[str, Rows] = {}
         self._buffers: list[str] = []
@@ -124,8 +124,7 @@ class DenseParts:
         for tensor in self._replicated():
             broadcast_(tensor, 0, world)
         self._shard(world)
-        if self._state.stages is not None:
-            self._mark_absent(self._state.stages.cut)
+        self._mark_absent(self.layers.cuts(self._state.module) if self._tensors > 1 else {})
 
     def _shard(self, world: World) -> None:
         module, stack_of = self._state.module, self._state.experts.stack_of
@@ -138,13 +137,19 @@ class DenseParts:
         dense = (p for p in module.parameters() if p not in stack_of)
         self._scalars = [p for p in dense if not p.ndim and p.requires_grad]
 
-    @staticmethod
-    def _mark_absent(stages: StageCut) -> None:
-        """Parameters of other stages, which have no values here, are in rows there."""
-        with stages.whole():
-            for *_, parameter, _ in stages.dense():
-                if parameter.is_meta and parameter.ndim and not is_cut(parameter):
-                    mark(parameter, TensorCut(shape=tuple(parameter.shape)))
+    def _mark_absent(self, cuts: Mapping[nn.Parameter, TensorCut]) -> None:
+        """Parameters of other stages, which have no values here, are cut there.
+
+        Args:
+            cuts: by tensor index.
+        """
+        if (stages := self._state.stages) is None:
+            return
+        with stages.cut.whole():
+            for *_, parameter, _ in stages.cut.dense():
+                if parameter.is_meta and parameter.ndim:
+                    rows = TensorCut(shape=tuple(parameter.shape)) if self.is_in_rows else None
+                    mark(parameter, cuts.get(parameter, rows))
 
     @torch.no_grad()
     def gather(self, world: World, most_bytes: int) -> bool:
@@ -163,8 +168,13 @@ class DenseParts:
             )
             return False
         cut = world.row_cut
-        sources = [(name, ranks[0]) for name, ranks in zip(cut.names(), cut.holders, strict=True)]
-        rows = self._moves(sources, [Part()] * world.size, world).exchange()
+        sources = [
+            (part.name, ranks[0])
+            for whose, ranks in zip(cut.parts, cut.holders, strict=True)
+            for part in self._in_stages(whose, self._stages_here)
+        ]
+        targets = [self._in_stages(Part(), self._stages_here)] * world.size
+        rows = self._moves(sources, targets, world).exchange()
         self.leave()
         self.install(rows, World.single(world.device))
         self.layers.forget(self._state.module)
@@ -245,17 +255,48 @@ class DenseParts:
         if self.is_in_rows:
             undo_shard(self._state.module)
 
-    def fetch(self, sources: Sequence[tuple[str, int]], world: World) -> Rows:
+    def named(self, cut: RowCut) -> tuple[list[str], list[str]]:
+        """Names of all parts of a cut, and of those of this rank, where ranks share copies."""
+        if not self.is_wished:
+            return [], []
+        stages = (0,) if self._state.stages is None else range(self._state.stages.cut.num_stages)
+        everyones = [part.name for whose in cut.parts for part in self._in_stages(whose, stages)]
+        return everyones, [part.name for part in self._in_stages(cut.part, self._stages_here)] + [*self.entrusted]
+
+    @property
+    def _stages_here(self) -> Sequence[int]:
+        return (0,) if self._state.stages is None else self._state.stages.held
+
+    def _in_stages(self, part: Part, stages: Sequence[int]) -> list[Part]:
+        """The same part of each of some stages."""
+        count = 1 if self._state.stages is None else self._state.stages.cut.num_stages
+        return [replace(part, stage=stage, stages=count) for stage in stages]
+
+    def fetch(
+        self, sources: Sequence[tuple[str, int]], part: Part, world: World, stages: Sequence[int] = (0,)
+    ) -> dict[str, Tensor]:
         """What this rank will hold in a world, from those that have it; collective there.
 
         Args:
             sources: (name of a part, its rank in the new world); of a rank -1 nothing comes.
+            part: that this rank will hold, of each of these stages.
         """
-        return self._moves(sources, world.row_cut.of_all(), world).exchange()
+        told = all_gather_json([own.name for own in self._in_stages(part, stages)], world)
+        return self._moves(sources, [[Part.named(name) for name in names] for names in told], world).exchange()
 
-    def _moves(self, sources: Sequence[tuple[str, int]], targets: Sequence[Part], world: World) -> RowMoves:
-        state, has = self._state.training_state(), {"with_moments": self._with_moments}
-        return RowMoves(state, self.ways(), sources, targets, world, self.entrusted, **has)
+    def _moves(self, sources: Sequence[tuple[str, int]], targets: Sequence[Sequence[Part]], world: World) -> RowMoves:
+        state, stages = self._state.training_state(), self._state.stages
+        return RowMoves(
+            state,
+            self.ways(),
+            [(name, rank) for name, rank in sources if Part.is_name(name)],
+            targets,
+            world,
+            self.entrusted,
+            held=self._in_stages(state.cut.part, self._stages_here),
+            with_moments=self.with_moments,
+            stage_of=(lambda _: 0) if stages is None else stages.stage_of,
+        )
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Before ranks leave: the parts that only they have go to ranks that stay; collective where anything is cut."""
@@ -265,8 +306,7 @@ class DenseParts:
         lost = [index for index, ranks in enumerate(cut.holders) if not set(ranks) & set(staying)]
         for number, index in enumerate(lost):
             keeper, part = staying[number % len(staying)], cut.parts[index]
-            nothing = replace(part, row=part.rows)
-            targets = [part if rank == keeper else nothing for rank in range(world.size)]
+            targets = [[part] if rank == keeper else [] for rank in range(world.size)]
             rows = self._moves([(names[index], cut.holders[index][0])], targets, world).exchange()
             if world.rank == keeper:
                 self.entrusted[names[index]] = rows
@@ -278,9 +318,9 @@ class DenseParts:
         Not collective.
         """
         state, module, part = self._state.training_state(), self._state.module, world.row_cut.part
-        ways = self.ways()
+        ways, cuts = self.ways(), self.layers.cuts(module) if self._tensors > 1 else {}
         before = {name: state.dense[name] for name in ways}
-        moments = {name: state.moments(p) if self._with_moments else {} for name, p in before.items()}
+        moments = {name: state.moments(p) if self.with_moments else {} for name, p in before.items()}
         after = self._anew(before, ways, world) if self._in_rows else before
         for name, cut in ways.items():
             parameter = after[name]
@@ -294,6 +334,7 @@ class DenseParts:
                 for scope, tensor in scopes.items():
                     tensor.copy_(rows[f"dense/{name}/{scope}"])
         self.entrusted = {}
+        self._mark_absent(cuts if part.tensors > 1 else {})
         self.layers.enter(module, world)
 
     def _anew(

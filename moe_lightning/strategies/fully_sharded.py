@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -228,6 +229,7 @@ def _device_mesh(world: World) -> DeviceMesh:
         return DeviceMesh.from_group(world.shard_group, kind, mesh_dim_names=("shard",))
     groups, part = [world.copy_group, world.shard_group], world.row_cut.part
     mesh = torch.tensor(world.shards).view(-1, part.tensors, part.rows)[:, part.tensor]
+    mesh += dist.get_rank() - world.rank  # of a stage, whose ranks are counted from 0
     return DeviceMesh.from_group(groups, kind, mesh=mesh, mesh_dim_names=("copy", "shard"))
 
 

@@ -34,6 +34,11 @@ def keepers_of_units(owners: Mapping[str, int], parted: Collection[str], cut: Ro
     return found
 
 
+def is_of_states(name: str) -> bool:
+    """Whether the name of an inventory is a unit's, not that of parameters' values."""
+    return not name.startswith("dense ")
+
+
 def name_of(unit: str) -> str:
     """Of the parameter."""
     return unit.partition(_OF)[0]

@@ -58,6 +58,7 @@ def hand_over(
     notices = all_gather_json(notice, world)
     staying = [rank for rank, notice in enumerate(notices[: world.size - spares]) if notice is None]
     if 0 < len(staying) < world.size and world.is_connected and state.stages is not None:
+        state.hand_over(staying, world)
         state.moves.hand_over(staying, world, nodes, min_replicas=min_replicas)
     elif 0 < len(staying) < world.size and world.is_connected:
         held = np.stack([p.replicas > 0 for p in state.experts.placements])

@@ -55,11 +55,8 @@ def check_for_recovery(axes: MeshShape, dense: str) -> None:
     Raises:
         ConfigurationError: a pipeline beside what elastic worlds cannot bring across with it.
     """
-    others = {"cp": axes.cp, "tp": axes.tp}
-    beside = [f"mesh.{axis}={size}" for axis, size in others.items() if size > 1]
-    beside += [f"dense={dense}"] if dense != "ddp" else []
-    if axes.pp > 1 and beside:
+    if axes.pp > 1 and dense not in ("ddp", "zero1", "fsdp", "hsdp"):
         raise ConfigurationError(
-            f"mesh.pp={axes.pp} beside {beside[0]} cannot yet change its world, as elastic runs do: say "
-            f"elastic.enabled=false, or drop {beside[0]}"
+            f"mesh.pp={axes.pp} beside dense={dense} cannot change its world, as elastic runs do: say "
+            "elastic.enabled=false, or use dense=ddp, zero1, fsdp or hsdp"
         )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migration
+from moe_lightning.algorithms.migration import BoolArray, Transfer, held_states, plan_migration
 from moe_lightning.algorithms.placement import IntArray, Placement, dispatch_groups
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
@@ -194,6 +194,7 @@ class PlacedExperts:
         optimizers: Sequence[Optimizer],
         nodes: Sequence[str] | None = None,
         dtypes: Collection[torch.dtype] | None = None,
+        transfers: Sequence[Transfer] | None = None,
     ) -> MigrationReport:
         """Live in another world: the same rows, new peers; experts move to where the placements want them. Collective.
 
@@ -207,6 +208,7 @@ class PlacedExperts:
             optimizers: whose states move along; every rank must have made them.
             nodes: of the ranks; experts come from the own node where they can.
             dtypes: see `migrate_rows`.
+            transfers: of these layers, where others hold other ones; None: as `plan_migration` says.
         """
         began = time.perf_counter()
         self.speeds = None
@@ -222,7 +224,7 @@ class PlacedExperts:
             # Rows that are out of date keep their slots, too: what is frozen in them is never out of date.
             after = next_slots(layer.experts.slot_experts, placement.experts_on(world.rank))
             dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, *self._dispatch))
-        return self._move(placements, dispatchers, before, held, optimizers, began, nodes, dtypes)
+        return self._move(placements, dispatchers, before, held, optimizers, began, nodes, dtypes, transfers)
 
     def hold(self, layers: Sequence[MoELayer], placements: Sequence[Placement]) -> None:
         """Speak of other layers from now on, in the slots as they are, until `settle` lets them dispatch.
@@ -274,13 +276,15 @@ class PlacedExperts:
         began: float,
         nodes: Sequence[Hashable] | None = None,
         dtypes: Collection[torch.dtype] | None = None,
+        transfers: Sequence[Transfer] | None = None,
     ) -> MigrationReport:
         """Carry rows to the placements' ranks and let the layers go on under their new dispatchers."""
-        migration = plan_migration(held, placements, nodes)
+        if transfers is None:
+            transfers = plan_migration(held, placements, nodes).transfers
         stacks = self._stacks([dispatcher.slot_experts for dispatcher in dispatchers], placements)
         for parameter in self.stack_of:
             parameter.grad = None
-        former, transfers = self._stacks(before, placements), migration.transfers
+        former = self._stacks(before, placements)
         sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world, dtypes)
         arrived = {(t.layer, t.expert) for t in transfers if t.target == self.world.rank}
         for index, (layer, dispatcher) in enumerate(zip(self.layers, dispatchers, strict=True)):
@@ -292,7 +296,7 @@ class PlacedExperts:
         self._take(stacks)
         self.take_speeds(self.speeds)
         return MigrationReport(
-            moved_states=len(migration.transfers),
+            moved_states=len(transfers),
             sent_bytes=sent_bytes,
             migration_s=time.perf_counter() - began,
         )

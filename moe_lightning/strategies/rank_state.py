@@ -12,12 +12,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.dense_shards import Part
-from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
+from moe_lightning.checkpoint.optimizer_replay import AdamWReplay
 from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.checkpoint.window_replay import WindowReplay, replay_of
+from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
@@ -26,7 +26,7 @@ from moe_lightning.state.table import counts_there
 from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
-from moe_lightning.strategies.kept_states import keepers_of_units, made_of, name_of, takers_of
+from moe_lightning.strategies.kept_states import is_of_states, keepers_of_units, made_of, name_of, takers_of
 from moe_lightning.strategies.pipeline_checks import check_for_recovery
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.random_state import restore_random_state
@@ -64,7 +64,7 @@ class RankState:
         self._experts: PlacedExperts | None = None
         self._groups: list[list[list[nn.Parameter]]] = []
         self._shards: DenseSharding | None = None
-        self._entrusted: dict[str, dict[str, Tensor]] = {}
+        self._entrusted: dict[str, Mapping[str, Tensor]] = {}
         self._own_forward: Any = None
         self.stages: StageState | None = None
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
@@ -110,18 +110,17 @@ class RankState:
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         self.fill_groups()
-        self._shard(self._dense_sharding())
+        self._shard(self._dense_sharding(self.moves.sharers(self._worlds.present)[0]))
 
     def training_state(self) -> TrainingState:
         """The live tensors of the run under their checkpoint keys."""
-        mesh = self._worlds.mesh
-        ranks, first = mesh.whole, mesh.whole.rank - mesh.world.rank
+        ranks, (_, numbers) = self._worlds.mesh.whole, self.moves.sharers(self._worlds.present)
         owners = {} if self._shards is None else self._shards.owners
         return TrainingState(
             self.module,
             self.experts.stacks if self.stages is None else self.stages.stacks(self.experts),
             list(zip(self.optimizers, self._groups, strict=True)),
-            keepers={parameter: first + rank for parameter, rank in owners.items()},
+            keepers={parameter: numbers[rank] for parameter, rank in owners.items()},
             rank=ranks.rank,
             world_size=ranks.size,
             cut=ranks.row_cut,
@@ -253,13 +252,11 @@ class RankState:
         Args:
             former: the world that this rank comes from.
         """
-        if self.stages is not None:
-            return self.moves.parts()
-        names = former.row_cut.names() if self.parts.is_wished else ()
-        parts = (*names[former.row_cut.index : former.row_cut.index + 1], *self.parts.entrusted)
-        keepers = self._keepers(former)
+        names, parts = self.parts.named(former.row_cut)
+        stages, held = ([], []) if self.stages is None else self.moves.named()
+        keepers = self._keepers(*self.moves.sharers(former))
         own = {unit for unit, keeper in keepers.items() if keeper == former.rank}
-        return (*names, *sorted(keepers)), (*parts, *sorted(own | self._entrusted.keys()))
+        return (*stages, *names, *sorted(keepers)), (*held, *parts, *sorted(own | self._entrusted.keys()))
 
     @property
     def shards_optimizers(self) -> bool:
@@ -272,17 +269,29 @@ class RankState:
         if self._shards is None:
             return {}
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return {names[parameter]: rank for parameter, rank in self._shards.owners.items()}
+        owners = self._shards.owners.items()
+        return {names[parameter]: rank for parameter, rank in owners if parameter in names}  # others have left
 
-    def _keepers(self, world: World) -> dict[str, int]:
-        """The rank of a world that keeps each unit of optimizer states; empty without sharding."""
-        return keepers_of_units(self.shard_owners, cuts_of(self.module), world.row_cut)
+    def _keepers(self, ranks: World, numbers: Sequence[int]) -> dict[str, int]:
+        """The rank that keeps each unit of optimizer states of what is here; empty without sharding.
 
-    def _dense_sharding(self, world: World | None = None) -> DenseSharding:
-        """Of the dense parameters, among the ranks of a world, or of the present one."""
+        Args:
+            ranks, numbers: see `StageMoves.sharers`.
+        """
+        units = keepers_of_units(self.shard_owners, cuts_of(self.module), ranks.row_cut)
+        return {unit: numbers[rank] for unit, rank in units.items()}
+
+    def _everyones(self, keepers: Mapping[str, int], world: World) -> Mapping[str, int]:
+        """Those of all stages; collective where there are several."""
+        if self.stages is None:
+            return keepers
+        return {unit: rank for told in all_gather_json(dict(keepers), world) for unit, rank in told.items()}
+
+    def _dense_sharding(self, ranks: World) -> DenseSharding:
+        """Of the dense parameters, among the ranks that hold them."""
         dense = [p for p in self.module.parameters() if p.requires_grad and p not in self.experts.stack_of]
-        world = world or self._worlds.mesh.world  # those that will leave it keep nothing for others
-        staying = replace(world, size=world.size - self._worlds.spares)
+        leaving = self._worlds.spares if self.stages is None else 0  # they keep nothing for others
+        staying = replace(ranks, size=ranks.size - leaving)
         sharding: DenseSharding = DENSE_SHARDINGS.make(self._dense, dense, staying)
         return sharding
 
@@ -302,30 +311,35 @@ class RankState:
                 from elsewhere by who keeps them from now on.
             rows: of the parameters that this rank will hold, where ranks share them; None: they are restored next.
         """
+        world = self._worlds.present
+        ranks, numbers = self.moves.sharers(world)
         if self.stages is not None:
-            self.moves.install(rows, self._worlds.present)
-            return
-        if self.parts.is_wished:
-            self.parts.install(rows, self._worlds.present)
-        self._share_states([(unit, rank) for unit, rank in sources if not Part.is_name(unit)], self._worlds.present)
+            self.moves.install(rows, ranks)
+        elif self.parts.is_wished:
+            self.parts.install(rows, world)
+        self._share_states([(unit, rank) for unit, rank in sources if is_of_states(unit)], world, ranks, numbers)
 
     def gather(self, world: World, most_bytes: int) -> None:
         """Training has ended: give every rank whole dense parameters, where they take no more than this on any rank;
         collective where they are cut.
         """
-        units = list(self._keepers(world).items())
+        units = list(self._keepers(world, range(world.size)).items())
         if self.parts.gather(world, most_bytes):
-            self._share_states(units, replace(world, shards=(), copy_group=None))
+            world = replace(world, shards=(), copy_group=None)
+            self._share_states(units, world, world, range(world.size))
 
-    def _share_states(self, sources: Sequence[tuple[str, int]], world: World) -> None:
+    def _share_states(
+        self, sources: Sequence[tuple[str, int]], world: World, ranks: World, numbers: Sequence[int]
+    ) -> None:
         """Bring optimizer states to the ranks of a world that keep them from now on, where any keeps them for others;
         collective.
 
         Args:
             sources: (unit, rank) of every state that a rank has.
+            ranks, numbers: those that hold the same parameters as this one, and their numbers in the world.
         """
-        sharding = self._dense_sharding(world)
-        if not sharding.owners:
+        sharding = self._dense_sharding(ranks)
+        if not sharding.owners and (self.stages is None or self.parts.with_moments):
             return
         dense = {name: p for name, p in self.module.named_parameters() if p not in self.experts.stack_of}
         homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
@@ -335,7 +349,7 @@ class RankState:
         self._shard(sharding)
         for parameter in dense.values():
             homes[parameter].state.pop(parameter, None)
-        keepers, ways = self._keepers(world), self.parts.ways()
+        keepers, ways = self._everyones(self._keepers(ranks, numbers), world), self.parts.ways()
         takers = {unit: takers_of(unit, keepers) for unit, _ in sources}
         arrived = move_shards(sources, takers, local, world)
         for unit in (unit for unit, keeper in keepers.items() if keeper == world.rank):
@@ -351,50 +365,34 @@ class RankState:
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
         """Before ranks leave: what only they keep of the dense state goes to ranks that stay; collective."""
-        self.parts.hand_over(staying, world)
-        owners = self._keepers(world)
+        own = self._keepers(*self.moves.sharers(world))
+        if self.stages is None:
+            self.parts.hand_over(staying, world)
+        else:
+            self.keep_states(unit for unit, owner in own.items() if owner == world.rank)
+        owners = self._everyones(own, world)
         lost = sorted(unit for unit, owner in owners.items() if owner not in staying)
         if lost:
             keepers = {unit: [staying[number % len(staying)]] for number, unit in enumerate(lost)}
             local = self._held_states(unit for unit in lost if owners[unit] == world.rank)
             self._entrusted |= move_shards([(unit, owners[unit]) for unit in lost], keepers, local, world)
 
+    def keep_states(self, units: Iterable[str]) -> None:
+        """Keep those of these units' optimizer states that are here until the next world has them, whatever becomes of
+        their parameters.
+        """
+        known = self.shard_owners
+        self._entrusted |= self._held_states(unit for unit in units if name_of(unit) in known)
+
     def _held_states(self, units: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
         """Optimizer states, live, or as a rank left them here, or as replayed for a lost peer."""
         parameters, replayed = dict(self.module.named_parameters()), self.replay
-        here = {unit: self._entrusted.get(unit) or self.state_of(parameters[name_of(unit)]) for unit in units}
+        kept = self._entrusted
+        here = {unit: kept[unit] if unit in kept else self.state_of(parameters[name_of(unit)]) for unit in units}
         return {unit: s if s or replayed is None else replayed.moments(unit) for unit, s in here.items()}
-
-    def replay_peer(self, peer: int, version: int) -> None:
-        """Keep the optimizer state of another rank's dense parameters on the host, by repeating its updates (REFT's
-        AOR).
-
-        Raises:
-            ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
-        """
-        if self._shards is None or len(self.optimizers) != 1:
-            raise ConfigurationError("updates of a peer can be repeated for one optimizer under dense=zero1 only")
-        owners = self.shard_owners
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        groups = [
-            {names[id(p)]: p.detach() for p in group if owners.get(names[id(p)]) == peer} for group in self._groups[0]
-        ]
-        self.replay = AdamWReplay(self.optimizers[0], groups, version=version)
 
     def replay_update(self, optimizer: Optimizer) -> None:
         """Repeat the update that a peer is about to make."""
         if self.replay is not None:
             parameters = self.module.named_parameters()
             self.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)
-
-    def verify_replay(self, version: int) -> int:
-        """Compare every repeated shard with its owner; the number of corrections. Collective."""
-        if self.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
-            return 0
-        world, owners, optimizer = self._worlds.present, self.shard_owners, self.optimizers[0]
-        owned = {
-            name: {"weight": p.detach(), **optimizer.state[p]}
-            for name, p in self.module.named_parameters()
-            if owners.get(name) == world.rank and p in optimizer.state
-        }
-        return sum(len(names) for names in verify_replays(self.replay, owned, version, world).values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,13 +26,15 @@ class RowMoves:
     another one, so all of them take part in the exchange or none does.
 
     Args:
-        state: of this rank under the former cut.
+        state: of this rank under the former cut, in a pipeline with the stages that it had and those that it will have.
         ways: how parameters are cut, by name.
         sources: (name of a part, the rank that has it); of a rank -1 nothing comes.
-        targets: the part that every rank will have.
+        targets: the parts that every rank will have, at most one of each stage.
         world: the ranks.
         entrusted: parts of other ranks that this one has, by name.
+        held: its own parts under that cut.
         with_moments: whether optimizer states travel with their parameters.
+        stage_of: the stage of a parameter, by its name.
     """
 
     def __init__(
@@ -40,18 +42,23 @@ class RowMoves:
         state: State,
         ways: Mapping[str, TensorCut],
         sources: Sequence[tuple[str, int]],
-        targets: Sequence[Part],
+        targets: Sequence[Sequence[Part]],
         world: World,
-        entrusted: Mapping[str, Rows] | None = None,
+        entrusted: Mapping[str, Rows],
         *,
-        with_moments: bool = True,
+        held: Sequence[Part],
+        with_moments: bool,
+        stage_of: Callable[[str], int],
     ) -> None:
-        self._targets, self._world = targets, world
+        self._world = world
         own = held_rows(state, ways, with_moments=with_moments)
-        self._cuts = {key: ways[key.removeprefix("dense/").rpartition("/")[0]] for key in own}
+        names = {key: key.removeprefix("dense/").rpartition("/")[0] for key in own}
+        self._cuts = {key: ways[name] for key, name in names.items()}
+        self._stages = {key: stage_of(name) for key, name in names.items()}
         self._dtypes = {key: tensor.dtype for key, tensor in own.items()}
-        self._held: dict[Part, Rows] = {state.cut.part: own}
-        self._held |= {Part.named(name): rows for name, rows in (entrusted or {}).items()}
+        self._held: dict[Part, Rows] = dict.fromkeys(held, own)
+        self._held |= {Part.named(name): rows for name, rows in entrusted.items()}
+        self._wanted = {part.stage: part for part in targets[world.rank]}
         self._ways = [
             (part, source, target, self._common(part, targets[target]))
             for part, source in ((Part.named(name), source) for name, source in sources if source >= 0)
@@ -66,19 +73,25 @@ class RowMoves:
             for _, source, target, common in self._ways
         ]
         arrived = exchange_parcels(parcels, self._packed, self._world)
-        own = self._targets[self._world.rank]
-        rows = {key: torch.empty(cut.shape_of(own), dtype=self._dtypes[key]) for key, cut in self._cuts.items()}
+        rows = {
+            key: torch.empty(cut.shape_of(self._wanted[stage]), dtype=self._dtypes[key])
+            for key, cut in self._cuts.items()
+            if (stage := self._stages[key]) in self._wanted
+        }
         for at, data in arrived.items():
             *_, common = self._ways[at]
             if common:
                 unpack(data, [rows[key][there] for key, _, there in common])
         return rows
 
-    def _common(self, source: Part, target: Part) -> Shared:
+    def _common(self, source: Part, targets: Sequence[Part]) -> Shared:
         """What a part has of what a rank will hold."""
-        found = []
+        found: list[tuple[str, tuple[slice, ...], tuple[slice, ...]]] = []
+        target = next((part for part in targets if part.stage == source.stage), None)
+        if target is None:
+            return found
         for key, cut in self._cuts.items():
-            if not (cut.sections or source.speaks_to(target)):
+            if self._stages[key] != source.stage or not (cut.sections or source.speaks_to(target)):
                 continue
             wanted = list(blocks_of(cut, target))
             for here, block in blocks_of(cut, source):

@@ -22,6 +22,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.absent_block import AbsentBlock
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.state.row_blocks import whole_shape
 from moe_lightning.strategies.stage_blocks import blocks_of
 
 
@@ -231,7 +232,7 @@ class StageCut:
                 part.slot_experts = ()
             for name, parameter in list(part.named_parameters(recurse=False)):
                 if stage not in self.stages and not parameter.is_meta:
-                    _put(part, name, torch.empty_like(parameter, device="meta"), others)
+                    _put(part, name, torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta"), others)
                 elif stage in self.stages and parameter.is_meta and not isinstance(part, Experts):
                     raise ConfigurationError(
                         "this module holds the parts of other stages of a pipeline only, as another training has left "
@@ -256,8 +257,7 @@ class StageCut:
 
     def chunk_layers(self, stage: int) -> list[MoELayer]:
         """The MoE layers of a stage of this rank."""
-        blocks = (self._blocks[index] for index in self.chunk(stage))
-        return [part for block in blocks for part in block.modules() if isinstance(part, MoELayer)]
+        return [part for at in self.chunk(stage) for part in self._blocks[at].modules() if isinstance(part, MoELayer)]
 
     def block_before(self, stage: int) -> AbsentBlock:
         """What stands for the block before a stage, which is another rank's."""

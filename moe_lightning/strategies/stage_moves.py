@@ -6,7 +6,8 @@ had and those that it will have; what others will hold stays with them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_lightning.algorithms.dense_shards import Part
 from moe_lightning.algorithms.mesh_shape import stage_ranks
-from moe_lightning.algorithms.migration import BoolArray, held_states
+from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migration
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.repair import repair_stages
 from moe_lightning.checkpoint.live_state import share_optimizers
@@ -24,7 +26,9 @@ from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World, agree
 from moe_lightning.kernels import pack, packed_bytes, unpack
+from moe_lightning.state.row_blocks import cut_of, mark
 from moe_lightning.state.table import State
+from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.row_moves import Rows
 from moe_lightning.strategies.stage_state import StageState
@@ -46,9 +50,14 @@ class Holder(Protocol):
 
     def training_state(self) -> State: ...
 
+    @property
+    def parts(self) -> DenseParts: ...
+
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None: ...
 
     def fill_groups(self) -> None: ...
+
+    def keep_states(self, units: Iterable[str]) -> None: ...
 
 
 class StageMoves:
@@ -61,20 +70,24 @@ class StageMoves:
 
     def __init__(self, state: Holder, worlds: Worlds) -> None:
         self._state, self._worlds = state, worlds
-        self._ranks: list[Sequence[int]] = []
 
     @property
     def _stages(self) -> StageState:
         assert self._state.stages is not None
         return self._state.stages
 
-    def leave(self) -> None:
-        """The world has ended: stages stay."""
-
-    def parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of all stages, and of those whose dense values are here."""
+    def named(self) -> tuple[list[str], list[str]]:
+        """Names of all stages, and of those whose dense values are here, or this rank's parts of them."""
         names = self._stages.parts()
-        return tuple(names), tuple(names[stage] for stage in self._stages.held)
+        return names, [names[stage] for stage in self._stages.held]
+
+    def sharers(self, world: World) -> tuple[World, Sequence[int]]:
+        """The ranks of a world that hold the same stages as this one, and their numbers there."""
+        if self._state.stages is None:
+            return world, range(world.size)
+        ranks = self.ranks_in(range(world.size))
+        peers = next((own for own in ranks if world.rank in own), [world.rank])
+        return world.stage or World.offline(peers.index(world.rank), len(peers), world.device), peers
 
     def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
         """Which of these ranks will hold each stage, once they are a world."""
@@ -96,10 +109,16 @@ class StageMoves:
         """
         if not is_live:
             self._stages.held = ()
-        return self._fetch(dict(sources), self.ranks_in(range(world.size)), world)
+        self._state.keep_states(unit for unit, rank in sources if rank == world.rank)
+        return self._fetch(dict(sources), self.ranks_in(range(world.size)), world, world.row_cut.part)
 
-    def _fetch(self, sources: Mapping[str, int], ranks: list[Sequence[int]], world: World) -> Rows:
-        names, own, self._ranks = self._stages.parts(), self._wanted(ranks, world), ranks
+    def _fetch(self, sources: Mapping[str, int], ranks: list[Sequence[int]], world: World, part: Part) -> Rows:
+        """
+        Args:
+            ranks: that will hold each stage.
+            part: of its stages that this rank will hold, where ranks share copies.
+        """
+        names, own, parts = self._stages.parts(), self._wanted(ranks, world), self._state.parts
         self._hold({*self._stages.held, *own})
         lacking = all_gather_json([stage for stage in own if stage not in self._stages.held], world)
         ways = [
@@ -117,30 +136,38 @@ class StageMoves:
             for stage, source, target in ways
         ]
         arrived = exchange_parcels(parcels, lambda at: _packed(here[ways[at][0]]), world)
-        return {names[ways[at][0]]: data for at, data in arrived.items()}
+        rows = {names[ways[at][0]]: data for at, data in arrived.items()}
+        return rows | (parts.fetch(list(sources.items()), part, world, own) if parts.is_wished else {})
 
     @torch.no_grad()
     def install(self, rows: Rows | None, world: World) -> None:
         """Let the stages that this rank holds by now have these values; None: whoever restores them next gives them.
 
         Not collective.
+
+        Args:
+            world: the ranks of these stages.
         """
         for stage, name in enumerate(self._stages.parts()):
             if rows is not None and name in rows and rows[name].numel():
                 unpack(rows[name], self._tensors(stage))
         self._stages.held = self._stages.cut.stages
+        if self._state.parts.is_wished:
+            self._state.parts.install(rows, world)
 
     def _wanted(self, ranks: Sequence[Sequence[int]], world: World) -> list[int]:
         """The stages that this rank will hold."""
         return [stage for stage, own in enumerate(ranks) if world.rank in own]
 
     def _tensors(self, stage: int) -> list[Tensor]:
-        """Dense parameters, optimizer states and buffers of a stage here, in an order that all ranks share."""
-        state, stages = self._state.training_state(), self._stages
-        found: list[Tensor] = []
+        """What all ranks of a stage have alike of its dense parameters, their optimizer states and buffers, in an order
+        that all ranks share.
+        """
+        state, stages, parts = self._state.training_state(), self._stages, self._state.parts
+        found, cut = list[Tensor](), parts.ways() if parts.is_wished else {}
         for name, parameter in state.dense.items():
-            if stages.belongs(name, stage):
-                found += [parameter.detach(), *state.moments(parameter).values()]
+            if stages.belongs(name, stage) and name not in cut:
+                found += [parameter.detach(), *(state.moments(parameter).values() if parts.with_moments else ())]
         return found + [buffer for name, buffer in self._state.module.named_buffers() if stages.belongs(name, stage)]
 
     def _hold(self, wanted: set[int]) -> None:
@@ -148,7 +175,10 @@ class StageMoves:
         stages, experts = self._stages, self._state.experts
         placements: dict[Any, Placement] = dict(zip(stages.layers, stages.placements, strict=True))
         placements |= dict(zip(experts.layers, experts.placements, strict=True))
-        self._state.replace_parameters(stages.cut.hold(wanted))
+        others = stages.cut.hold(wanted)
+        for before, after in others.items():
+            mark(after, cut_of(before))
+        self._state.replace_parameters(others)
         self._state.fill_groups()
         layers = stages.own(stages.layers)
         experts.hold(layers, [placements[layer] for layer in layers])
@@ -185,7 +215,11 @@ class StageMoves:
         dtypes = {str(tensor.dtype).removeprefix("torch.") for s in experts.stacks for tensor in s.tensors(optimizers)}
         told = all_gather_json(sorted(dtypes), world) if _moves(placements, held) else []
         agreed = {getattr(torch, name) for names in told for name in names}
-        experts.enter_world(world, [placements[n] for n in here], held[here], optimizers, nodes, agreed)
+        at = {number: index for index, number in enumerate(here)}  # sources are chosen with a view to all layers
+        everyones = plan_migration(held, placements, nodes).transfers
+        transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
+        placed = [placements[number] for number in here]
+        experts.enter_world(world, placed, held[here], optimizers, nodes, agreed, transfers)
         self._hold(set(own))
         stages.ranks, layers = ranks, stages.own(stages.layers)
         stages.placements = [
@@ -205,19 +239,20 @@ class StageMoves:
             nodes: of all ranks.
             min_replicas: nodes that shall hold each expert.
         """
-        stages, ranks = self._stages, self.ranks_in(staying)
-        everyones = all_gather_json(list(stages.held), world)
-        sources = {
-            name: next((rank for rank, held in enumerate(everyones) if stage in held), -1)
-            for stage, name in enumerate(stages.parts())
-        }
+        stages, ranks, parts = self._stages, self.ranks_in(staying), self._state.parts
+        parts.leave()
+        everyones = all_gather_json([*self.named()[1], *parts.named(world.row_cut)[1]], world)
+        sources = dict.fromkeys(self.named()[0], -1)
+        sources |= {name: rank for rank, names in reversed([*enumerate(everyones)]) for name in names}
         held = _held([stack.placement for stack in stages.stacks(self._state.experts)], world.size)
         options: dict[str, Any] = {"nodes": nodes, "min_replicas": min_replicas, "max_slots": self._state.max_slots}
         repair = repair_stages(held, stages.ranks_of_layers(ranks), **options)
-        rows = self._fetch(sources, ranks, world)
+        rows = self._fetch(sources, ranks, world, Part())
         agree(world)
         self._move_experts(world, repair.placements, held, nodes, ranks, None)
-        self.install(rows, world)
+        alone = World.offline(world.rank, world.size, world.device)
+        self.install(rows, alone)
+        self._worlds.take_place(alone)  # where nothing is cut
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:

@@ -79,6 +79,10 @@ class StageState:
         """Names of the stages, for inventories."""
         return [f"dense stage {stage} of {self.cut.num_stages}" for stage in range(self.cut.num_stages)]
 
+    def stage_of(self, name: str) -> int:
+        """The stage that has a parameter."""
+        return self._stage_of[name]
+
     def belongs(self, name: str, stage: int) -> bool:
         """Whether a stage has a parameter or buffer; buffers outside of blocks are in all."""
         return name in self._shared or self._stage_of[name] == stage

@@ -261,7 +261,7 @@ def state_digests(strategy: ExpertParallelStrategy) -> dict[str, str]:
         for tensor in tensors:
             if stack is None:
                 unit = "dense" if strategy.state.stages is None else f"dense {name}"
-                unit = strategy.world.row_cut.part.name if is_cut(parameter) else unit
+                unit = f"{strategy.world.row_cut.part.name}{unit[5:]}" if is_cut(parameter) else unit
                 hashes[unit].update(tensor.contiguous().numpy().tobytes())
                 continue
             for slot, expert in stack.held():

@@ -19,6 +19,7 @@ from tests.chaos.elastic_worker import checkpoints_of
 from tests.chaos.test_min_ranks import wait_for_recovery
 from tests.distributed.same_training import SKEWED
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 STEPS = 8
 MODEL = {"num_layers": 4, "tie_embeddings": False}
@@ -148,13 +149,14 @@ def test_one_rank_that_is_more_than_stages_waits_from_the_start(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize(("workers", "dense"), [(3, "ddp"), (4, "ddp"), (4, "zero1"), (4, "fsdp")])
 def test_a_rank_that_is_told_to_leave_hands_its_stage_over(
-    tmp_path: Path, undisturbed: dict[int, float], workers: int
+    tmp_path: Path, undisturbed: dict[int, float], workers: int, dense: str
 ) -> None:
     """Nothing was saved, and nothing is lost; of three ranks one waits already, and comes in for who leaves."""
     kills, settings = [lose(1, "forward", signal=signal.SIGTERM)], replace(SETTINGS, notice_on_sigterm=True)
     options: dict[str, Any] = {"kills": kills, "settings": settings, "recovery": {"min_replicas": 1}, **PP2}
+    options["strategy"] = {**PP2["strategy"], "dense": dense}
     with elastic_run(tmp_path, workers=workers, steps=STEPS, **options) as run:
         for process in run.processes.values():
             process.join(PATIENCE_S)
@@ -222,3 +224,40 @@ def test_a_rank_is_lost_after_experts_have_moved_in_its_stage(
         assert any(moved(run, worker) for worker in range(workers))
         assert run.world_sizes()[STEPS] == workers
         assert run.assert_replicas_equal() > 0
+
+
+BESIDE: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero1": (4, {"dense": "zero1"}),
+    "fsdp": (4, {"dense": "fsdp"}),
+    "hsdp": (8, {"dense": "hsdp"}),
+    "cp": (8, {"mesh": {"cp": 2}}),
+    "tp": (8, {"mesh": {"tp": 2}}),
+    "cp4": (4, {"mesh": {"cp": 2}}),
+    "tp4": (4, {"mesh": {"tp": 2}}),
+    "tp_zero1": (8, {"mesh": {"tp": 2}, "dense": "zero1"}),
+    "tp_fsdp": (8, {"mesh": {"tp": 2}, "dense": "fsdp"}),
+}
+"""Ranks in two stages, and what is beside them."""
+
+
+PLACES = ["forward", "exchange", "backward", "prepare", "update", "committed"]
+
+
+@pytest.mark.parametrize(
+    ("place", "beside"),
+    [("backward", "fsdp"), *(slow(place, b) for place in PLACES for b in BESIDE if (place, b) != ("backward", "fsdp"))],
+)
+def test_stages_beside_other_axes(tmp_path: Path, undisturbed: dict[int, float], place: str, beside: str) -> None:
+    """A rank is lost and comes again; where nobody else has what it had, that comes from snapshots."""
+    ranks, strategy = BESIDE[beside]
+    strategy = {**strategy, "mesh": {"pp": 2, **strategy.get("mesh", {})}, "micro_batches": 2}
+    is_copied = beside in ("hsdp", "cp", "tp", "cp4")
+    saving, holds = None if is_copied else EVERY_STEP, [Hold(step=6, ranks=ranks)]
+    options = {"kills": [lose(1, place)], "holds": holds, "saving": saving, "model": MODEL}
+    with elastic_run(tmp_path, workers=ranks, steps=STEPS, strategy=strategy, **options) as run:
+        run.supervise(restart=range(ranks))
+        assert run.kills_done() == 1
+        assert run.losses() == pytest.approx(undisturbed, abs=1e-5)
+        assert run.world_sizes()[STEPS] == ranks
+        assert "zero1" in beside or run.assert_replicas_equal() > 0
+        assert not (is_copied and any(report["steps_lost"] for report in run.reports()))

@@ -271,7 +271,7 @@ class WorldChanges(pl.Callback):
         cut = world.row_cut
         sources = [(name, holders[0]) for name, holders in zip(cut.names(), cut.holders, strict=True)]
         for turn in range(50):
-            fetched = parts.fetch(sources, world)
+            fetched = parts.fetch(sources, world.row_cut.part, world)
             strategy.leave()
             parts.install(fetched, world)
             state.begin_world()

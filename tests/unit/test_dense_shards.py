@@ -45,7 +45,9 @@ def test_each_section_is_cut_by_itself_and_then_by_rows() -> None:
 
 
 def test_a_part_is_known_by_its_name() -> None:
-    for part in (Part(row=1, rows=3), Part(tensor=1, tensors=2), Part(tensor=1, tensors=2, row=2, rows=3)):
+    stage = {"stage": 1, "stages": 2}
+    of_stage = Part(**stage), Part(tensor=1, tensors=2, row=2, rows=3, **stage)
+    for part in (Part(row=1, rows=3), Part(tensor=1, tensors=2), Part(tensor=1, tensors=2, row=2, rows=3), *of_stage):
         assert Part.named(part.name) == part
 
 
