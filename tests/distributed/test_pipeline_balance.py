@@ -30,7 +30,7 @@ from tests.distributed.training import make_trainer
 from tests.distributed.training import train as train_tiny
 from tests.parameters import slow
 
-STEPS = 10
+STEPS = 8
 CASES: dict[str, dict[str, Any]] = {
     "skewed": {"model": SKEWED},
     "noisy": {"model": {**SKEWED, "dropout": 0.1}},
@@ -138,8 +138,8 @@ def moving(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", [{}, pytest.param(INTERLEAVED, marks=pytest.mark.slow)])
 def test_a_user_moves_experts_of_all_stages(strategy: dict[str, Any]) -> None:
-    found = in_stages(moving, "skewed", 4, steps=6, strategy=strategy)
-    same("skewed", found, steps=6)
+    found = in_stages(moving, "skewed", 4, strategy=strategy)
+    same("skewed", found)
     assert [result["moved"] for result in found] == [found[0]["moved"]] * 4
     assert found[0]["moved"] > 12
 
