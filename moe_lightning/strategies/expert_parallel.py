@@ -180,7 +180,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         self.steps.sequences.attach(module)
         if not self.state.is_of(module):
             if self.worlds.axes.pp > 1:
-                check_for_pipeline(trainer, module)
+                check_for_pipeline(module)
                 self._pipeline = Pipeline(module, self._schedule, self.steps, self.worlds)
             stages = None if self._pipeline is None else StageState(self._pipeline.cut, self.worlds)
             self.state.take(module, self.placing.place(module, self.worlds.mesh.world, stages), stages)

@@ -38,7 +38,7 @@ def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int)
     return micros
 
 
-def check_for_pipeline(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def check_for_pipeline(module: pl.LightningModule) -> None:
     """
     Raises:
         ConfigurationError: what cannot be trained in stages.

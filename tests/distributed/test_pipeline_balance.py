@@ -30,7 +30,7 @@ from tests.distributed.training import make_trainer
 from tests.distributed.training import train as train_tiny
 from tests.parameters import slow
 
-STEPS = 10
+STEPS = 8
 CASES: dict[str, dict[str, Any]] = {
     "skewed": {"model": SKEWED},
     "noisy": {"model": {**SKEWED, "dropout": 0.1}},
@@ -96,8 +96,9 @@ OFTEN = {"rebalance_every": 3}
 def test_the_training_is_the_same(key: str, ranks: int, strategy: dict[str, Any], balancer: dict[str, Any]) -> None:
     found = in_stages(balanced, key, ranks, strategy=strategy, balancer=balancer)
     same(key, found)
-    assert all(result["moved"] == found[0]["moved"] > 0 for result in found)
-    if not balancer.get("calibrate"):
+    assert all(result["moved"] == found[0]["moved"] for result in found)
+    if not balancer.get("calibrate"):  # which may find that nothing pays on this machine
+        assert found[0]["moved"] > 0
         assert all(result["shadows"] > 0 for result in found)
     names = [name for result in found for name in result["metrics"] if name.endswith("imbalance_after_ratio")]
     assert set(names) == {f"balance/layer{layer:02d}/imbalance_after_ratio" for layer in range(4)}
@@ -137,8 +138,8 @@ def moving(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", [{}, pytest.param(INTERLEAVED, marks=pytest.mark.slow)])
 def test_a_user_moves_experts_of_all_stages(strategy: dict[str, Any]) -> None:
-    found = in_stages(moving, "skewed", 4, steps=6, strategy=strategy)
-    same("skewed", found, steps=6)
+    found = in_stages(moving, "skewed", 4, strategy=strategy)
+    same("skewed", found)
     assert [result["moved"] for result in found] == [found[0]["moved"]] * 4
     assert found[0]["moved"] > 12
 
@@ -212,12 +213,12 @@ def test_slices_follow_given_speeds(strategy: dict[str, Any]) -> None:
 def test_slices_follow_measured_speeds(strategy: dict[str, Any]) -> None:
     balancer = {"rebalance_every": 6, "speeds": "measured", "speeds_every": 2}
     slow_ranks = {3: (2.5, 0, 100)}
-    found = in_stages(uneven, "uneven", 4, 30, strategy=strategy, balancer=balancer, slow_ranks=slow_ranks)
-    same("uneven", found, 30)
+    found = in_stages(uneven, "uneven", 4, 16, strategy=strategy, balancer=balancer, slow_ranks=slow_ranks)
+    same("uneven", found, 16)
     assert found[0]["samples"] == found[2]["samples"]
     assert found[1]["samples"] == found[3]["samples"]
     assert found[0]["samples"][0] == 14
-    assert found[0]["samples"][-1] > 16
+    assert found[0]["samples"][-2] > 16  # the last step of an epoch is short
 
 
 def test_no_rank_is_expelled_from_a_stage() -> None:
