@@ -13,17 +13,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import lightning.pytorch as pl
 import torch
 
 from moe_lightning.arguments import Count, option
 from moe_lightning.bench.measure import interleaved_medians, machine, table
-from moe_lightning.bench.training import ModelOptions, gpt, hush
+from moe_lightning.bench.training import ModelOptions, gpt
 from moe_lightning.data.instructions import InstructionData
 from moe_lightning.models.gpt_module import GPTModule
 from moe_lightning.modules.losses import auxiliary_loss
+from moe_lightning.values import Range
 
 _MEDIAN, _SIGMA, _SHARE_OF_ANSWER = 85, 0.75, 0.55
 _MARKS = len("<|user|>\n\n<|assistant|>\n\0")
@@ -34,7 +34,7 @@ _LEAST = 1.8
 class Options:
     """Of this benchmark."""
 
-    conversations: Count = option("lines of the file", 2000)
+    conversations: Annotated[int, Range(least=1, most=1_000_000)] = option("lines of the file", 2000)
     batch: Count = option("samples of a step", 8)
     rounds: Count = option("measured steps of each, in turns", 9)
     context: Count = option("tokens of a sample", 512)
@@ -44,7 +44,6 @@ class Options:
 
 def run(options: Options) -> int:
     """Print step milliseconds, tokens a step and tokens a second of both; 0 on success."""
-    hush()
     with tempfile.TemporaryDirectory(prefix="moe-packing-") as folder:
         path = Path(folder) / "instructions.jsonl"
         write_conversations(path, options.conversations)
@@ -83,7 +82,7 @@ class _Steps:
     """
 
     def __init__(self, path: Path, options: Options, *, packing: bool) -> None:
-        pl.seed_everything(0, verbose=False)
+        torch.manual_seed(0)
         data = InstructionData(
             path=path, context_length=options.context, global_batch_size=options.batch, end_token="\0", packing=packing
         )

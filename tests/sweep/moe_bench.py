@@ -23,6 +23,7 @@ FAST: dict[str, list[str]] = {
     "compare": [*_TINY, "--steps", "1", "--d-expert", "8", "--experts", "2", "--every", "1", "--parts", "saving"],
     "checkpoint": ["--rounds", "1", "--ranks", "1", "--gigabytes", "0.001"],
     "balance-trace": ["good.npz", "--slots", "8", "--strategies", "plain", "--first", "0", "--protection-slots"],
+    "packing": [*_TINY, "--conversations", "60", "--context", "64"],
     "planner": ["--sizes", "8x8", "--layers", "1"],
     "balance": [*_TINY, "--steps", "1", "--d-expert", "8", "--experts", "2", "--slots", "2", "--strategies", "plain"],
     "pictures": ["good.npz"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,12 @@ def test_a_place_that_cannot_be_written_is_told_first(place: str, capsys: pytest
     with pytest.raises(SystemExit):
         main(["compare", f"--json={place}"])
     assert "argument --json: " in capsys.readouterr().err
+
+
+def test_packing_is_measured_beside_padding(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--conversations", "60", "--rounds", "1", "--batch", "2", "--d-model", "8", "--layers", "1"]
+    assert main(["packing", *small, "--context", "256"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\npadded .*\npacked .*\n(met   |missed)  packed over padded: \d", said), said
+    assert main(["packing", *small, "--context", "8"]) == 2
+    assert "there is nothing to learn, raise it" in capsys.readouterr().err
