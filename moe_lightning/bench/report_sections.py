@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from moe_lightning.svg_pictures import grid, heat_map, phase_lines
 _LOSS = re.compile(r"(.*[/_])?loss(_step|_epoch)?")
 _MAX_POINTS = 600
 _MAX_ROWS = 50
-_MAX_LAYERS = 64
+_MAX_CELLS = 100_000
+"""Of the pictures of a section together: more make a page that browsers open slowly."""
+_LEAST_COLUMNS = 24
 _MIB = 2**20
 _TELEMETRY = "callbacks=default and logger=default record it (or give a Trainer the callback Telemetry and a CSVLogger)"
 _WORDS = {
@@ -67,11 +69,20 @@ def loads(directory: Path) -> Section:
             f"Share of a layer's assignments that each of its experts got; {100 / shares_LSE.shape[2]:.3g} % is even."
         )
     ]
-    for layer, shares_SE in enumerate(shares_LSE[:_MAX_LAYERS]):
+    num_layers, samples, num_experts = shares_LSE.shape
+    columns = min(samples, max(_LEAST_COLUMNS, _MAX_CELLS // (num_layers * num_experts)))
+    shown = max(1, min(num_layers, _MAX_CELLS // (columns * num_experts)))
+    if shown < num_layers:
+        parts.append(paragraph(f"{shown} of {num_layers} MoE layers are shown, evenly spread over the model."))
+    groups = np.array_split(np.arange(samples), columns)
+    for layer in np.linspace(0, num_layers - 1, shown).round().astype(int).tolist():
+        shares_SE = shares_LSE[layer]
+        means_SE = np.stack([shares_SE[group].mean(axis=0) for group in groups])
         title = f"experts of MoE layer {layer}"
         busiest = int(shares_SE.mean(axis=0).argmax())
         caption = f"Busiest on average: expert {busiest}, {100 * shares_SE[:, busiest].mean():.3g} %."
-        parts.append(figure(heat_map(shares_SE, steps, title), f"heat map of the loads of the {title}", caption))
+        picture = heat_map(means_SE, [steps[0], *(steps[group[-1]] for group in groups[1:])], title)
+        parts.append(figure(picture, f"heat map of the loads of the {title}", caption))
     return Section(name="loads", title="Expert loads", parts=parts)
 
 
@@ -92,16 +103,12 @@ def imbalance(metrics: Metrics) -> Section:
 
 def placements(directory: Path, metrics: Metrics) -> Section:
     """Which ranks hold which experts at the end, and what moved."""
-    parts = []
+    parts: list[str] = []
     file = directory / "placement.csv"
     if file.is_file():
         placed = read_placements(file)
-        for layer, states in list(placed.items())[:_MAX_LAYERS]:
-            step, replicas_EN = states[-1]
-            title = f"replicas of the experts of MoE layer {layer}, from step {step} on"
-            most = int(replicas_EN.sum(axis=1).max())
-            caption = f"{replicas_EN.shape[0]} experts on {replicas_EN.shape[1]} ranks, at most {most} replicas of one."
-            parts.append(figure(grid(replicas_EN.T.astype(float), title, "rank", "expert", "replicas"), title, caption))
+        last = {layer: states[-1] for layer, states in placed.items()}
+        parts += _placed(last)
         times = max(map(len, placed.values()))
         parts.insert(0, paragraph(f"Logging steps saw {times} placements of a layer; these are the last."))
     else:
@@ -119,14 +126,33 @@ def placements(directory: Path, metrics: Metrics) -> Section:
     return Section(name="placements", title="Placements and replicas", parts=parts)
 
 
+def _placed(last: Mapping[int, tuple[int, NDArray[np.int64]]]) -> Iterator[str]:
+    """Pictures of the last placements: ranks and experts of each layer, or of large clusters the replicas alone."""
+    counts_LE = [replicas_EN.sum(axis=1) for _, replicas_EN in last.values()]
+    if sum(replicas_EN.size for _, replicas_EN in last.values()) > _MAX_CELLS:
+        if len({len(counts_E) for counts_E in counts_LE}) == 1:
+            title = "replicas of the experts, all ranks together"
+            picture = grid(np.stack(counts_LE).astype(float), title, "layer", "expert", "replicas")
+            yield figure(picture, title, "The table placement.csv names the ranks.")
+        return
+    for layer, (step, replicas_EN) in last.items():
+        title = f"replicas of the experts of MoE layer {layer}, from step {step} on"
+        most = int(replicas_EN.sum(axis=1).max())
+        caption = f"{replicas_EN.shape[0]} experts on {replicas_EN.shape[1]} ranks, at most {most} replicas of one."
+        yield figure(grid(replicas_EN.T.astype(float), title, "rank", "expert", "replicas"), title, caption)
+
+
 def recoveries(directory: Path, metrics: Metrics) -> Section:
     """What failed, how long it took, and what it cost."""
     parts = []
     rows: list[list[str]] = []
     head: list[str] = []
     for file in metrics_files(directory, "recoveries.csv"):
-        with file.open(newline="", encoding="utf-8") as lines:
-            head, *found = list(csv.reader(lines)) or [[]]
+        try:
+            with file.open(newline="", encoding="utf-8") as lines:
+                head, *found = list(csv.reader(lines)) or [[]]
+        except (ValueError, OSError, csv.Error) as error:
+            raise ConfigurationError(f"{file} is no table of recoveries: move it away") from error
         rows += found
     lanes = recovery_lanes(metrics)
     if lanes:

@@ -12,8 +12,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from moe_lightning import MoELayer
+from moe_lightning.algorithms.placement import Placement
 from moe_lightning.bench import report
 from moe_lightning.bench.report_sections import read_placements
+from moe_lightning.callbacks.placement_table import PlacementTable
 from moe_lightning.callbacks.recovery_table import COLUMNS
 from moe_lightning.cli.bench import main
 from moe_lightning.errors import ConfigurationError
@@ -90,6 +93,32 @@ def test_placements_are_read_as_they_changed(run: Path) -> None:
     assert (layer, [step for step, _ in states]) == (0, [2, 12])
     np.testing.assert_array_equal(states[0][1], [[1, 0], [0, 2]])
     np.testing.assert_array_equal(states[1][1], [[1], [1]])
+
+
+def test_the_table_of_placements_grows_where_one_changes(tmp_path: Path) -> None:
+    layers = [MoELayer(8, 8, num_experts=3), MoELayer(8, 8, num_experts=3)]
+    written = PlacementTable(tmp_path / "placement.csv")
+    written.write(10, layers)
+    written.write(20, layers)
+    layers[1].dispatcher.placement = Placement(replicas=np.array([[1, 1], [0, 2], [1, 0]]))
+    written.write(30, layers)
+    states = read_placements(tmp_path / "placement.csv")
+    assert {layer: [step for step, _ in found] for layer, found in states.items()} == {0: [10], 1: [10, 30]}
+    np.testing.assert_array_equal(states[1][1][1], [[1, 1], [0, 2], [1, 0]])
+
+
+def test_pages_of_large_models_stay_small(tmp_path: Path) -> None:
+    """60 layers of 256 experts, 40 samples, 128 ranks: 0.6 and 2 million cells are too many to open."""
+    shares = ",".join(["0.00391"] * 256)
+    lines = (f"{step},{layer},{shares}\n" for step in range(40) for layer in range(60))
+    (tmp_path / "expert_load.csv").write_text("".join(lines))
+    held = ",".join(str(expert % 128) for expert in range(256))
+    (tmp_path / "placement.csv").write_text("".join(f"1,{layer},128,{held}\n" for layer in range(60)))
+    (tmp_path / "config.yaml").write_text("run_name: large\n")
+    text = report.render(tmp_path)
+    assert len(text) < 20e6
+    assert "16 of 60 MoE layers are shown" in text
+    assert "all ranks together" in text
 
 
 def test_a_section_without_data_says_what_to_turn_on(tmp_path: Path) -> None:
