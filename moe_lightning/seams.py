@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers import CometLogger, CSVLogger, WandbLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as BatchIndices
 from lightning.pytorch.plugins import Precision
@@ -312,3 +312,20 @@ class SummaryShown(RichModelSummary):
     @override
     def _summary(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> ModelSummary:
         return self.table(pl_module, max_depth=self._max_depth)
+
+
+class LateComet(CometLogger):
+    """A CometLogger that begins when something is asked of it. Lightning's begins when it is made, and what it takes
+    for offline is switched off.
+    """
+
+    def __init__(self, *, is_online: bool, **options: Any) -> None:
+        self._is_begun = False
+        super().__init__(**options)
+        self._is_begun = True
+        self._online = is_online
+
+    @override
+    def _create_experiment(self) -> None:
+        if self._is_begun:
+            super()._create_experiment()

@@ -252,7 +252,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         is_update = not seams.is_accumulating(trainer)
         if self._windows is not None:
             (self._windows.updated if is_update else self._windows.end_batch)()
-        if trainer.global_step == self._saved_at or not is_update or self._is_replaying:
+        if trainer.global_step == self._saved_at or not is_update or self._keeps_nothing(trainer):
             return
         now = time.perf_counter()
         self._step_s, self._step_ended = now - self._step_ended, now
@@ -264,10 +264,10 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
         elif self.session is None or self.session.in_window or trainer.global_step - self._saved_at >= self._interval():
             self.save(trainer, pl_module)
 
-    @property
-    def _is_replaying(self) -> bool:
-        """Whether the state is not whole yet after a restore."""
-        return self._strategy is not None and self._strategy.state.window_replay is not None
+    def _keeps_nothing(self, trainer: pl.Trainer) -> bool:
+        """Whether the state is not whole yet after a restore, or Lightning only tries the code out."""
+        is_replaying = self._strategy is not None and self._strategy.state.window_replay is not None
+        return is_replaying or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
     def _interval(self) -> int:
         if self._every_n_steps != "auto":
@@ -371,7 +371,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (self.session is None and not self._is_interrupted) or self._is_replaying:
+        if (self.session is None and not self._is_interrupted) or self._keeps_nothing(trainer):
             return
         was_partial = self.session is None or self.session.was_partial
         if self._save_on_train_end and (trainer.global_step != self._saved_at or was_partial):

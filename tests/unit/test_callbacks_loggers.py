@@ -1,0 +1,22 @@
+"""Loggers of packages that are not installed say which extra brings them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_lightning.callbacks import comet_logger, mlflow_logger
+from moe_lightning.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "extra"),
+    [(mlflow_logger, mlflow_logger.MLflow, "mlflow"), (comet_logger, comet_logger.Comet, "comet")],
+)
+def test_a_missing_package_names_its_extra(
+    module: object, kind: type, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=rf"pip install 'moe-lightning\[{extra}\]'"):
+        kind(save_dir=tmp_path)
