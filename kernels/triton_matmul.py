@@ -381,4 +381,4 @@ def _tiles(x: Tensor, num_rows: int, num_slots: int, epilogue: int, kind: str = 
 
 def _precision() -> str:
     """fp32 operands are multiplied exactly unless torch was told that TF32 will do."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"  # the older flag may raise
