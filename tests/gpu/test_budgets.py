@@ -40,6 +40,9 @@ def test_a_layer_waits_once_and_launches_few_kernels(ranks: int) -> None:
         assert not forward["uploads"] + backward["uploads"]
         assert forward["launches"] <= 30, forward["kernels"]
         assert backward["launches"] <= 30, backward["kernels"]
+        exchanges = ["all_to_all_single"] * 2 * (ranks - 1)
+        assert forward["collectives"][ranks - 1 :] == exchanges, "beside the counts, one exchange there and one back"
+        assert backward["collectives"] == exchanges
 
 
 def test_the_balancing_loss_adds_no_wait() -> None:
