@@ -48,7 +48,7 @@ def _right(weight, descriptor, slot, k, column, inner, width, stride_slot, strid
     return block
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
 def _rows_kernel(
     x, x_blocks, weight, weight_blocks, gather, tiles, total, out, h, grad_h, scale, products,
     num_rows, inner, width, num_slots, capacity, stride_slot, stride_inner, stride_width,
