@@ -59,7 +59,7 @@ def _clamped(left, right):
     return tl.minimum(left, 7.0), tl.minimum(tl.maximum(right, -7.0), 7.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
     h, gate, out, num_rows, hidden, width,
     KIND: tl.constexpr, TWO: tl.constexpr, WEIGHED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -78,7 +78,7 @@ def _forward_kernel(
     tl.store(out + row[:, None] * width + column[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _backward_kernel(
     grad, h, gate, grad_h, grad_gate, num_rows, hidden, width,
     KIND: tl.constexpr, TWO: tl.constexpr, WEIGHED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -48,7 +48,7 @@ def _right(weight, descriptor, slot, k, column, inner, width, stride_slot, strid
     return block
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
 def _rows_kernel(
     x, x_blocks, weight, weight_blocks, gather, tiles, total, out, h, grad_h, scale, products,
     num_rows, inner, width, num_slots, capacity, stride_slot, stride_inner, stride_width,
@@ -381,4 +381,4 @@ def _tiles(x: Tensor, num_rows: int, num_slots: int, epilogue: int, kind: str = 
 
 def _precision() -> str:
     """fp32 operands are multiplied exactly unless torch was told that TF32 will do."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"  # the older flag may raise

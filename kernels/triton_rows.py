@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_lightning.kernels.triton_launch import ceil_div, launch, row_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gather_kernel(x, index, out, num_rows, width, DIVISOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -24,7 +24,7 @@ def _gather_kernel(x, index, out, num_rows, width, DIVISOR: tl.constexpr, ROWS: 
     tl.store(out + row[:, None] * width + column[None, :], value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _combine_kernel(
     rows, inverse, weights, out, num_tokens, width,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -43,7 +43,7 @@ def _combine_kernel(
     tl.store(out + token[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _spread_kernel(
     grad, order, rows, weights, out, products, num_rows, width,
     TOP_K: tl.constexpr, WANT_ROWS: tl.constexpr, WANT_PRODUCTS: tl.constexpr,

@@ -87,7 +87,7 @@ def tiles_for(dtype: torch.dtype, rows_per_slot: int, found: Limits) -> Tiles:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
 def _tile_kernel(
     tokens, tiles, total, num_rows, num_slots, capacity,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,

@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ class Snapshotter:
             capacity=capacity_of([*(p.nbytes for p in pieces), *[object_bytes] * objects]),
             table_bytes=table_bytes or _table_estimate(pieces, objects),
         )
-        self._staging = Staging() if any(piece.tensor.is_cuda for piece in live) else None
+        self._device = next((p.tensor.device for p in live if p.tensor.device.type != "cpu"), None)
+        self._staging = Staging() if self._device is not None else None
         self._windows = windows
         self._copied = threading.Event()
         self._copied.set()
@@ -199,7 +201,7 @@ class Snapshotter:
         self._copied.clear()
         if self._windows is not None:
             self._windows.copy_begins(sum(piece.nbytes for piece in placed))
-        stream = side_stream() if self._staging is not None else None
+        stream = side_stream(self._device) if self._device is not None else None
         arguments = (table, placed, sources, stream, began, is_last)
         self._thread = threading.Thread(target=self._copy, args=arguments, name="snapshot", daemon=True)
         self._thread.start()
@@ -337,7 +339,7 @@ class Snapshotter:
     def _copy_one(self, target: torch.Tensor, source: torch.Tensor, stored_as: torch.dtype, stream: Any) -> None:
         if source.numel() == 0:
             return
-        with torch.cuda.stream(stream):  # no effect where the stream is None
+        with nullcontext() if stream is None else stream:
             flat = source.detach().to(stored_as).contiguous().view(-1).view(torch.uint8)
         if self._staging is not None:
             self._staging.copy(target.data_ptr(), flat, stream, self._admit)

@@ -49,9 +49,9 @@ class Staging:
 
     def fill(self, buffer: Tensor, part: Tensor, stream: Any) -> Any:
         """Let the device copy a chunk; an event that tells when it is there."""
-        with torch.cuda.stream(stream):
+        with stream:
             buffer.copy_(part, non_blocking=True)
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.Event(device=part.device)
             event.record(stream)
         return event
 
@@ -69,10 +69,10 @@ class Staging:
         self._arriving = None
 
 
-def side_stream() -> Any:
-    """A CUDA stream that starts after the work queued so far (the optimizer step whose result is copied)."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
+def side_stream(device: torch.device) -> torch.Stream:
+    """A stream of the device that starts after the work queued so far (the optimizer step whose result is copied)."""
+    stream = torch.Stream(device=device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
     return stream
 
 

@@ -204,9 +204,9 @@ class DevicePlanner:
 
 def _read_later(words_N: Tensor) -> tuple[Tensor, Any]:
     """A copy on the host that nobody waits for, and the event of its arrival; None: it is there."""
-    if words_N.device.type != "cuda":
+    if words_N.device.type == "cpu":
         return torch.empty(words_N.shape, dtype=words_N.dtype).copy_(words_N, non_blocking=True), None
     host = torch.empty(words_N.shape, dtype=words_N.dtype, pin_memory=True).copy_(words_N, non_blocking=True)
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(words_N.device))
+    event = torch.Event(device=words_N.device)
+    event.record(torch.accelerator.current_stream(words_N.device))
     return host, event

@@ -63,7 +63,7 @@ class ExchangeClock:
             ended = self._stamp(device)
             with self._lock:
                 self._under_way -= 1
-                if device.type == "cuda":
+                if device.type != "cpu":
                     self._on_device.append((began, ended))
                 else:
                     self._seconds += ended - began
@@ -83,10 +83,10 @@ class ExchangeClock:
             return self._seconds
 
     def _stamp(self, device: torch.device) -> Any:
-        if device.type != "cuda":
+        if device.type == "cpu":
             return time.perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
+        event = torch.Event(device=device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
         return event
 
     def _collect(self) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -196,7 +195,9 @@ class Steps:
             share = self.batch.step_share
         elif self.batch is not None:
             share = self._weights.share(self.batch) * self._state.trainer.accumulate_grad_batches
-        return loss * torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        if isinstance(share, Tensor):
+            return loss * share.to(dtype=loss.dtype, device=loss.device)
+        return loss * loss.new_full((), share)  # filled where it is: a copy from here would be waited for
 
     # ------------------------------------------------------------------ gradients
 

@@ -305,7 +305,7 @@ class WorldDDPStrategy(DDPStrategy):
                     broadcast_(tensor.data, 0, self.world)
             return  # DDP refuses a model of which it would sum nothing
         # On a stream of its own as in stock Lightning: https://pytorch.org/docs/stable/notes/cuda.html#id5
-        with nullcontext() if devices is None else torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with nullcontext() if devices is None else torch.Stream(device=self.root_device):
             ddp = DistributedDataParallel(self.model, devices, process_group=self.world.dense, **self._options)
         ddp.register_comm_hook(self.world.dense, sum_over_ranks)
         self.model = ddp

@@ -8,11 +8,14 @@ CUDA device would see: launches, host waits, and copies from the host.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -32,9 +35,28 @@ class _Module(_DummyBackendModule):
         return [torch.bfloat16, torch.float16, torch.float32]
 
 
+class _Event:
+    """Of a device that has done everything as soon as it is asked."""
+
+    def __init__(self, **_: Any) -> None:
+        self._at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end._at - self._at)
+
+
 def set_up() -> torch.device:
     """Make the device known to this process."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    torch.Event = _Event  # type: ignore[assignment, misc]
     return torch.device(NAME, 0)
 
 
@@ -52,6 +74,9 @@ class OnDevice(Tensor):
         made.host = host
         return made
 
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.detach().clone()
+
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
@@ -62,11 +87,15 @@ class OnDevice(Tensor):
 
 @dataclasses.dataclass
 class Counts:
-    """What the device was asked to do; `waits` of the host and `uploads` that block it name their operations."""
+    """What the device was asked to do; `waits` of the host and `uploads` that block it name their operations;
+    `downloaded` bytes it was not waited for.
+    """
 
     launches: Counter[str] = dataclasses.field(default_factory=Counter)
     waits: list[str] = dataclasses.field(default_factory=list)
     uploads: list[str] = dataclasses.field(default_factory=list)
+    collectives: list[str] = dataclasses.field(default_factory=list)
+    downloaded: int = 0
 
 
 class FakeDevice(TorchDispatchMode):
@@ -78,10 +107,13 @@ class FakeDevice(TorchDispatchMode):
 
     def __enter__(self) -> FakeDevice:
         _running.append(self)
+        self._from_numbers = _FromNumbers()
+        self._from_numbers.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._from_numbers.__exit__(*error)
         _running.pop()
 
     def take(self) -> Counts:
@@ -128,6 +160,8 @@ class FakeDevice(TorchDispatchMode):
                 self.counts.launches[name] += 1
             elif blocks:
                 self.counts.waits.append(name)
+            else:
+                self.counts.downloaded += source.nbytes
             return
         if name in _INDEXING and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1] if i is not None):
             self.counts.waits.append(f"{name} by mask")
@@ -137,6 +171,21 @@ class FakeDevice(TorchDispatchMode):
             self.counts.waits += ["bincount"] * 2
         if name not in _WITHOUT_A_KERNEL and name != "_local_scalar_dense":
             self.counts.launches[name] += 1
+
+
+class _FromNumbers(TorchFunctionMode):
+    """What dispatch does not see: torch.tensor(numbers, device=...) makes a tensor on the host and brings it up, and
+    page-locked memory, which is plain memory here.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_there = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == NAME
+        if is_there and func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+            return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
+        if kwargs.pop("pin_memory", False):
+            assert func is torch.empty
+        return func(*args, **kwargs)
 
 
 _running: list[FakeDevice] = []
@@ -156,10 +205,25 @@ def _wrapped(value: Any) -> Any:
     return OnDevice(value) if isinstance(value, Tensor) and not isinstance(value, OnDevice) else value
 
 
+_COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single", "broadcast",
+    "reduce_scatter_tensor",
+)  # fmt: skip
+
+
+def on_hosts() -> None:
+    """Let collectives of `torch.distributed` move the data behind the tensors, and count them."""
+    for name in _COLLECTIVES:
+        if hasattr(dist, name):
+            setattr(dist, name, unwrapped(getattr(dist, name)))
+
+
 def unwrapped(function: Any) -> Any:
     """A collective of `torch.distributed` on the data behind the tensors."""
 
     def call(*arguments: Any, **keywords: Any) -> Any:
+        if any(isinstance(leaf, OnDevice) for leaf in tree_leaves((arguments, keywords))):
+            _active().counts.collectives.append(function.__name__)
         return function(*tree_map(_host, arguments), **tree_map(_host, keywords))
 
     return call

@@ -19,12 +19,16 @@ pytestmark = [
 
 def counts(ranks: int, aux_loss_coef: float, plan: str = "host") -> list[dict[str, Any]]:
     """Of each rank; the layer's values and gradients on the fake device are those of the CPU, or this fails."""
-    done = run_program(
-        "-m", "tests.gpu.fake_layer", str(ranks), str(aux_loss_coef), plan, folder=ROOT,
-        variables={"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    return on_the_fake_device("tests.gpu.fake_layer", str(ranks), str(aux_loss_coef), plan)
+
+
+def on_the_fake_device(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """What the module's ranks found, in a process of their own: Triton reads at import that it interprets."""
+    variables = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = run_program("-m", module, *arguments, folder=ROOT, variables=variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -36,6 +40,9 @@ def test_a_layer_waits_once_and_launches_few_kernels(ranks: int) -> None:
         assert not forward["uploads"] + backward["uploads"]
         assert forward["launches"] <= 30, forward["kernels"]
         assert backward["launches"] <= 30, backward["kernels"]
+        exchanges = ["all_to_all_single"] * 2 * (ranks - 1)
+        assert forward["collectives"][ranks - 1 :] == exchanges, "beside the counts, one exchange there and one back"
+        assert backward["collectives"] == exchanges
 
 
 def test_the_balancing_loss_adds_no_wait() -> None:

@@ -225,7 +225,7 @@ def test_a_copy_waits_for_its_window_and_hurries_before_the_update() -> None:
 
 
 class FakeEvent:
-    """A CUDA event that the device reaches when told."""
+    """An event that the device reaches when told."""
 
     made: ClassVar[list[FakeEvent]] = []
 
@@ -247,8 +247,8 @@ class FakeEvent:
 
 def test_on_cuda_the_device_tells_when_an_exchange_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeEvent.made = []
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     clock, cuda = ExchangeClock(), torch.device("cuda")
     with clock.exchange(cuda):
         assert not clock.is_busy

@@ -1,5 +1,7 @@
 """Grouped matmul and fused activation equal the reference, in value and gradient."""
 
+import importlib.util
+
 import pytest
 import torch
 from hypothesis import given
@@ -143,6 +145,20 @@ def test_autocast_casts_both_operands():
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert x.grad.dtype == weight.grad.dtype == torch.float32
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("said", "precision"), [("tf32", "tf32"), ("ieee", "ieee"), ("none", "ieee")])
+def test_matmuls_hear_what_torch_was_told_of_tf32(said, precision):
+    from moe_lightning.kernels import triton_matmul
+
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = said  # where it is "tf32", reading allow_tf32 raises
+    try:
+        assert triton_matmul._precision() == precision
+    finally:
+        settings.fp32_precision = before
 
 
 X, W = torch.zeros(4, 8), torch.zeros(2, 8, 6)

@@ -1,0 +1,29 @@
+"""The strategy's step, snapshots and a restart from them on a fake device, with the losses of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.fake_training import STEPS
+from tests.gpu.test_budgets import on_the_fake_device, pytestmark  # noqa: F401
+
+
+def train(ranks: int, plan: str, folder: Path) -> list[dict[str, Any]]:
+    """Of each rank, from `fake_training`."""
+    return on_the_fake_device("tests.gpu.fake_training", str(ranks), plan, str(folder))
+
+
+@pytest.mark.parametrize("plan", ["host", pytest.param("device", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_training_its_snapshots_and_a_restart_are_those_of_the_cpu(ranks: int, plan: str, tmp_path: Path) -> None:
+    for found in train(ranks, plan, tmp_path):
+        assert found["expected"] == pytest.approx(found["losses"], rel=0, abs=1e-5)
+        assert found["restarted"] == pytest.approx(found["losses"], rel=0, abs=1e-5)
+        assert len(found["losses"]) == len(found["steps"]) == STEPS
+        assert found["downloaded"] >= found["state_bytes"], "snapshots did not come by copies that nobody waits for"
+        for step in found["steps"][1:]:  # the first agrees on sizes
+            assert len(step["waits"]) == (plan == "host"), step["waits"]
+            assert not step["uploads"]
