@@ -21,8 +21,12 @@ from tests.distributed.training import RandomTokens, make_trainer, train
 from tests.parameters import slow
 
 QUICK = ["expert_gradient_times_ranks", "replicas_not_summed", "dropped_token", "learning_rate_of_a_group"]
-UNTIED = {"model": {"tie_embeddings": False}}
+HERE: dict[str, dict[str, Any]] = {
+    "untied": {"model": {"tie_embeddings": False}},
+    "a_sample_an_expert": {"batch_size": 6},  # numbers per expert are no rows of samples
+}
 MESHES: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "a_sample_an_expert", {"mesh": {"cp": 2}}),
     (2, "plain", {"copies": 2}),
     (2, "plain", {"dense": "zero1"}),
     (2, "uneven", {"copies": 2}),
@@ -138,7 +142,7 @@ def test_19_of_20_bugs_are_named() -> None:
 
 def healthy(rank: int, world_size: int, case: str, strategy: dict[str, Any]) -> tuple[int, int, int]:
     doctor = ParityDoctor()
-    options = {**(UNTIED if case == "untied" else CASES[case]), "steps": 6}
+    options = {**(HERE | CASES)[case], "steps": 6}
     losses = train(rank, world_size, strategy=strategy, callbacks=[doctor], **options)["losses"]
     assert doctor.comparison is not None
     return doctor.comparison.steps, doctor.comparison.tensors, len(losses)
