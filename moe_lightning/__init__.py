@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from moe_lightning.callbacks.huggingface_export import HuggingFaceExport, export_to_huggingface
     from moe_lightning.callbacks.load_balancer import LoadBalancer
     from moe_lightning.callbacks.model_summary import ExpertModelSummary
+    from moe_lightning.callbacks.parity_doctor import ParityDoctor
     from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
     from moe_lightning.callbacks.recompute_dense import RecomputeDense
     from moe_lightning.callbacks.routing_replay import RoutingReplay
     from moe_lightning.data.step_loader import StepLoader
     from moe_lightning.data.step_sampler import StepSampler
-    from moe_lightning.errors import CheckpointError, ConfigurationError
+    from moe_lightning.errors import CheckpointError, ConfigurationError, ParityError
     from moe_lightning.models.gpt import GPT
     from moe_lightning.models.gpt_config import GPTConfig
     from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
@@ -60,6 +61,8 @@ _HOMES = {
     "LoadBalancer": "callbacks.load_balancer",
     "MoELayer": "modules.moe_layer",
     "OptimizerConfig": "models.gpt_module",
+    "ParityDoctor": "callbacks.parity_doctor",
+    "ParityError": "errors",
     "PartialExpertsCheckpoint": "callbacks.partial_experts_checkpoint",
     "RecomputeDense": "callbacks.recompute_dense",
     "RouterConfig": "modules.router",
@@ -97,6 +100,8 @@ __all__ = [
     "LoadBalancer",
     "MoELayer",
     "OptimizerConfig",
+    "ParityDoctor",
+    "ParityError",
     "PartialExpertsCheckpoint",
     "RecomputeDense",
     "RouterConfig",

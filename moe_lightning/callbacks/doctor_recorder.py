@@ -352,18 +352,15 @@ def _wave(first: int, size: int, dim: int) -> Tensor:
 
 
 def _tensors_in(output: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's output that have as many rows as the first one."""
+    named: list[tuple[str, Any]] = []
     if isinstance(output, Tensor):
-        yield "", output
+        named = [("", output)]
     elif isinstance(output, tuple | list):
-        for number, item in enumerate(output):
-            if isinstance(item, Tensor):
-                yield f"[{number}]", item
-    elif dataclasses.is_dataclass(output):
-        for item_field in dataclasses.fields(output):
-            value = getattr(output, item_field.name)
-            if isinstance(value, Tensor):
-                yield f".{item_field.name}", value
+        named = [(f"[{number}]", item) for number, item in enumerate(output)]
     elif isinstance(output, Mapping):
-        for key, value in output.items():
-            if isinstance(value, Tensor):
-                yield f"[{key}]", value
+        named = [(f"[{key}]", value) for key, value in output.items()]
+    elif dataclasses.is_dataclass(output):
+        named = [(f".{item.name}", getattr(output, item.name)) for item in dataclasses.fields(output)]
+    tensors = [(suffix, value) for suffix, value in named if isinstance(value, Tensor)]
+    return ((suffix, value) for suffix, value in tensors if value.shape[:1] == tensors[0][1].shape[:1])

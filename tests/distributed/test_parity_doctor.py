@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.parity_doctor import ParityDoctor
 from moe_lightning.errors import ParityError
+from moe_lightning.mistakes import sentence_of
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import CASES
 from tests.distributed.seeded_bugs import BUGS
-from tests.distributed.training import train
+from tests.distributed.training import RandomTokens, make_trainer, train
 from tests.parameters import slow
 
 QUICK = ["expert_gradient_times_ranks", "replicas_not_summed", "dropped_token", "learning_rate_of_a_group"]
-UNTIED = {"model": {"tie_embeddings": False}}
+HERE: dict[str, dict[str, Any]] = {
+    "untied": {"model": {"tie_embeddings": False}},
+    "a_sample_an_expert": {"batch_size": 6},  # numbers per expert are no rows of samples
+}
 MESHES: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "a_sample_an_expert", {"mesh": {"cp": 2}}),
     (2, "plain", {"copies": 2}),
     (2, "plain", {"dense": "zero1"}),
     (2, "uneven", {"copies": 2}),
@@ -62,6 +72,60 @@ def is_named(name: str, found: tuple[str, str, str, int]) -> bool:
     return kind == bug.kind and bug.name in tensor and bug.words in told and step == bug.step
 
 
+class Plain(pl.LightningModule):
+    """A user's module that knows nothing of us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(16), nn.Linear(64, 64))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(self.embed(batch[0])).flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def under_ddp(rank: int, world_size: int, trainings: list[dict[str, Any]]) -> list[str]:
+    """What the doctor says of stock trainings; "" of those that are the same."""
+    found = []
+    for options in trainings:
+        doctor = ParityDoctor()
+        make_trainer(rank, world_size)  # the environment of a rank, and the seed
+        trainer = pl.Trainer(
+            strategy="ddp",
+            plugins=[LightningEnvironment()],
+            accelerator="cpu",
+            devices=world_size,
+            max_epochs=1,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[doctor],
+            logger=False,
+            **options,
+        )
+        try:
+            trainer.fit(Plain(), DataLoader(RandomTokens(48), batch_size=5, shuffle=False))
+        except ParityError as error:
+            found.append(str(error))
+        else:
+            assert doctor.comparison is not None
+            found.append("")
+    return found
+
+
+def test_a_plain_module_under_stock_ddp() -> None:
+    same, alike = run_ranks(2, under_ddp, [{"accumulate_grad_batches": 2}, {"use_distributed_sampler": False}])[0]
+    assert not same
+    assert "the batch (input 0) is the same on ranks 0 and 1" in alike
+
+
+def test_a_failure_is_a_sentence() -> None:
+    assert sentence_of(ParityError("parity fails at step 1")) == "parity fails at step 1"
+
+
 def test_the_commonest_bugs_are_named_at_once() -> None:
     first, second = run_ranks(2, examine, QUICK)
     for name, found, elsewhere in zip(QUICK, first, second, strict=True):
@@ -78,7 +142,7 @@ def test_19_of_20_bugs_are_named() -> None:
 
 def healthy(rank: int, world_size: int, case: str, strategy: dict[str, Any]) -> tuple[int, int, int]:
     doctor = ParityDoctor()
-    options = {**(UNTIED if case == "untied" else CASES[case]), "steps": 6}
+    options = {**(HERE | CASES)[case], "steps": 6}
     losses = train(rank, world_size, strategy=strategy, callbacks=[doctor], **options)["losses"]
     assert doctor.comparison is not None
     return doctor.comparison.steps, doctor.comparison.tensors, len(losses)

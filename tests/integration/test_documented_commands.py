@@ -62,7 +62,11 @@ ELSEWHERE = (
     "recipes=submitit",  # test_searches
     "resume=edited.ckpt",
 )
-QUICK = ("strategy.copies=2", "recipes=trace_routing model.router.forced.path=trace.npz callbacks=load_balancer")
+QUICK = (
+    "doctor=true",
+    "strategy.copies=2",
+    "recipes=trace_routing model.router.forced.path=trace.npz callbacks=load_balancer",
+)
 KNOWN = (
     "moe-train|moe-bench|moe-ckpt|moe-sim|pip install|python -m moe_lightning|python docs/api.py|wandb|ruff|pytest"
     "|#SBATCH|#!|#|host=|secret=|until |srun|for |done|wait|TORCH_DISABLE|torchrun|sbatch|pre-commit"
@@ -114,6 +118,9 @@ def test_trainings_run(arguments: list[str], tmp_path: Path) -> None:
         pytest.importorskip(PLUGINS["optuna"])
     done = moe_train(tmp_path, *arguments, *fitted(arguments))
     assert done.returncode == 0, done.stderr
+    if "doctor=true" in arguments:
+        assert re.search(r"doctor +2 steps, \d\d+ tensors, largest difference .*: the same", done.stdout)
+        return
     assert "step 2/2" in done.stdout
     if "validate" not in " ".join(arguments):
         assert list(tmp_path.glob("outputs/**/checkpoints/*2*"))
@@ -217,6 +224,7 @@ def test_every_snippet_is_run_here() -> None:
         "import load_dataset",
         "import StreamingDataset",
         "import LocalDataset",
+        "ParityDoctor(",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -231,6 +239,14 @@ def test_checkpoints_in_a_script(tmp_path: Path) -> None:
     assert "every_n_steps=2" in small
     run(small, {"L": L, "module": OwnModule(), "loader": DataLoader(RandomTokens(48), batch_size=12)})
     assert (tmp_path / "checkpoints" / "step-00000004" / "MANIFEST.json").is_file()
+
+
+def test_the_doctor_in_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    small = 'accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, '
+    source = snippet("docs/doctor.md", "ParityDoctor(").replace('strategy="ddp", ', small)
+    assert small in source
+    run(source, {"module": OwnModule(), "loader": DataLoader(RandomTokens(24), batch_size=6)})
+    assert "doctor    2 steps" in capsys.readouterr().out
 
 
 def test_a_module_takes_adapters(tmp_path: Path) -> None:
