@@ -64,6 +64,7 @@ class RankState:
         self._experts: PlacedExperts | None = None
         self._groups: list[list[list[nn.Parameter]]] = []
         self._shards: DenseSharding | None = None
+        self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that those count
         self._entrusted: dict[str, Mapping[str, Tensor]] = {}
         self._own_forward: Any = None
         self.stages: StageState | None = None
@@ -110,11 +111,12 @@ class RankState:
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         self.fill_groups()
-        self._shard(self._dense_sharding(self.moves.sharers(self._worlds.present)[0]))
+        sharers, self._numbers = self.moves.sharers(self._worlds.present)
+        self._shard(self._dense_sharding(sharers))
 
     def training_state(self) -> TrainingState:
         """The live tensors of the run under their checkpoint keys."""
-        ranks, (_, numbers) = self._worlds.mesh.whole, self.moves.sharers(self._worlds.present)
+        ranks, numbers = self._worlds.mesh.whole, self._numbers
         owners = {} if self._shards is None else self._shards.owners
         return TrainingState(
             self.module,
@@ -283,9 +285,8 @@ class RankState:
 
     def _everyones(self, keepers: Mapping[str, int], world: World) -> Mapping[str, int]:
         """Those of all stages; collective where there are several."""
-        if self.stages is None:
-            return keepers
-        return {unit: rank for told in all_gather_json(dict(keepers), world) for unit, rank in told.items()}
+        told = [keepers] if self.stages is None else all_gather_json(dict(keepers), world)
+        return {unit: rank for one in told for unit, rank in one.items()}
 
     def _dense_sharding(self, ranks: World) -> DenseSharding:
         """Of the dense parameters, among the ranks that hold them."""
@@ -325,8 +326,9 @@ class RankState:
         """
         units = list(self._keepers(world, range(world.size)).items())
         if self.parts.gather(world, most_bytes):
-            world = replace(world, shards=(), copy_group=None)
+            world, numbers = replace(world, shards=(), copy_group=None), self._numbers
             self._share_states(units, world, world, range(world.size))
+            self._numbers = numbers
 
     def _share_states(
         self, sources: Sequence[tuple[str, int]], world: World, ranks: World, numbers: Sequence[int]
@@ -345,7 +347,7 @@ class RankState:
         homes = {p: o for o, groups in zip(self.optimizers, self._groups, strict=True) for g in groups for p in g}
         local = self._held_states(name for name, rank in sources if rank == world.rank)
         self.fill_groups()
-        self._shards = None
+        self._shards, self._numbers = None, numbers
         self._shard(sharding)
         for parameter in dense.values():
             homes[parameter].state.pop(parameter, None)
@@ -376,11 +378,11 @@ class RankState:
             keepers = {unit: [staying[number % len(staying)]] for number, unit in enumerate(lost)}
             local = self._held_states(unit for unit in lost if owners[unit] == world.rank)
             self._entrusted |= move_shards([(unit, owners[unit]) for unit in lost], keepers, local, world)
+        if self.stages is not None:
+            self._shards = None  # parameters may leave now, and all states are kept apart from them
 
     def keep_states(self, units: Iterable[str]) -> None:
-        """Keep those of these units' optimizer states that are here until the next world has them, whatever becomes of
-        their parameters.
-        """
+        """Keep those of these units' states that are here until the next world has them, should their parameters go."""
         known = self.shard_owners
         self._entrusted |= self._held_states(unit for unit in units if name_of(unit) in known)
 
