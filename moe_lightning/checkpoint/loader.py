@@ -25,6 +25,9 @@ from moe_lightning.checkpoint.store import checkpoints, directories, has_manifes
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import DTYPES, Block, Piece, by_key, is_partial, parse_expert_key
 
+_ASKED_FOR_LATER = ("ledger", "trainer")
+"""Objects."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -70,6 +73,7 @@ class Checkpoint(CheckpointSource):
         self, path: Place, *, run: str | None = None, substitutes: Mapping[str, str | None] | None = None
     ) -> None:
         self.path, self._storage = path, storage_of(path)
+        self._held: dict[str, torch.Tensor] = {}
         self.substitutes = dict(substitutes or {})
         try:
             self.manifest: Manifest = read_manifest(path)
@@ -201,8 +205,15 @@ class Checkpoint(CheckpointSource):
         return None if digest == record.xxh3 else f"{path} is damaged: its checksum does not match"
 
     @override
+    def release(self) -> None:
+        """Training goes on from it now, and retention may remove it before what is asked for later is read."""
+        self._held = {key: self._raw(self._pieces[key][0]) for key in _ASKED_FOR_LATER if key in self._pieces}
+
+    @override
     def _raw(self, piece: Piece) -> torch.Tensor:
         """uint8 [nbytes]: a piece's payload, as its storage hands it out."""
+        if piece.key in self._held:
+            return self._held[piece.key]
         if piece.key in self.substitutes:
             name = self.substitutes[piece.key]
             return self._others[name]._raw(piece) if name else self._mean(piece)

@@ -70,6 +70,8 @@ class MemoryCheckpoint(CheckpointSource):
     def release(self) -> None:
         objects = {_name(p) for pieces in self._listed.values() for p in pieces if p.dtype == OBJECT}
         self._data = {name: data for name, data in self._data.items() if name in objects}
+        if self._storage is not None and self._rest_on_storage:
+            self._storage.release()
 
     @cached_property
     @override

@@ -63,7 +63,7 @@ class CheckpointSource(ABC):
         """uint8 [nbytes]: the payload of a piece."""
 
     def release(self) -> None:  # noqa: B027  # most hold none
-        """Let go of tensors in memory; objects can still be read."""
+        """Everything was restored: let go of tensors in memory. What is asked for later can still be read."""
 
     def keys(self, prefix: str = "") -> list[str]:
         """All keys that begin with a prefix, sorted."""

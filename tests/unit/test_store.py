@@ -42,6 +42,16 @@ def stock_load(path: Path, *, like: dict[str, torch.Tensor]) -> dict[str, torch.
     return state
 
 
+def test_a_ledger_is_read_after_retention_has_removed_its_checkpoint(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(3)
+        made.persist()
+        checkpoint = newest(made.root)
+    checkpoint.release()
+    shutil.rmtree(checkpoint.path)
+    assert checkpoint.read_object("ledger") == 3
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_full_checkpoint_reads_back(tmp_path: Path, world_size: int) -> None:
     with node(tmp_path, world_size=world_size) as made:
