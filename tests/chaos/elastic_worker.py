@@ -70,12 +70,12 @@ class Hold:
     """Do not go on from a step before the world has so many ranks, or somebody asks to be let in.
 
     Attributes:
-        stored: wait for a checkpoint on storage as well.
+        stored: wait for a checkpoint of this step, or a later one, on storage as well; 0: for none.
     """
 
     step: int
     ranks: int = 0
-    stored: bool = False
+    stored: int = 0
 
 
 class Diary(pl.Callback):
@@ -186,9 +186,12 @@ class Holder(pl.Callback):
         deadline = time.monotonic() + _PATIENCE_S
         while elastic.engine.reason is None and time.monotonic() < deadline:
             is_full = trainer.world_size >= due[-1].ranks or elastic.engine.newcomers()
-            if is_full and (not due[-1].stored or checkpoints(self._root)):
+            if is_full and (not due[-1].stored or self._newest_stored() >= due[-1].stored):
                 return
             time.sleep(0.01)
+
+    def _newest_stored(self) -> int:
+        return max((manifest.step for _, manifest in checkpoints(self._root)), default=0)
 
 
 class Witness(pl.Callback, RecoveryListener):

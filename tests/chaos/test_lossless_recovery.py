@@ -90,7 +90,7 @@ def test_all_nodes_are_lost_and_storage_gives_the_window_back(tmp_path: Path) ->
     """Agents of two nodes agree on windows; steps that are run again end an epoch and are validated."""
     options: dict[str, Any] = {
         "kills": [Kill(worker=worker, step=16, place="backward") for worker in range(2)],
-        "holds": [Hold(step=15, stored=True)],
+        "holds": [Hold(step=15, stored=1)],
         "validate": True,
     }
     with elastic_run(tmp_path, workers=2, steps=STEPS, saving=WINDOWS, **options) as run:

@@ -60,7 +60,8 @@ def test_during_validation_and_recovery_and_two_at_once(tmp_path: Path) -> None:
         Kill(worker=3, step=14, place="forward"),
         Kill(worker=0, step=14, place="movement"),
     ]
-    options = {"recovery": {"min_replicas": 3}, "holds": [Hold(step=6, ranks=4)], "validate": True, "kills": kills}
+    holds = [Hold(step=step, ranks=4) for step in (6, 13)]
+    options = {"recovery": {"min_replicas": 3}, "holds": holds, "validate": True, "kills": kills}
     with elastic_run(tmp_path, workers=4, steps=STEPS, **options) as run:
         run.supervise(restart=range(4))
         assert run.kills_done() == len(kills)
