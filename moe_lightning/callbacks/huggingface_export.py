@@ -23,6 +23,7 @@ from moe_lightning.models.huggingface.module import HuggingFaceModule
 from moe_lightning.modules.experts import Experts
 from moe_lightning.state.row_blocks import cuts_of
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.stage_state import stages_of
 from moe_lightning.values import validated
 
 Form = Literal["merged", "adapter"]
@@ -38,8 +39,8 @@ class HuggingFaceExport(pl.Callback):
         form: of a model with adapters: "merged" into its weights, or the "adapter" alone, which peft loads.
 
     Raises:
-        ConfigurationError: at the start of training: the folder holds something else or cannot be written, or
-            transformers has no class for the model.
+        ConfigurationError: at the start of training: the folder holds something else or cannot be written,
+            transformers has no class for the model, or a pipeline leaves ranks a part of it.
     """
 
     def __init__(self, dirpath: str | Path, dtype: str | None = None, form: Form = "merged") -> None:
@@ -50,6 +51,7 @@ class HuggingFaceExport(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = _checked(pl_module)
         _check_form(module, self._form)
+        _require_whole(trainer)
         plan_export(module.architecture, module.model, self._dtype)
         _check(trainer, self._path)
 
@@ -83,11 +85,7 @@ def export_to_huggingface(
             f"{type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot be exported: "
             "use ExpertParallelStrategy"
         )
-    if isinstance(trainer.strategy, ExpertParallelStrategy) and trainer.strategy.state.stages is not None:
-        raise ConfigurationError(
-            "mesh.pp leaves every rank some blocks of the model only: save a checkpoint, load it with mesh.pp=1, and "
-            "export there"
-        )
+    _require_whole(trainer)
     export = plan_export(module.architecture, module.model, dtype)
     _check(trainer, path)
     dense, stacks = module.model.state_dict(), _stacks(trainer, module, export)
@@ -128,6 +126,14 @@ def _experts(module: HuggingFaceModule, block: str) -> Experts:
 def _check_form(module: HuggingFaceModule, form: Form) -> None:
     if form == "adapter":
         require_peft_knows(module.config.adapter)
+
+
+def _require_whole(trainer: pl.Trainer) -> None:
+    if stages_of(trainer) is not None:
+        raise ConfigurationError(
+            "mesh.pp leaves every rank some blocks of the model only, which HuggingFaceExport cannot write: leave it "
+            "out (callbacks.huggingface_export=null), and export the checkpoint of this run with moe-ckpt export-hf"
+        )
 
 
 def _check(trainer: pl.Trainer, path: Path) -> None:

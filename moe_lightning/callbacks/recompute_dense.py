@@ -5,8 +5,7 @@ MoE layers keep their activations: computing them again would send every token t
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -19,7 +18,7 @@ from typing_extensions import override
 
 from moe_lightning.callbacks.compile_dense import CompileDense, dense_parts
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.stream import SampleStream
+from moe_lightning.modules.recomputation import remembering
 
 
 class RecomputeDense(Callback):
@@ -60,23 +59,5 @@ def _forward(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
     own = type(part).forward
     if not (part.training and torch.is_grad_enabled()):
         return own(part, *args, **kwargs)
-    streams = {id(s): s for m in part.modules() if isinstance(s := getattr(m, "stream", None), SampleStream)}
-    before = [(stream, dict(vars(stream))) for stream in streams.values()]
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _again(before)
-
+    contexts = partial(remembering, list(part.modules()))
     return checkpoint(own, part, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-@contextmanager
-def _again(before: list[tuple[SampleStream, dict[str, Any]]]) -> Generator[None, None, None]:
-    """Keyed noise as in the first pass, wherever the streams are by now."""
-    now = [dict(vars(stream)) for stream, _ in before]
-    for stream, position in before:
-        vars(stream).update(position)
-    try:
-        yield
-    finally:
-        for (stream, _), position in zip(before, now, strict=True):
-            vars(stream).update(position)

@@ -212,7 +212,13 @@ class TextData(LightningDataModule):
         self._train, self._val = train, Subset(val, (np.arange(most) * len(val) // most).tolist())
 
     def _pieces(self, span: TokenSpan) -> DocumentPieces:
-        return DocumentPieces(span, document_starts(span, self.end_of_document), self.context_length)
+        starts = document_starts(span, self.end_of_document)
+        if self.end_of_document is not None and span == self.corpus.train and len(starts) < 2:
+            raise ConfigurationError(
+                f"end_of_document={self.end_of_document} ends no document among the {span.count} training tokens of "
+                f"{span.path}: name the token that does, or set packing=false"
+            )
+        return DocumentPieces(span, starts, self.context_length)
 
     def train_dataloader(self) -> StepLoader:
         """Endless permuted epochs of whole steps."""

@@ -94,6 +94,7 @@ class StepWeights:
 
     def take(self, weights: Sequence[float], device: torch.device) -> None:
         """Of further micro-batches of the step, which another rank has weighed."""
+        self._is_told = self._is_told or len(weights) > 0
         self._of_step += [torch.tensor(weight, dtype=torch.float64, device=device) for weight in weights]
 
     @torch.no_grad()

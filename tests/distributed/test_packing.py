@@ -50,7 +50,7 @@ def train(
     else:
         from moe_lightning.models.huggingface.module import HuggingFaceModule
 
-        module = HuggingFaceModule({"pretrained": str(pretrained), "context_length": LENGTH}, optimizer)
+        module = HuggingFaceModule({"pretrained": str(pretrained), "context_length": LENGTH, **model}, optimizer)
     data = InstructionData(path=path, context_length=LENGTH, global_batch_size=BATCH, end_token="\0", packing=True)
     trainer.fit(module, datamodule=data)
     return recorder.losses, recorder.gradient_norms
@@ -78,14 +78,22 @@ def test_the_loss_does_not_depend_on_the_world(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), [("mixtral", {"cp": 2}), ("olmoe", {"tp": 2}), ("gpt_oss", {"tp": 2})])
-def test_hugging_face_models(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh", "model"),
+    [
+        ("mixtral", {"cp": 2}, {}),
+        ("olmoe", {"tp": 2}, {}),
+        ("gpt_oss", {"tp": 2}, {}),
+        ("olmoe", {"pp": 2}, {"router": {"aux_loss_coef": 0.0, "jitter": 0.1}, "gradient_checkpointing": True}),
+    ],
+)
+def test_hugging_face_models(name: str, mesh: dict[str, int], model: dict[str, Any], tmp_path: Path) -> None:
     from tests.huggingface_models import make_checkpoint
 
     sizes = {"vocab_size": 256, "max_position_embeddings": LENGTH, "initializer_range": 0.1}
     window = {"sliding_window": 7} if name == "mixtral" else {}
     make_checkpoint(name, tmp_path / "model", **sizes, **window)
-    fit = partial(train, folder=tmp_path, pretrained=tmp_path / "model")
+    fit = partial(train, folder=tmp_path, pretrained=tmp_path / "model", **model)
     expected = fit(0, 1)
     for losses, norms in run_ranks(2, partial(fit, mesh=mesh)):
         np.testing.assert_allclose(losses, expected[0], rtol=0, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,14 @@ def test_what_peft_would_take_for_experts_is_refused(tmp_path: Path) -> None:
     for config, sentence in ((AdapterConfig(targets=("dense",)), "peft takes the linear"), (None, "has no adapters")):
         with pytest.raises(ConfigurationError, match=sentence):
             require_peft_knows(config)
+
+
+def test_a_matrix_of_any_layout_is_quantised_without_a_warning() -> None:
+    torch.set_warn_always(True)  # torch says such things once a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            quantise(torch.randn(64, 48).T)
+            quantise(torch.randn(4, 128).T)
+    finally:
+        torch.set_warn_always(False)

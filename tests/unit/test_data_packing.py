@@ -235,5 +235,7 @@ def test_a_token_ends_documents(tmp_path: Path) -> None:
     assert sum(piece.endswith(b"\0") for piece in pieces) > 40
     with pytest.raises(ConfigurationError, match="set end_of_document to the token that ends one"):
         text(tmp_path, path, dtype="uint8")
+    with pytest.raises(ConfigurationError, match="end_of_document=255 ends no document among the"):
+        text(tmp_path, path, dtype="uint8", end_of_document=255)
     with pytest.raises(ConfigurationError, match="end_of_document=0 is read under packing=true only"):
         TextData(end_of_document=0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
+from moe_lightning.errors import ConfigurationError
 from tests.huggingface_models import DENSE, SPARSE, VOCABULARY, make_checkpoint
 
 # Logits are about ten, and plain transformers differs as much between a row of one document and one of two.
@@ -38,3 +40,38 @@ def test_documents_do_not_see_each_other(name: str, tmp_path: Path) -> None:
             begin, end = end, end + length
             alone = module(ids[row : row + 1, begin:end])
             torch.testing.assert_close(logits[row : row + 1, begin:end], alone, rtol=0, atol=TOLERANCE)
+
+
+def test_recomputed_layers_see_the_padding_and_the_noise_of_their_own_batch(tmp_path: Path) -> None:
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    make_checkpoint("olmoe", tmp_path)
+    ids = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(5))
+    masks = [torch.arange(16) < torch.tensor(lengths)[:, None] for lengths in ((12, 3), (7, 8))]
+    gradients = []
+    for recomputes in (False, True):
+        config = {"pretrained": str(tmp_path), "context_length": 16, "router": {"jitter": 0.5}}
+        module = HuggingFaceModule({**config, "gradient_checkpointing": recomputes})
+        module.configure_model()
+        module.train()
+        losses = [module.loss((ids, ids.masked_fill(~is_token, -100), is_token)) for is_token in masks]
+        for loss in losses:  # as in a pipeline, where other batches have come by then
+            loss.backward()
+        gradients.append({name: p.grad for name, p in module.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_a_pipeline_is_told_before_it_trains_that_it_cannot_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_lightning.callbacks import huggingface_export
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    make_checkpoint("olmoe", tmp_path)
+    module = HuggingFaceModule({"pretrained": str(tmp_path), "context_length": 16})
+    monkeypatch.setattr(huggingface_export, "stages_of", lambda trainer: object())
+    callback = huggingface_export.HuggingFaceExport(tmp_path / "exported")
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigurationError, match=r"mesh\.pp leaves every rank some blocks"):
+        callback.on_fit_start(trainer, module)

@@ -24,8 +24,8 @@ class SparseBlock(nn.Module):
         returns_scores: answer (output, None), where the model expects scores of the router and drops them.
 
     Attributes:
-        is_token: bool [B, L] of the model's running batch, which a layer that is recomputed in the backward pass needs
-            too; None: there is no padding.
+        is_token: bool [B, L] of the model's running batch, or of that whose layer is recomputed in its backward pass;
+            None: there is no padding.
     """
 
     def __init__(

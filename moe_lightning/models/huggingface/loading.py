@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.attention import keep_context
-from moe_lightning.models.huggingface.blocks import keep_padding_from_experts
+from moe_lightning.models.huggingface.blocks import IS_TOKEN, SparseBlock, keep_padding_from_experts
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.modules.adapters import AdapterConfig, adapt_dense, adapt_experts
 from moe_lightning.modules.experts import Experts, deferred_experts, experts_are_deferred
+from moe_lightning.modules.recomputation import remembering
 from moe_lightning.modules.stream import SampleStream, attach_stream
 
 _DERIVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
@@ -171,7 +172,8 @@ def recompute_activations(model: Any) -> None:
     """Keep only the inputs of layers for the backward pass, which computes the rest again."""
     # transformers 5 has renamed the method
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    readers = [m for m in model.modules() if isinstance(m, SparseBlock) or hasattr(m, "stream")]
+    enable({"use_reentrant": False, "context_fn": partial(remembering, readers, IS_TOKEN)})
 
 
 def _materialise(model: nn.Module) -> None:
