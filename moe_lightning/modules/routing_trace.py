@@ -76,6 +76,6 @@ def read_loads(path: Path) -> tuple[list[int], NDArray[np.float64]]:
         shares = np.array([[rows[step] for step in steps] for rows in layers], dtype=np.float64)
     except (ValueError, KeyError) as error:
         raise ConfigurationError(f"{path} has no lines of step, layer, shares: give an expert_load.csv") from error
-    if shares.ndim != 3:
+    if shares.ndim != 3 or not ((shares >= 0) & (shares <= 1)).all():
         raise ConfigurationError(f"{path} has no lines of step, layer, shares: give an expert_load.csv")
     return steps, shares
