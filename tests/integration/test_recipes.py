@@ -55,6 +55,7 @@ FITTED = {
     "lazarus_gpt_m": ["strategy.slots=12"],
     "lazarus_gpt_s": ["strategy.slots=8"],
     "long_context": ["strategy.mesh.cp=1"],
+    "pipeline": ["strategy.mesh.pp=1", "strategy.micro_batches=null"],
     "moc_swinv2_moe": ["data.path=images"],
 }
 
