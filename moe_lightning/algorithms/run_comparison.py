@@ -14,6 +14,9 @@ Kind = Literal["weights", "inputs", "activation", "counts", "loss", "gradient", 
 NOISE = 0.01
 """Share of the tolerance, of the norm over all tensors, below which a tensor is rounding errors only."""
 _ROUNDING = 1e-7
+_PASSED_ON = 4.0
+"""Differences of gradients that count are so much larger in an update that divides by the gradient's size. In 32 bits
+they are far below the tolerance anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +134,8 @@ def _partings(step: int, run: StepRecord, alone: StepRecord, tolerance: float, s
         for name, digest in alone.updates.items()
         if name not in alone.gradients or alone.gradients[name].norm > tolerance * total * NOISE * 10
     }
-    yield from _of_tensors(step, "update", run.updates, moved, tolerance, seen)
+    is_low = 10 * tolerance > NOISE
+    yield from _of_tensors(step, "update", run.updates, moved, tolerance * (_PASSED_ON if is_low else 1.0), seen)
 
 
 def _of_loss(step: int, here: float, there: float, tolerance: float) -> Iterator[Parting]:

@@ -78,10 +78,22 @@ def draw(directory: Path) -> Iterator[tuple[str, str]]:
 
 def metrics_files(directory: Path, name: str = "metrics.csv") -> list[Path]:
     """What CSV loggers wrote in a run directory, in the order of the run's starts."""
-    return sorted(directory.glob(f"csv/version_*/{name}"), key=lambda path: int(path.parent.name.split("_")[1]))
+    starts = {path: path.parent.name.removeprefix("version_") for path in directory.glob(f"csv/version_*/{name}")}
+    return sorted((path for path in starts if starts[path].isdecimal()), key=lambda path: int(starts[path]))
 
 
 def read_metrics(files: list[Path]) -> Metrics:
+    """The finite numbers that a run logged, see `read_all_metrics`."""
+    return finite(read_all_metrics(files))
+
+
+def finite(metrics: Metrics) -> Metrics:
+    """Without NaN and infinities, which no picture can show."""
+    found = {name: {s: v for s, v in values.items() if math.isfinite(v)} for name, values in metrics.items()}
+    return {name: values for name, values in found.items() if values}
+
+
+def read_all_metrics(files: list[Path]) -> Metrics:
     """What a run logged, of all its starts, by the number of steps that had been made: where steps were repeated, the
     later start counts.
 
@@ -93,16 +105,19 @@ def read_metrics(files: list[Path]) -> Metrics:
     """
     found: dict[str, dict[int, float]] = {}
     for path in files:
-        try:
-            with path.open(newline="") as file:
-                for row in csv.DictReader(file):
+        with path.open(newline="") as file:
+            rows = csv.DictReader(file)
+            try:
+                for row in rows:
                     values = {name: float(text) for name, text in row.items() if text and name != "step"}
                     for name, value in values.items():
-                        if math.isfinite(value):
-                            made = int(row["step"]) + (not name.startswith(_BY_STEPS_MADE))
-                            found.setdefault(name, {})[made] = value
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{path} is not a table of metrics by step: give a run directory") from error
+                        made = int(row["step"]) + (not name.startswith(_BY_STEPS_MADE))
+                        found.setdefault(name, {})[made] = value
+            except (ValueError, KeyError, TypeError, csv.Error) as error:
+                raise ConfigurationError(
+                    f"{path} is not a table of metrics by step (see line {rows.line_num}): mend it, move it away, or "
+                    "give a run directory"
+                ) from error
     return {name: dict(sorted(values.items())) for name, values in found.items()}
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from moe_lightning.arguments import OutputFile, option
 from moe_lightning.bench import report_sections as sections
-from moe_lightning.bench.plot import Metrics, metrics_files, read_metrics
+from moe_lightning.bench.plot import Metrics, finite, metrics_files, read_all_metrics
 from moe_lightning.bench.report_html import cards, page
 from moe_lightning.errors import ConfigurationError
 
@@ -66,9 +66,10 @@ def render(directory: Path) -> str:
         raise ConfigurationError(f"{directory} has no config.yaml and no metrics: give a run directory, outputs/NAME")
     config = _mapping(config_file, yaml.safe_load)
     summary = _mapping(directory / "summary.json", json.loads)
-    metrics = read_metrics(files)
+    logged = read_all_metrics(files)
+    metrics = finite(logged)
     body = [
-        sections.training(metrics),
+        sections.training(metrics, logged),
         sections.loads(directory),
         sections.imbalance(metrics),
         sections.placements(directory, metrics),

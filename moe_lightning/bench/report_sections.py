@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,9 +40,9 @@ _WORDS = {
 }
 
 
-def training(metrics: Metrics) -> Section:
-    """Losses, speed, gradient norm and learning rate."""
-    losses = {name: values for name, values in metrics.items() if _LOSS.fullmatch(name) and "layer" not in name}
+def training(metrics: Metrics, logged: Metrics) -> Section:
+    """Losses, speed, gradient norm and learning rate; of what was logged, where losses were not finite."""
+    losses = {name: values for name, values in metrics.items() if _is_loss(name)}
     parts = []
     for title, unit, caption, lines in (
         ("loss", "loss (nats)", "Mean over the tokens of the global batch.", losses),
@@ -52,7 +53,11 @@ def training(metrics: Metrics) -> Section:
     ):
         if lines:
             parts.append(_chart(lines, title, unit, caption))
-    if not losses:
+    lost = {name: [s for s, v in logged[name].items() if not math.isfinite(v)] for name in logged if _is_loss(name)}
+    for name, steps in lost.items():
+        if steps:
+            parts.append(missing(f"{name} was NaN or infinite {len(steps):,} times, first at step {steps[0]:,}."))
+    if not losses and not any(lost.values()):
         parts.append(missing(f"No losses were logged: {_TELEMETRY}, and the module logs its loss with self.log."))
     return Section(name="training", title="Loss and speed", parts=parts)
 
@@ -208,8 +213,10 @@ def configuration(config: Mapping[str, Any], file: Path) -> Section:
         text = f"There is no {file.name}: moe-train leaves it in the run directory."
         return Section(name="configuration", title="Configuration", parts=[missing(text)])
     areas = [(name, value) for name, value in config.items() if not isinstance(value, dict | list)]
-    model = config.get("module", {}).get("config", {}) if isinstance(config.get("module"), dict) else {}
-    areas += [(f"model.{name}", value) for name, value in model.items() if not isinstance(value, dict | list)]
+    module = config.get("module")
+    model = module.get("config") if isinstance(module, dict) else None
+    inside = model.items() if isinstance(model, dict) else ()
+    areas += [(f"model.{name}", value) for name, value in inside if not isinstance(value, dict | list)]
     rows = [(name, "none" if value is None else value) for name, value in areas if name != "model._target_"]
     whole = folded(
         "The whole configuration", listing(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
@@ -237,6 +244,10 @@ def read_placements(path: Path) -> dict[int, list[tuple[int, NDArray[np.int64]]]
     if not all(replicas_EN.size for states in found.values() for _, replicas_EN in states) or not found:
         raise ConfigurationError(f"{path} has no lines of step, layer, ranks, holders: move it away")
     return found
+
+
+def _is_loss(name: str) -> bool:
+    return _LOSS.fullmatch(name) is not None and "layer" not in name
 
 
 def _named(metrics: Metrics, *names: str) -> dict[str, Mapping[int, float]]:

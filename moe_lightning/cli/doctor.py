@@ -23,7 +23,7 @@ def examined(composed: DictConfig) -> None:
     OmegaConf.set_struct(composed, False)
     composed.run_dir = f"{composed.run_dir}/{_FOLDER}"
     composed.resume, composed.elastic.enabled, composed.logger = False, False, {}
-    composed.trainer.limit_val_batches = 0
+    composed.trainer.limit_val_batches, composed.objective = 0, None
     given = composed.callbacks.get(_CALLBACK) or {}
     target = {"_target_": "moe_lightning.callbacks.parity_doctor.ParityDoctor"}
     kept = {name: node for name, node in composed.callbacks.items_ex(resolve=False) if name not in _LEFT_OUT}

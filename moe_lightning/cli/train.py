@@ -181,13 +181,13 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
     """
     if type(composed.get("run_name")) is int:
         OmegaConf.update(composed, "run_name", str(composed.run_name))
-    if composed.get("doctor") is True:
-        with composition_mistakes(()):
-            examined(composed)
     raw = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(raw, dict)
     check_recipe({str(name): value for name, value in raw.items()})
     check_groups({str(name): value for name, value in raw.items()})
+    if composed.get("doctor") is True:
+        with composition_mistakes(()):
+            examined(composed)
     with composition_mistakes(()):
         container = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(container, dict)

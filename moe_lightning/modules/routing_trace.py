@@ -70,9 +70,12 @@ def read_loads(path: Path) -> tuple[list[int], NDArray[np.float64]]:
             for step, layer, *row in csv.reader(file):
                 by_layer.setdefault(int(layer), {})[int(step)] = [float(share) for share in row]
         layers = [by_layer[layer] for layer in range(len(by_layer))]
-        shares = np.array([list(rows.values()) for rows in layers], dtype=np.float64)
+        # A step that is being written, or was when the run was killed, is not whole.
+        num_experts = len(next(iter(layers[0].values()))) if layers else 0
+        steps = [step for step in by_layer.get(0, ()) if all(len(rows.get(step, ())) == num_experts for rows in layers)]
+        shares = np.array([[rows[step] for step in steps] for rows in layers], dtype=np.float64)
     except (ValueError, KeyError) as error:
         raise ConfigurationError(f"{path} has no lines of step, layer, shares: give an expert_load.csv") from error
-    if shares.ndim != 3:
+    if shares.ndim != 3 or not ((shares >= 0) & (shares <= 1)).all():
         raise ConfigurationError(f"{path} has no lines of step, layer, shares: give an expert_load.csv")
-    return list(layers[0]), shares
+    return steps, shares

@@ -55,26 +55,54 @@ FITTED = {
     "lazarus_gpt_m": ["strategy.slots=12"],
     "lazarus_gpt_s": ["strategy.slots=8"],
     "long_context": ["strategy.mesh.cp=1"],
+    "pipeline": ["strategy.mesh.pp=1", "strategy.micro_batches=null"],
     "moc_swinv2_moe": ["data.path=images"],
 }
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="partial checkpoints need Linux's shared memory")
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_words(tmp_path)
+def write_data(folder: Path) -> None:
+    """What the reduced recipes read."""
+    write_words(folder)
     counts = np.ones((2, 2, 1, 8), dtype=np.uint16)
-    np.savez(tmp_path / "trace.npz", counts=counts, iteration=np.array([1, 2]))
+    np.savez(folder / "trace.npz", counts=counts, iteration=np.array([1, 2]))
     for name in range(12):
-        folder = tmp_path / "images" / f"class_{name}"
-        folder.mkdir(parents=True)
+        images = folder / "images" / f"class_{name}"
+        images.mkdir(parents=True)
         for number in range(2):
             header = b"P6 8 8 255 "  # the plainest format of images
-            (folder / f"{number}.ppm").write_bytes(header + bytes([20 * name, 100 * number, 7] * 64))
+            (images / f"{number}.ppm").write_bytes(header + bytes([20 * name, 100 * number, 7] * 64))
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setattr("moe_lightning.checkpoint.agent_control.start_agent", ForkedAgent)
+
+
+def require_extras(recipe: str) -> None:
+    """Skip a recipe whose packages are not here."""
+    if recipe in IMAGES and not all(map(importlib.util.find_spec, ("transformers", "PIL"))):
+        pytest.skip("images need transformers and Pillow: pip install '.[images]'")
+    if recipe in PLUGINS:  # without -m it trains one run
+        pytest.importorskip(PLUGINS[recipe])
+
+
+def reduced(recipe: str, samples: int) -> list[str]:
+    """Arguments that make two small steps of a recipe, with so many samples in each of its micro-batches."""
+    composed = _composed(recipe)
+    micro_batches = composed.trainer.accumulate_grad_batches
+    sizes = SMALL_IMAGES if recipe in IMAGES else SMALL_TEXT
+    found = [*SMALL, *sizes, f"data.global_batch_size={samples * micro_batches}"]
+    found.append(f"trainer.val_check_interval={2 * micro_batches}")
+    if composed.model.num_experts > 16:
+        found.append("model.num_experts=16")
+    if composed.elastic.enabled is True:  # its launcher is for ranks of their own, see tests/chaos
+        found.append("elastic.enabled=false")
+    return found
 
 
 def _composed(recipe: str) -> DictConfig:
@@ -86,20 +114,9 @@ def _composed(recipe: str) -> DictConfig:
     "recipe", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in RECIPES]
 )
 def test_trains_two_steps(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
-    if recipe in IMAGES and not all(map(importlib.util.find_spec, ("transformers", "PIL"))):
-        pytest.skip("images need transformers and Pillow: pip install '.[images]'")
-    if recipe in PLUGINS:  # without -m it trains one run
-        pytest.importorskip(PLUGINS[recipe])
-    composed = _composed(recipe)
-    micro_batches = composed.trainer.accumulate_grad_batches
-    reduced = [f"data.global_batch_size={2 * micro_batches}", f"trainer.val_check_interval={2 * micro_batches}"]
-    if composed.model.num_experts > 16:
-        reduced.append("model.num_experts=16")
-    if composed.elastic.enabled is True:  # its launcher is for ranks of their own, see tests/chaos
-        reduced.append("elastic.enabled=false")
-    sizes = SMALL_IMAGES if recipe in IMAGES else SMALL_TEXT
+    require_extras(recipe)
     with pytest.raises(SystemExit) as exit_:
-        main([f"recipes={recipe}", *SMALL, *sizes, *reduced, *FITTED.get(recipe, [])])
+        main([f"recipes={recipe}", *reduced(recipe, 2), *FITTED.get(recipe, [])])
     said = capfd.readouterr()
     assert exit_.value.code == 0, said.err
     assert "step 2/2" in said.out

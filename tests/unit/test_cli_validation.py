@@ -36,6 +36,15 @@ def test_the_defaults_pass() -> None:
     check_config(config)
 
 
+@pytest.mark.parametrize("more", ["recipes=chaos", "objective=val/loss", "callbacks=fault_recovery"])
+def test_the_doctor_takes_settings_of_what_it_leaves_out(more: str) -> None:
+    config = composed("doctor=true", more)
+    check_config(config)
+    assert config["objective"] is None
+    assert "parity_doctor" in config["callbacks"]
+    assert not {"fault_injection", "fault_recovery", "checkpoint"} & set(config["callbacks"])
+
+
 @pytest.mark.parametrize("name", ["a", "lr_0.001", "group/run", "5", "Größe", "x" * 200])
 def test_names_of_runs(name: str) -> None:
     check_run_name(name)

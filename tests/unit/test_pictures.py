@@ -88,7 +88,18 @@ def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.count(".svg") == 2
 
 
-@pytest.mark.parametrize("text", ["", "step,layer,share\n", "1,0,0.5\n1,2,0.5\n", "1,0,0.5\n2,0,0.5,0.5\n"])
+@pytest.mark.parametrize("begun", ["2,0,0.5,0.5\n", "2,0,0.5,0.5\n2,1,0.", "2,0,0.5,0.5\n2,1"])
+def test_a_step_that_is_not_whole_yet_is_left_out(tmp_path: Path, begun: str) -> None:
+    path = tmp_path / "expert_load.csv"
+    path.write_text("1,0,0.5,0.5\n1,1,0.25,0.75\n" + begun)
+    steps, shares = read_loads(path)
+    assert (steps, shares.tolist()) == ([1], [[[0.5, 0.5]], [[0.25, 0.75]]])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "step,layer,share\n", "1,0,0.5\n1,2,0.5\n", "1,0,0.5\n1,1,0.5,0.5\n", "1,0,nan,0.5\n", "1,0,-1,2\n"],
+)
 def test_files_that_hold_something_else(tmp_path: Path, text: str) -> None:
     path = tmp_path / "expert_load.csv"
     path.write_text(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -148,6 +149,28 @@ def test_what_is_no_run(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
         with pytest.raises(ConfigurationError, match=rf"{name}.* move it away"):
             report.render(run)
         (run / name).write_text(kept)
+
+
+def test_losses_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 0, [{"step": step, "train/loss": math.nan if step > 6 else 3.0} for step in range(9)])
+    text = report.render(tmp_path)
+    assert "train/loss was NaN or infinite 2 times, first at step 8." in text
+    assert "No losses were logged" not in text
+
+
+@pytest.mark.parametrize("config", ["module: {config: 5}", "module: {config: null}", "module: 5"])
+def test_a_module_of_the_users_own_has_other_settings(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"run_name: own\n{config}\n")
+    assert "run_name" in report.render(tmp_path)
+
+
+def test_folders_and_lines_that_no_logger_wrote(run: Path) -> None:
+    shutil.copytree(run / "csv" / "version_0", run / "csv" / "version_old")
+    assert "Loss and speed" in report.render(run)
+    with (run / "csv" / "version_0" / "metrics.csv").open("a") as file:
+        file.write("x,y,z\n")
+    with pytest.raises(ConfigurationError, match=r"metrics.csv is not a table of metrics by step \(see line 24\)"):
+        report.render(run)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed here")
