@@ -46,8 +46,8 @@ def balanced_ranks(strategy: ExpertParallelStrategy, ranks_per_node: int | None)
     nodes: Sequence[int] = strategy.node_of
     if ranks_per_node is not None:
         nodes = [rank // ranks_per_node for rank in range(strategy.world.size)]
-    # Ranks that changed stages in an elastic pipeline may have kept more room than their new neighbours.
-    slots = room.pop() if stages is None else min(all_gather_json(room.pop(), strategy.worlds.mesh.world))
+    # Ranks of an elastic run may have kept more room than those that came later, or from another stage.
+    slots = room.pop() if strategy.elastic is None else min(all_gather_json(room.pop(), strategy.worlds.mesh.world))
     return Cluster(node_of=tuple(nodes) if stages is None else stages.nodes(nodes), slots_per_rank=slots)
 
 

@@ -43,10 +43,12 @@ def try_commit(root: Place, session: str, step: int, world_size: int, *, world: 
     storage = storage_of(root)
     staging = storage.staging(root, session, step, world)
     names = storage.names(staging)
-    if (names and MANIFEST not in names and _missing(names, world_size)) or (not names and not storage.is_dir(root)):
+    if names and MANIFEST not in names and _missing(names, world_size):
+        return _committed(root, session, step)  # a part that is written anew may come after the commit
+    if not names and not storage.is_dir(root):
         return None
     with world_lock(root, world):
-        done = next((p for p, h in headings(root) if (h.session, h.step) == (session, step)), None)
+        done = _committed(root, session, step)
         if done is not None:
             return done
         if not storage.is_dir(staging):
@@ -65,6 +67,10 @@ def try_commit(root: Place, session: str, step: int, world_size: int, *, world: 
                 )
                 data = manifest.dump()
             return storage.commit(staging, held, data, manifest.files, partial(check_world, root, world))
+
+
+def _committed(root: Place, session: str, step: int) -> Place | None:
+    return next((p for p, h in headings(root) if (h.session, h.step) == (session, step)), None)
 
 
 def withdraw_part(root: Place, session: str, step: int, rank: int, *, world: int = 0) -> None:

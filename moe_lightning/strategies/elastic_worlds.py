@@ -273,9 +273,9 @@ class ElasticWorlds:
             watch = Stopwatch()
             try:
                 if isinstance(fault, WorldChanged):
-                    nodes, promise = self._require_members().nodes, (self.min_replicas, self._timeout)
-                    who = self.engine, self.engine.notice or self.parting, nodes
-                    self._is_spare = hand_over(self._state, self._worlds.present, *who, *promise, self._worlds.spares)
+                    who = self.engine, self.engine.notice or self.parting, self._require_members().nodes
+                    promise, spares = (self.min_replicas, self._timeout), self._worlds.spares
+                    self._is_spare = hand_over(self._state, self._worlds.present, *who, *promise, spares, reason)
                     if self._is_spare:  # what it holds others hold, too
                         self.is_newcomer, before = True, 0
                 with watch.phase("leaving"):

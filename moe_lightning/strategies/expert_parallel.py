@@ -161,8 +161,8 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         """Go on among other ranks, whose state is this rank's by now; collective."""
         self.take_place(world)
         self.state.begin_world()
-        trainer = self.state.trainer
-        loaders, mesh = (trainer.train_dataloader, trainer.val_dataloaders), self.worlds.mesh
+        trainer, mesh, waits = self.state.trainer, self.worlds.mesh, self.worlds.is_passing(world.size)
+        loaders = (None if waits else trainer.train_dataloader, trainer.val_dataloaders)  # no step is cut for all of it
         if not self.worlds.spares:
             self.step_data.enter_world(rank=mesh.data_rank, world_size=mesh.data_size, loaders=loaders)
         self.steps.sequences.enter_world()

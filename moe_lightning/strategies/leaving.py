@@ -38,6 +38,7 @@ def hand_over(
     min_replicas: int,
     timeout: timedelta,
     spares: int,
+    reason: str,
 ) -> bool:
     """Before ranks leave, on notice or because the mesh has no place for them, the others take over what only those
     hold. Nobody returns, and so breaks the world up, while another rank still needs it to hand over.
@@ -48,6 +49,7 @@ def hand_over(
         min_replicas: nodes that shall hold each expert.
         timeout: longest wait for a peer.
         spares: ranks, the last ones, that leave until there are enough for a multiple.
+        reason: why the world changes; who has met all others breaks it up with this.
 
     Returns:
         Whether this rank is spare.
@@ -70,7 +72,11 @@ def hand_over(
         )
         state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
         state.hand_over(staying, world)
-    meet(engine.store, "hand over", world.size, timeout.total_seconds())
+    try:
+        meet(engine.store, "hand over", world.size, timeout.total_seconds())
+    except (dist.DistError, TimeoutError):
+        if engine.reason != reason:
+            raise
     left = [f"left/{rank}" for rank, notice in enumerate(notices) if notice is not None]
     if notice is not None:
         with suppress(dist.DistError):  # the world breaks now for another reason, and this rank is done

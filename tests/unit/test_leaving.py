@@ -1,0 +1,33 @@
+"""Ranks that hand over before a world ends."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_lightning.comm.world import World
+from moe_lightning.strategies import leaving
+
+
+@pytest.mark.parametrize(("rank", "is_spare"), [(0, False), (2, True)])
+def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
+    monkeypatch: pytest.MonkeyPatch, rank: int, is_spare: bool
+) -> None:
+    """The first of them breaks the world up while others still read that all have come; a death is another matter."""
+
+    def cut(*_: object) -> None:
+        raise dist.DistNetworkError("the store of a world that broke")
+
+    monkeypatch.setattr(leaving, "all_gather_json", lambda *_: [None] * 3)
+    monkeypatch.setattr(leaving, "meet", cut)
+    world, engine = World.offline(rank, 3, torch.device("cpu")), SimpleNamespace(store=None, reason="ranks wait")
+    rest: list[Any] = [world, engine, None, ["a", "b", "c"], 1, timedelta(seconds=1), 1, "ranks wait"]
+    assert leaving.hand_over(SimpleNamespace(stages=None), *rest) is is_spare  # type: ignore[arg-type]
+    engine.reason = "rank 1 on node b died"
+    with pytest.raises(dist.DistNetworkError):
+        leaving.hand_over(SimpleNamespace(stages=None), *rest)  # type: ignore[arg-type]
