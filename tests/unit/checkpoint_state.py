@@ -97,7 +97,7 @@ class Node:
                 state_of(rank, self.world_size, step),
                 fresh=None if fresh is None else expert_keys(fresh),
                 persist=None if persist is None else expert_keys(persist),
-                objects={f"rng/{rank}": {"state": torch.tensor([rank, step])}} | ({} if rank else {"ledger": step}),
+                objects={f"rng/{rank}": {"state": torch.tensor([rank, step])}} | ({} if rank else {"trainer": step}),
                 extra=EXTRA,
             )
         for snapshotter in self.ranks:

@@ -42,14 +42,14 @@ def stock_load(path: Path, *, like: dict[str, torch.Tensor]) -> dict[str, torch.
     return state
 
 
-def test_a_ledger_is_read_after_retention_has_removed_its_checkpoint(tmp_path: Path) -> None:
+def test_what_is_asked_for_later_outlives_its_checkpoint(tmp_path: Path) -> None:
     with node(tmp_path) as made:
         made.snapshot(3)
         made.persist()
         checkpoint = newest(made.root)
     checkpoint.release()
     shutil.rmtree(checkpoint.path)
-    assert checkpoint.read_object("ledger") == 3
+    assert checkpoint.read_object("trainer") == 3
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
