@@ -24,6 +24,14 @@ EXIT_INTERRUPTED = 130
 _LONGEST_WORD = 250  # characters: of a path; what is longer was no value
 
 
+def missing_for_logger(logger: str, package: str) -> ConfigurationError:
+    """What `logger=` of a choice says where its package is not installed; the extra has the choice's name."""
+    return ConfigurationError(
+        f"logger={logger} needs the package '{package}': run pip install 'moe-lightning[{logger}]', or choose "
+        "logger=default or logger=csv"
+    )
+
+
 def one_line(message: object) -> str:
     """A message of any shape as one line; paragraphs after the first are advice on other libraries' options and go."""
     first = str(message).strip().split("\n\n")[0]

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.mistakes import missing_for_logger
 from moe_lightning.values import validated
 
 
@@ -37,10 +37,7 @@ class Comet(seams.LateComet):
         offline: bool | None = None,
     ) -> None:
         if find_spec("comet_ml") is None:
-            raise ConfigurationError(
-                "logger=comet needs the package 'comet_ml': run pip install 'moe-lightning[comet]', or choose "
-                "logger=default or logger=csv"
-            )
+            raise missing_for_logger("comet", "comet_ml")
         is_offline = "COMET_API_KEY" not in os.environ if offline is None else offline
         os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
         options = {"name": name} if name is not None else {}

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import MLFlowLogger
 from typing_extensions import override
 
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.mistakes import missing_for_logger
 from moe_lightning.values import validated
 
 _RUN_ID = "mlflow_run_id"
@@ -49,10 +49,7 @@ class MLflow(MLFlowLogger):
         needed = ["mlflow", *(["sqlalchemy", "alembic"] if tracking_uri.startswith("sqlite:") else [])]
         missing = [name for name in needed if find_spec(name) is None]
         if missing:
-            raise ConfigurationError(
-                f"logger=mlflow needs the package '{missing[0]}': run pip install 'moe-lightning[mlflow]', or choose "
-                "logger=default or logger=csv"
-            )
+            raise missing_for_logger("mlflow", missing[0])
         self._file = Path(save_dir) / _RUN_ID
         self._arguments: dict[str, Any] = {
             "experiment_name": experiment_name,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.mistakes import missing_for_logger
 from moe_lightning.values import validated
 
 
@@ -25,8 +25,5 @@ class TensorBoard(TensorBoardLogger):
 
     def __init__(self, save_dir: str | Path) -> None:
         if find_spec("tensorboard") is None and find_spec("tensorboardX") is None:
-            raise ConfigurationError(
-                "logger=tensorboard needs the package 'tensorboard': run pip install 'moe-lightning[tensorboard]', or "
-                "choose logger=default or logger=csv"
-            )
+            raise missing_for_logger("tensorboard", "tensorboard")
         super().__init__(save_dir=save_dir, name="tensorboard", version="")

@@ -18,9 +18,9 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest
+from moe_lightning.checkpoint.reader import oldest_versions
 from moe_lightning.checkpoint.store import read_manifest
 from moe_lightning.mistakes import one_line
-from moe_lightning.state.pieces import parse_expert_key
 
 RUN_ID = "wandb_run_id"
 """The file of a run's folder that holds the id of its W&B run."""
@@ -48,13 +48,8 @@ def ages(manifest: Manifest) -> dict[str, Any]:
     """What an artifact says of a partial checkpoint: by layer the version of each expert, which is the step after which
     the oldest part of its state was taken, and how many steps they are behind.
     """
-    versions: dict[str, dict[int, int]] = {}
-    for piece in manifest.stored:
-        if piece.key.startswith("expert/"):
-            layer, expert, *_ = parse_expert_key(piece.key)
-            known = versions.setdefault(f"layer{layer:02d}", {})
-            known[expert] = min(piece.version, known.get(expert, piece.version))
-    behind = [manifest.step - version for known in versions.values() for version in known.values()]
+    versions = oldest_versions(manifest.stored)
+    behind = [manifest.step - version for version in versions.values()]
     told: dict[str, Any] = {
         "step": manifest.step,
         "world_size": manifest.world_size,
@@ -63,9 +58,9 @@ def ages(manifest: Manifest) -> dict[str, Any]:
     }
     if behind:
         told |= {"oldest_expert_steps": max(behind), "mean_expert_steps": sum(behind) / len(behind)}
-        told["expert_versions"] = {
-            layer: [known[e] for e in sorted(known)] for layer, known in sorted(versions.items())
-        }
+        by_layer = told["expert_versions"] = dict[str, list[int]]()
+        for (layer, _), version in sorted(versions.items()):
+            by_layer.setdefault(f"layer{layer:02d}", []).append(version)
     return told | ({"plt": manifest.extra["plt"]} if "plt" in manifest.extra else {})
 
 

@@ -4,7 +4,7 @@ tensor."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,16 @@ from moe_lightning.checkpoint.dcp_format import load_object
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, is_partial, parse_expert_key, replay_key
+
+
+def oldest_versions(pieces: Iterable[Piece]) -> dict[tuple[int, int], int]:
+    """By (layer, expert): the oldest version among its tensors."""
+    versions: dict[tuple[int, int], int] = {}
+    for piece in pieces:
+        if is_partial(piece.key):
+            layer, expert, _, _ = parse_expert_key(piece.key)
+            versions[layer, expert] = min(piece.version, versions.get((layer, expert), piece.version))
+    return versions
 
 
 class CheckpointSource(ABC):
@@ -125,16 +135,12 @@ class CheckpointSource(ABC):
 
     def expert_versions(self) -> IntArray:
         """int64 [L, E]: the oldest version among the tensors of each expert (-1: no such expert)."""
-        versions: dict[tuple[int, int], int] = {}
-        for key in self._pieces:
-            if is_partial(key):
-                layer, expert, _, _ = parse_expert_key(key)
-                versions[layer, expert] = min(self.version(key), versions.get((layer, expert), self.step))
+        versions = oldest_versions(piece for pieces in self._pieces.values() for piece in pieces)
         table = np.full(
             (1 + max((k[0] for k in versions), default=-1), 1 + max((k[1] for k in versions), default=-1)), -1
         )
         for pair, version in versions.items():
-            table[pair] = version
+            table[pair] = min(version, self.step)
         return table.astype(np.int64)
 
     def _pieces_of(self, key: str) -> Sequence[Piece]:

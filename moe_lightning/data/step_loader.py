@@ -27,7 +27,7 @@ from moe_lightning.data.sampler_order import SamplerOrder
 from moe_lightning.data.step_sampler import StandIn, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
 
-KEPT_OPTIONS = (
+_KEPT_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -38,7 +38,6 @@ KEPT_OPTIONS = (
     "prefetch_factor",
     "persistent_workers",
 )
-"""What a loader that is cut keeps of a DataLoader, beside its data, order and batch size."""
 
 
 class StepLoader:
@@ -115,7 +114,7 @@ class StepLoader:
             evaluation=not training,
             order=order,
         )
-        converted = cls(loader.dataset, sampler, **{name: getattr(loader, name) for name in KEPT_OPTIONS})
+        converted = cls(loader.dataset, sampler, **kept_options(loader))
         converted.replaces_stock = True
         return converted
 
@@ -315,6 +314,11 @@ def _kind(thing: Any) -> Any:
     if not kind.__module__.startswith("torchdata.stateful_dataloader"):
         return kind
     return getattr(torch.utils.data, kind.__name__.removeprefix("Stateful"), kind)
+
+
+def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a loader that is cut keeps of a DataLoader, beside its data, order and batch size."""
+    return {name: getattr(loader, name) for name in _KEPT_OPTIONS}
 
 
 def batches_of(loader: DataLoader[Any]) -> Any:

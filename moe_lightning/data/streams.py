@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.data.step_loader import KEPT_OPTIONS, StepLoader, batches_of, reason_in_batches
+from moe_lightning.data.step_loader import StepLoader, batches_of, kept_options, reason_in_batches
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.data.stream_reader import Mark, Read, StreamReader
 
@@ -89,7 +89,7 @@ class StreamLoader(StepLoader):
             drop_last=batches.drop_last,
             evaluation=not training,
         )
-        cut = cls(loader.dataset, sampler, **{name: getattr(loader, name) for name in KEPT_OPTIONS})  # type: ignore[arg-type]
+        cut = cls(loader.dataset, sampler, **kept_options(loader))  # type: ignore[arg-type]
         cut.replaces_stock = True
         return cut
 
@@ -185,8 +185,10 @@ def by_index(loader: DataLoader[Any]) -> DataLoader[Any]:
     if package not in ("litdata", "streaming") or loader.batch_size is None:
         return loader
     whole = ByIndex(stream, _size_of_litdata(stream) if package == "litdata" else stream.size)
-    kept = {name: getattr(loader, name) for name in KEPT_OPTIONS}
-    return DataLoader(whole, batch_size=loader.batch_size, shuffle=stream.shuffle, drop_last=loader.drop_last, **kept)
+    options = kept_options(loader)
+    return DataLoader(
+        whole, batch_size=loader.batch_size, shuffle=stream.shuffle, drop_last=loader.drop_last, **options
+    )
 
 
 def _size_of_litdata(stream: Any) -> int:
