@@ -12,12 +12,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from moe_lightning.data.images_sources import ImageFolder, ImageSource, Shapes, read_image_folder
-from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.step_data import StepDataModule
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
@@ -127,7 +126,7 @@ def normalised(pixels_SS3: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
 
 
 @validated
-class ImageData(LightningDataModule):
+class ImageData(StepDataModule):
     """A folder of images, or drawn shapes, as training, validation and prediction batches of a constant global size.
 
     Args:
@@ -146,6 +145,8 @@ class ImageData(LightningDataModule):
         ConfigurationError: from the constructor for sizes; from `prepare_data`, `setup`, `num_classes` for the folder.
     """
 
+    sampler = VisitSampler
+
     def __init__(
         self,
         *,
@@ -161,16 +162,13 @@ class ImageData(LightningDataModule):
         num_shapes: Annotated[int, Range(least=4)] = 4096,
         seed: NonNegativeInt = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(global_batch_size=global_batch_size, num_workers=num_workers, seed=seed)
         if not 0 < crop_scale[0] <= crop_scale[1] <= 1:
             raise ConfigurationError(
                 f"crop_scale={list(crop_scale)} is no range of shares inside (0, 1]; give for example [0.08, 1.0]."
             )
         self.image_size = image_size
-        self.global_batch_size = global_batch_size
-        self.num_workers = num_workers
         self.val_samples = val_samples
-        self.seed = seed
         self._path = None if path is None else Path(path).expanduser()
         self._val_fraction = val_fraction
         self._num_shapes = num_shapes
@@ -229,30 +227,3 @@ class ImageData(LightningDataModule):
         train, val = self._sources()
         self._train = ImageViews(train, self.image_size, training=True, **self._views)
         self._val = ImageViews(val, self.image_size, training=False, max_images=self.val_samples, **self._views)
-
-    def train_dataloader(self) -> StepLoader:
-        """Endless permuted epochs of whole steps."""
-        return self._loader(self._train, training=True)
-
-    def val_dataloader(self) -> StepLoader:
-        """Every validation image once."""
-        return self._loader(self._val, training=False)
-
-    def test_dataloader(self) -> StepLoader:
-        """The validation images again: a folder has two parts."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> StepLoader:
-        """The validation images, in order."""
-        return self.val_dataloader()
-
-    def _loader(self, views: ImageViews, *, training: bool) -> StepLoader:
-        return StepLoader.of_samples(
-            views,
-            sampler=VisitSampler,
-            global_batch_size=self.global_batch_size,
-            seed=self.seed,
-            training=training,
-            num_workers=self.num_workers,
-            trainer=self.trainer,
-        )

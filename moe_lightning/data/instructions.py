@@ -12,11 +12,10 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.utils.data import Dataset
 
 from moe_lightning.data.chat import ChatFormat, chat_format
 from moe_lightning.data.packing import Packed
-from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.step_data import StepDataModule
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.losses import IGNORED_TARGET
@@ -130,11 +129,8 @@ def conversation(line: Any) -> list[tuple[str, str]]:
     return turns
 
 
-Samples: TypeAlias = Conversations | Packed
-
-
 @validated
-class InstructionData(LightningDataModule):
+class InstructionData(StepDataModule):
     """Conversations as training and held-out batches of a constant global size.
 
     Args:
@@ -168,19 +164,16 @@ class InstructionData(LightningDataModule):
         seed: NonNegativeInt = 0,
         packing: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(global_batch_size=global_batch_size, num_workers=num_workers, seed=seed)
         if end_token == "":
             raise ConfigurationError(
                 "end_token is empty: an answer would never learn to end; null takes the tokenizer's own"
             )
         tokenizer_key(tokenizer)  # refuses what is no tokenizer before anything else is built
         self.context_length = context_length
-        self.global_batch_size = global_batch_size
-        self.seed = seed
         self._path = Path(path).expanduser()
         self._tokenizer_spec = tokenizer
         self._end_token = end_token
-        self._num_workers = num_workers
         self._val_fraction = val_fraction
         self._val_samples = val_samples
         self._packing = packing
@@ -236,8 +229,8 @@ class InstructionData(LightningDataModule):
         val = self._conversations(offsets[np.sort(order[:held_out])[spread]])
         train = self._conversations(offsets[np.sort(order[held_out:])])
         self._check_learnable(train)
-        self._val: Samples = self._packed(val, training=False) if self._packing else val
-        self._train: Samples = self._packed(train, training=True) if self._packing else train
+        self._val = self._packed(val, training=False) if self._packing else val
+        self._train = self._packed(train, training=True) if self._packing else train
 
     def _packed(self, conversations: Conversations, *, training: bool) -> Packed:
         length, tokens = self.context_length, conversations.lengths()
@@ -258,30 +251,8 @@ class InstructionData(LightningDataModule):
         if found < looked_at:
             rank_zero_warn(f"{cause}, in {looked_at - found} of {looked_at} conversations that were looked at")
 
-    def train_dataloader(self) -> StepLoader:
-        """Endless permuted epochs of whole steps."""
-        return self._loader(self._train, training=True)
-
-    def val_dataloader(self) -> StepLoader:
-        """Every held-out conversation once."""
-        return self._loader(self._val, training=False)
-
-    def test_dataloader(self) -> StepLoader:
-        """The held-out conversations again."""
-        return self.val_dataloader()
-
     def _conversations(self, offsets: NDArray[np.int64]) -> Conversations:
         return Conversations(self._path, offsets, self.tokenizer, self.written, self.context_length)
-
-    def _loader(self, samples: Samples, *, training: bool) -> StepLoader:
-        return StepLoader.of_samples(
-            samples,
-            global_batch_size=self.global_batch_size,
-            seed=self.seed,
-            training=training,
-            num_workers=self._num_workers,
-            trainer=self.trainer,
-        )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
@@ -15,7 +14,7 @@ from torch.utils.data import Dataset, Subset
 from moe_lightning.data.corpus import Corpus, document_starts, prepare_corpus
 from moe_lightning.data.packing import IntArray, Packed
 from moe_lightning.data.sources import TokenSpan
-from moe_lightning.data.step_loader import StepLoader
+from moe_lightning.data.step_data import StepDataModule
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
@@ -107,7 +106,7 @@ class DocumentPieces(_MappedTokens):
 
 
 @validated
-class TextData(LightningDataModule):
+class TextData(StepDataModule):
     """Text or tokens as training, held-out and prediction batches of a constant global size.
 
     Args:
@@ -145,7 +144,7 @@ class TextData(LightningDataModule):
         packing: bool = False,
         end_of_document: NonNegativeInt | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(global_batch_size=global_batch_size, num_workers=num_workers, seed=seed)
         if end_of_document is not None and not packing:
             raise ConfigurationError(
                 f"end_of_document={end_of_document} is read under packing=true only: set that, or leave it out"
@@ -153,10 +152,7 @@ class TextData(LightningDataModule):
         self.packing = packing
         self.end_of_document = end_of_document
         self.context_length = context_length
-        self.global_batch_size = global_batch_size
-        self.num_workers = num_workers
         self.val_samples = val_samples
-        self.seed = seed
         self._source: dict[str, Any] = {
             "source": source,
             "cache_dir": cache_dir,
@@ -197,8 +193,8 @@ class TextData(LightningDataModule):
         if self.packing:
             self._pack()
             return
-        self._train: Dataset[Any] = TokenWindows(self.corpus.train, self.context_length)
-        self._val: Dataset[Any] = TokenWindows(self.corpus.val, self.context_length, self.val_samples)
+        self._train = TokenWindows(self.corpus.train, self.context_length)
+        self._val = TokenWindows(self.corpus.val, self.context_length, self.val_samples)
 
     def _pack(self) -> None:
         train, val = (
@@ -219,29 +215,3 @@ class TextData(LightningDataModule):
                 f"{span.path}: name the token that does, or set packing=false"
             )
         return DocumentPieces(span, starts, self.context_length)
-
-    def train_dataloader(self) -> StepLoader:
-        """Endless permuted epochs of whole steps."""
-        return self._loader(self._train, training=True)
-
-    def val_dataloader(self) -> StepLoader:
-        """Every held-out window once."""
-        return self._loader(self._val, training=False)
-
-    def test_dataloader(self) -> StepLoader:
-        """The held-out windows again: a corpus has two parts."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> StepLoader:
-        """The held-out windows, in order."""
-        return self.val_dataloader()
-
-    def _loader(self, samples: Dataset[Any], *, training: bool) -> StepLoader:
-        return StepLoader.of_samples(
-            samples,
-            global_batch_size=self.global_batch_size,
-            seed=self.seed,
-            training=training,
-            num_workers=self.num_workers,
-            trainer=self.trainer,
-        )

@@ -124,7 +124,8 @@ def test_loaders_serve_whole_batches(tmp_path: Path) -> None:
     made = data(path, context_length=32, global_batch_size=4, val_fraction=0.1, num_workers=1)
     batches = list(made.train_dataloader())
     assert [tuple(x.shape) for x, _, _ in batches] == [(4, 32)] * 4
-    assert sum(len(x) for x, _, _ in made.val_dataloader()) == 2
+    for held_out in (made.val_dataloader(), made.test_dataloader(), made.predict_dataloader()):
+        assert sum(len(x) for x, _, _ in held_out) == 2
 
 
 def test_a_tokenizer_file(tmp_path: Path) -> None:
