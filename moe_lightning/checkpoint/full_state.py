@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from moe_lightning.comm.collect import collect_on_root
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.state.host_updates import loading
 from moe_lightning.state.row_blocks import (
     cut_of,
     joined,
@@ -195,7 +197,8 @@ def load_local_optimizer_state(state: State, index: int, full: Mapping[str, Any]
             numbers.append(position)
             position += 1
         groups.append({**saved_group, "params": numbers})
-    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    with loading(optimizer, state.stack_of) if state.on_host else nullcontext():
+        optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
 def _stack(collected: Mapping[str, Tensor], key: str, stack: ExpertStack) -> Tensor:

@@ -58,7 +58,7 @@ def broadcast_dense(state: State, world: World, source: int, *, but: Collection[
 def _broadcast_bucket(tensors: Sequence[Tensor], world: World, source: int) -> None:
     if not tensors:
         return
-    flat = torch.cat([t.reshape(-1) for t in tensors]).to(world.device)
+    flat = torch.cat([t.reshape(-1).to(world.device) for t in tensors])
     broadcast_(flat, source, world)
     if world.rank != source:
         for tensor, values in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.host_updates import page_locked
 
 CHUNK_BYTES = 8 << 20
 
@@ -26,7 +26,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffers = [_page_locked(CHUNK_BYTES) for _ in range(2)]
+        self._buffers = [page_locked((CHUNK_BYTES,), torch.uint8) for _ in range(2)]
         self._arriving: tuple[Any, Tensor, int, int] | None = None  # event, buffer, address, bytes
 
     def copy(self, address: int, source: Tensor, stream: Any, admit: Callable[[int], None]) -> None:
@@ -74,13 +74,3 @@ def side_stream(device: torch.device) -> torch.Stream:
     stream = torch.Stream(device=device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     return stream
-
-
-def _page_locked(num_bytes: int) -> Tensor:
-    try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"this process may not lock {num_bytes} bytes of memory for copies from the GPU "
-            f"({str(error).splitlines()[0]}): raise the limit of locked memory (ulimit -l)"
-        ) from error

@@ -38,6 +38,7 @@ class State:
             parameter is cut.
         rank, world_size: of this process.
         holders: of the module's parameters and buffers that are not cut, by name; None: every rank.
+        on_host: whether optimizer states of dense parameters lie on the host, wherever those are.
 
     Attributes:
         dense: parameters by name that every rank has.
@@ -56,9 +57,10 @@ class State:
         world_size: int,
         cut: RowCut | None = None,
         holders: Callable[[str], tuple[int, ...]] | None = None,
+        on_host: bool = False,
     ) -> None:
         self.module, self.stacks, self.optimizers, self.keepers = module, stacks, optimizers, keepers
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.on_host = rank, world_size, on_host
         self.cut = cut or RowCut.whole(world_size)
         self.holders = holders or (lambda _: tuple(range(world_size)))
         self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
@@ -183,12 +185,25 @@ class State:
                 described = moments.get(parameter, {})
                 scalars = told["scalars"].get(number, common if described else {})
                 if parameter in kept and (scalars or described):
-                    known, place = optimizer.state[parameter], parameter.device if counts_there(optimizer) else "cpu"
+                    known, home = optimizer.state[parameter], self.home_of(parameter)
+                    place = home if counts_there(optimizer) else "cpu"
                     optimizer.state[parameter] = (
                         self.moments(parameter)
                         | {n: v.to(place, copy=True) if isinstance(v, Tensor) else v for n, v in scalars.items()}
-                        | {scope: _made(known.get(scope), *entry, parameter) for scope, entry in described.items()}
+                        | {scope: _made(known.get(scope), *entry, home) for scope, entry in described.items()}
                     )
+
+    def home_of(self, parameter: nn.Parameter) -> torch.device:
+        """Where the moments of a parameter lie."""
+        return torch.device("cpu") if self.on_host and parameter not in self.stack_of else parameter.device
+
+    def placed(self, optimizer: Optimizer, parameter: nn.Parameter, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """States of a parameter that have come from elsewhere, where the optimizer looks for them."""
+        home = self.home_of(parameter)
+        return {
+            scope: value if scope == "step" and not counts_there(optimizer) else value.to(home)
+            for scope, value in states.items()
+        }
 
     def _by_parameter(self, shapes: Shapes) -> Mapping[nn.Parameter, dict[str, tuple[str, tuple[int, ...]]]]:
         """Scope -> (dtype, shape) of the states that belong to parameters of this rank, whose stacks may be longer."""
@@ -226,7 +241,7 @@ def _is_moment(value: object) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _made(known: object, dtype: str, shape: tuple[int, ...], parameter: nn.Parameter) -> Tensor:
-    if isinstance(known, Tensor) and (known.shape, known.dtype) == (shape, DTYPES[dtype]):
+def _made(known: object, dtype: str, shape: tuple[int, ...], home: torch.device) -> Tensor:
+    if isinstance(known, Tensor) and (known.shape, known.dtype, known.device) == (shape, DTYPES[dtype], home):
         return known
-    return torch.zeros(shape, dtype=DTYPES[dtype], device=parameter.device)
+    return torch.zeros(shape, dtype=DTYPES[dtype], device=home)

@@ -25,6 +25,11 @@ class EvaluatingStrategy(SavingStrategy):
     steps: Steps
     _pipeline: Pipeline | None
 
+    @property
+    def is_stand_in(self) -> bool:
+        """This rank has no sample in the running or the last batch: callbacks that count samples skip it."""
+        return self.steps.is_stand_in
+
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         step = self._evaluation("validation_step", self.precision_plugin.val_step_context)

@@ -25,7 +25,6 @@ from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import attach_stream
-from moe_lightning.state.row_blocks import updating_blocks
 from moe_lightning.strategies.checkpoints import Checkpoints
 from moe_lightning.strategies.dense_shardings import dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
@@ -33,6 +32,7 @@ from moe_lightning.strategies.evaluating import EvaluatingStrategy
 from moe_lightning.strategies.expert_updates import require_separate_updates
 from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
 from moe_lightning.strategies.module_checks import check_module, cut_parameters, identical_buffers
+from moe_lightning.strategies.peer_replay import replay_update
 from moe_lightning.strategies.pipeline import Pipeline
 from moe_lightning.strategies.pipeline_checks import check_for_pipeline, chosen_micro_batches
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
@@ -69,6 +69,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
             of `strategies.dense_shardings.DENSE_SHARDINGS`.
         shard_size: under hsdp, at least so many ranks share a copy. None: those of a node, or half of all.
         zero1: short for dense="zero1".
+        offload_optimizer: whether optimizer states of dense parameters stay in host memory, and updates are made there.
         mesh: ranks along the axes beside data parallelism: pp (pipeline stages), cp (parts of sequences, see
             `modules.context`), tp (parts of layers). None: one each; data parallelism takes what they leave.
         schedule: of a pipeline: "1f1b", or "interleaved" with two stages on every rank, whose bubbles are half as long.
@@ -105,6 +106,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         dense: str = "ddp",
         shard_size: PositiveInt | None = None,
         zero1: bool = False,
+        offload_optimizer: bool = False,
         mesh: Mapping[str, int] | None = None,
         schedule: ScheduleName = "1f1b",
         micro_batches: PositiveInt | None = None,
@@ -123,7 +125,9 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         self._schedule: ScheduleName = schedule
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
         check_parts(self.worlds.axes, dense)
-        self.state = RankState(self.worlds, dense=dense, shard_size=shard_size, max_slots=slots)
+        self.state = RankState(
+            self.worlds, dense=dense, shard_size=shard_size, max_slots=slots, on_host=offload_optimizer
+        )
         self.steps = Steps(self.worlds, self.state, check_replicas_every=check_replicas_every)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
@@ -331,11 +335,6 @@ class ExpertParallelStrategy(EvaluatingStrategy):
             return super().training_step(*args, **kwargs)
 
     @property
-    def is_stand_in(self) -> bool:
-        """This rank has no sample in the running or the last batch: callbacks that count samples skip it."""
-        return self.steps.is_stand_in
-
-    @property
     def last_gradient_norm(self) -> Tensor | None:
         """Of the last clipped step, over the whole model."""
         return self.steps.last_gradient_norm
@@ -375,13 +374,14 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         def prepare() -> None:
             if elastic is not None:
                 elastic.prepare(optimizer)  # a barrier: the last collective before the update
-                state.replay_update(optimizer)
+                replay_update(state, optimizer)
                 if state.shards_optimizers:  # after a fault others would lack what this rank has computed for them
                     elastic.begin_update()
             see_blocks()
 
         # Closure, hooks, clipping, `prepare`, update.
-        with updating_blocks(optimizer) as see_blocks, seams.before_update(self.precision_plugin, prepare):
+        updating = state.updates.around(optimizer, self.experts.stack_of)
+        with updating as see_blocks, seams.before_update(self.precision_plugin, prepare):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         state.spread_update(optimizer)
         if elastic is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.row_blocks import is_cut, local
+from moe_lightning.state.row_blocks import is_cut, local, swap_parameters
 
 _STEPS = 6
 _FIRST_WEIGHTS = 1e-3
@@ -64,6 +64,39 @@ def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collectio
             outlines = {_outline(p): p for p in group["params"] if p in experts}
             for parameter in outlines.values():
                 _require(optimizer, group, parameter)
+
+
+def require_host_updates(optimizers: Sequence[Optimizer]) -> None:
+    """Try every optimizer on a small parameter on the host that takes the place of another one.
+
+    Raises:
+        ConfigurationError: one that cannot update it.
+    """
+    for optimizer in optimizers:
+        for group in (group for group in optimizer.param_groups if group["params"]):
+            if (reason := _why_not_on_host(optimizer, group)) is not None:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} cannot update parameters on the host, as offload_optimizer=true asks "
+                    f"for ({reason}): use AdamW without capturable, another optimizer of torch, or "
+                    "offload_optimizer=false"
+                )
+
+
+def _why_not_on_host(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+    """None: nothing is known against it."""
+    ndim, _, dtype = _outline(group["params"][0])
+    first, other = (nn.Parameter(torch.ones((2,) * ndim, dtype=dtype)) for _ in range(2))
+    try:
+        replica = _like(optimizer, group, first)
+    except Exception:  # of a class that we do not know
+        return None
+    swap_parameters(replica, {first: other})
+    other.grad = torch.ones_like(other)
+    try:
+        replica.step(lambda: 0.0)
+    except Exception as error:
+        return str(error).partition("\n")[0]
+    return "it keeps a list of parameters of its own" if first in replica.state else None
 
 
 def _require_updates_by_row(optimizers: Sequence[Optimizer]) -> None:
@@ -134,10 +167,15 @@ def _updated(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
         return torch.cat([100.0 * others, expert]).to(parameter.device, dtype)
 
     trial = nn.Parameter(_FIRST_WEIGHTS * rows(0))
-    known = inspect.signature(type(optimizer)).parameters
-    options = {name: copy.deepcopy(value) for name, value in group.items() if name in known and name != "params"}
-    replica = type(optimizer)([trial], **options)
+    replica = _like(optimizer, group, trial)
     for step in range(_STEPS):
         trial.grad = rows(1 + step) * 10.0**step
         replica.step(lambda: 0.0)
     return trial.detach()[-1]
+
+
+def _like(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> Optimizer:
+    """An optimizer of the same class and with a group's options, of one parameter."""
+    known = inspect.signature(type(optimizer)).parameters
+    options = {name: copy.deepcopy(value) for name, value in group.items() if name in known and name != "params"}
+    return type(optimizer)([parameter], **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.optim import Optimizer
+
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -21,6 +23,13 @@ def replay_peer(state: RankState, peer: int, version: int) -> None:
     optimizer, groups = optimizers[0]
     own = [{names[id(p)]: p.detach() for p in group if owners.get(names[id(p)]) == peer} for group in groups]
     state.replay = AdamWReplay(optimizer, own, version=version)
+
+
+def replay_update(state: RankState, optimizer: Optimizer) -> None:
+    """Repeat the update that a peer is about to make."""
+    if state.replay is not None:
+        parameters = state.module.named_parameters()
+        state.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)
 
 
 def verify_replay(state: RankState, version: int, world: World) -> int:

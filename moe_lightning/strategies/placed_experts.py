@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from moe_lightning.algorithms.migration import BoolArray, Transfer, held_states, plan_migration
 from moe_lightning.algorithms.placement import IntArray, Placement, dispatch_groups
 from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
@@ -172,9 +173,9 @@ class PlacedExperts:
                 another one on other ranks.
         """
         began = time.perf_counter()
-        dispatchers = self._dispatchers(placements)
         wanted = fingerprint(*(placement.replicas for placement in placements))
-        check_agreement(wanted, "the new placement", self.world)
+        check_agreement(wanted, "the new placement", self.world)  # first: what is refused then, every rank refuses
+        dispatchers = self._dispatchers(placements)
         before = [layer.experts.slot_experts for layer in self.layers]
         return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began, nodes)
 
@@ -198,7 +199,8 @@ class PlacedExperts:
     ) -> MigrationReport:
         """Live in another world: the same rows, new peers; experts move to where the placements want them. Collective.
 
-        Slots grow where a placement needs more than there are; parameters and optimizers stay the same objects.
+        Slots grow where a placement needs more than there are, or other ranks have more: all have the same room then.
+        Parameters and optimizers stay the same objects.
 
         Args:
             world: the new ranks; dispatch groups span all of it.
@@ -211,10 +213,10 @@ class PlacedExperts:
             transfers: of these layers, where others hold other ones; None: as `plan_migration` says.
         """
         began = time.perf_counter()
+        needed = max((len(p.experts_on(rank)) for p in placements for rank in range(world.size)), default=0)
+        slots = max(all_gather_json(max([needed, *(room for layer in self.room for room in layer)]), world))
         self.speeds = None
         self.world, self._groups = world, dispatch_groups(world.size, world.size)
-        needed = max((len(p.experts_on(rank)) for p in placements for rank in range(world.size)), default=0)
-        slots = max([needed, *(room for layer in self.room for room in layer)])
         self.room = [[slots] * world.size for _ in placements]
         before, dispatchers = [], []
         for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):

@@ -21,11 +21,11 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.state.row_blocks import cuts_of, local, swap_parameters, updating_blocks
-from moe_lightning.state.table import counts_there
+from moe_lightning.state.host_updates import Updates
+from moe_lightning.state.row_blocks import cuts_of, local, swap_parameters
 from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
-from moe_lightning.strategies.expert_updates import require_updates_by_expert
+from moe_lightning.strategies.expert_updates import require_host_updates, require_updates_by_expert
 from moe_lightning.strategies.kept_states import is_of_states, keepers_of_units, made_of, name_of, takers_of
 from moe_lightning.strategies.pipeline_checks import check_for_recovery
 from moe_lightning.strategies.placed_experts import PlacedExperts
@@ -44,6 +44,7 @@ class RankState:
         dense: who keeps dense parameters and their optimizer states, a name of DENSE_SHARDINGS.
         shard_size: least ranks that share one copy of parameters that are cut, where the user set it.
         max_slots: experts that a rank can hold in a layer, where the user set a limit.
+        on_host: whether optimizer states of dense parameters stay in host memory.
 
     Attributes:
         max_slots: as given.
@@ -51,12 +52,15 @@ class RankState:
         moves: the stages of a pipeline, on their way to other worlds.
         stages: of a pipeline, those on this rank; None without one.
         optimizers: of the running fit.
+        updates: what they see of their parameters.
         replay: of another rank's optimizer shard; None where none is kept.
         restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
         window_replay: the steps that are run again until all of it is whole; None where it is.
     """
 
-    def __init__(self, worlds: Worlds, *, dense: str, shard_size: int | None = None, max_slots: int | None) -> None:
+    def __init__(
+        self, worlds: Worlds, *, dense: str, shard_size: int | None = None, max_slots: int | None, on_host: bool = False
+    ) -> None:
         self._worlds, self._dense, self.max_slots = worlds, dense, max_slots
         tensors, in_rows = worlds.axes.tp, hasattr(DENSE_SHARDINGS.find(dense), "cut_size")
         worlds.shards_of = partial(cut_groups, dense, wanted=shard_size, tensors=tensors)
@@ -71,6 +75,7 @@ class RankState:
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
         self.moves = StageMoves(self, worlds)
         self.optimizers: Sequence[Optimizer] = ()
+        self.updates = Updates(on_host=on_host)
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
         self.window_replay: WindowReplay | None = None
@@ -105,7 +110,9 @@ class RankState:
         self.parts.layers.stages = None if stages is None else stages.cut
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Hold the optimizers that a fit has made."""
+        """Hold the optimizers that a fit has made; raises as `require_host_updates` where they update on the host."""
+        if self.updates.on_host:
+            require_host_updates(optimizers)
         self.optimizers = optimizers
         for state in (state for optimizer in optimizers for state in optimizer.state.values()):  # made at once: Adagrad
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
@@ -127,6 +134,7 @@ class RankState:
             world_size=ranks.size,
             cut=ranks.row_cut,
             holders=None if self.stages is None else self.stages.holders,
+            on_host=self.updates.on_host,
         )
 
     def require_one_stage(self, what: str) -> None:
@@ -201,8 +209,8 @@ class RankState:
 
     def apply_update(self, optimizer: Optimizer) -> None:
         """Make an update that this rank was prepared for, outside of a step."""
-        with updating_blocks(optimizer) as see_blocks:
-            see_blocks()
+        with self.updates.around(optimizer, self.experts.stack_of) as see:
+            see()
             optimizer.step()
         self.after_update()
 
@@ -352,17 +360,13 @@ class RankState:
         for parameter in dense.values():
             homes[parameter].state.pop(parameter, None)
         keepers, ways = self._everyones(self._keepers(ranks, numbers), world), self.parts.ways()
+        table = self.training_state()
         takers = {unit: takers_of(unit, keepers) for unit, _ in sources}
         arrived = move_shards(sources, takers, local, world)
         for unit in (unit for unit, keeper in keepers.items() if keeper == world.rank):
             parameter = dense[name_of(unit)]
-            states, optimizer = made_of(arrived, unit, ways.get(name_of(unit))), homes[parameter]
-            if not states:
-                continue
-            optimizer.state[parameter] = {
-                scope: value if scope == "step" and not counts_there(optimizer) else value.to(parameter.device)
-                for scope, value in states.items()
-            }
+            if states := made_of(arrived, unit, ways.get(name_of(unit))):
+                homes[parameter].state[parameter] = table.placed(homes[parameter], parameter, states)
         self.replay, self._entrusted = None, {}  # of ranks of the former world
 
     def hand_over(self, staying: Sequence[int], world: World) -> None:
@@ -392,9 +396,3 @@ class RankState:
         kept = self._entrusted
         here = {unit: kept[unit] if unit in kept else self.state_of(parameters[name_of(unit)]) for unit in units}
         return {unit: s if s or replayed is None else replayed.moments(unit) for unit, s in here.items()}
-
-    def replay_update(self, optimizer: Optimizer) -> None:
-        """Repeat the update that a peer is about to make."""
-        if self.replay is not None:
-            parameters = self.module.named_parameters()
-            self.replay.replay({name: p.grad for name, p in parameters if p.grad is not None}, optimizer)

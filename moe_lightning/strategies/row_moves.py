@@ -103,8 +103,8 @@ class RowMoves:
     def _packed(self, at: int) -> Tensor:
         part, *_, common = self._ways[at]
         held = self._held.get(part, {})
-        rows = [held[key][here].contiguous() for key, here, _ in common]
-        return pack(rows).cpu() if rows else torch.empty(0, dtype=torch.uint8)
+        rows = [held[key][here].cpu().contiguous() for key, here, _ in common]  # moments may lie on the host already
+        return pack(rows) if rows else torch.empty(0, dtype=torch.uint8)
 
     def _nbytes(self, common: Shared) -> int:
         sizes = ((key, tuple(at.stop - at.start for at in here)) for key, here, _ in common)

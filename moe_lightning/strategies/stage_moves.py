@@ -150,7 +150,11 @@ class StageMoves:
         """
         for stage, name in enumerate(self._stages.parts()):
             if rows is not None and name in rows and rows[name].numel():
-                unpack(rows[name], self._tensors(stage))
+                tensors = self._tensors(stage)
+                here = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+                unpack(rows[name], here)
+                for tensor, values in zip(tensors, here, strict=True):
+                    tensor.copy_(values)
         self._stages.held = self._stages.cut.stages
         if self._state.parts.is_wished:
             self._state.parts.install(rows, world)
@@ -256,7 +260,7 @@ class StageMoves:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    return pack(tensors).cpu() if tensors else torch.empty(0, dtype=torch.uint8)
+    return pack([tensor.cpu() for tensor in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
 
 
 def _held(placements: Sequence[Placement], num_ranks: int) -> BoolArray:

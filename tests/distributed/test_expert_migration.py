@@ -18,6 +18,8 @@ from moe_lightning.algorithms.placement import Placement
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.expert_stacks import ExpertStack
+from moe_lightning.strategies.expert_slots import grow
+from moe_lightning.strategies.placed_experts import PlacedExperts
 from tests.distributed.balanced_training import random_placement, train
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
@@ -183,3 +185,28 @@ def too_few(rank: int, world_size: int) -> str:
 
 def test_too_few_slots_for_the_first_placement() -> None:
     assert "slots=2 cannot hold the 3 experts" in run_ranks(2, too_few)[0]
+
+
+def place_in_a_world_of_unlike_rooms(rank: int, world_size: int) -> list[str | None]:
+    """Rank 0 has had more experts than a rank that joins, until both meet in a new world; then a user moves some."""
+    world, halves = connect(), Placement(replicas=np.repeat([[1, 0], [0, 1]], 3, axis=0))
+    experts = PlacedExperts(OwnModule(), [halves], world)
+    if rank == 0:
+        grow(experts.layers[0], 5, ())
+        experts.room = [[5, 5]]
+    experts.enter_world(world, [halves], held_states([halves]), ())
+    told: list[str | None] = []
+    for on_rank_0 in (5, 6):
+        replicas = np.array([[int(e < on_rank_0), int(e >= 3)] for e in range(6)])
+        try:
+            experts.replace([Placement(replicas=replicas)], ())
+            told.append(None)
+        except ConfigurationError as error:
+            told.append(str(error))
+    return told
+
+
+def test_ranks_that_come_with_unlike_rooms_decide_alike() -> None:
+    first, second = run_ranks(2, place_in_a_world_of_unlike_rooms)
+    assert first == second == [None, first[1]]
+    assert "puts 6 experts on rank 0, which keeps 5 slots" in first[1]

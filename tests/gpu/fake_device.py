@@ -87,8 +87,8 @@ class OnDevice(Tensor):
 
 @dataclasses.dataclass
 class Counts:
-    """What the device was asked to do; `waits` of the host and `uploads` that block it name their operations;
-    `downloaded` bytes it was not waited for.
+    """What the device was asked to do; `waits` of the host and `uploads` that block it name their operations; for
+    `downloaded` and `uploaded` bytes nobody waited.
     """
 
     launches: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -96,6 +96,7 @@ class Counts:
     uploads: list[str] = dataclasses.field(default_factory=list)
     collectives: list[str] = dataclasses.field(default_factory=list)
     downloaded: int = 0
+    uploaded: int = 0
 
 
 class FakeDevice(TorchDispatchMode):
@@ -156,6 +157,8 @@ class FakeDevice(TorchDispatchMode):
             if not isinstance(source, OnDevice):
                 if blocks:
                     self.counts.uploads.append(f"{name} {list(source.shape)}")
+                else:
+                    self.counts.uploaded += source.nbytes
             elif target_is_here:
                 self.counts.launches[name] += 1
             elif blocks:

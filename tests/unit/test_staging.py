@@ -37,7 +37,7 @@ class LateStaging(Staging):
 @pytest.fixture(autouse=True)
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(staging, "_page_locked", lambda size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(staging, "page_locked", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (CHUNK,), (CHUNK + 1, 3, 5 * CHUNK, 7)])
