@@ -30,7 +30,7 @@ from moe_lightning.checkpoint.agent_control import LOCK, STATUS, STOP, AgentStat
 from moe_lightning.checkpoint.agreed_step import Agreement, propose
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.arena_location import ARENAS, rank_of
-from moe_lightning.checkpoint.commit import missing_ranks, prune, try_commit, withdraw_part
+from moe_lightning.checkpoint.commit import prune, try_commit, withdraw_part
 from moe_lightning.checkpoint.durable import lock_exclusively, write_durably
 from moe_lightning.checkpoint.fence import Superseded, check_world
 from moe_lightning.checkpoint.own_root import Elsewhere, OwnRoot
@@ -42,6 +42,7 @@ from moe_lightning.checkpoint.persist_job import (
     is_superseded,
     is_void,
     left_behind,
+    missing_parts,
     next_job,
     session_of,
     will_lack_parts,
@@ -141,7 +142,7 @@ class Agent:
             if self._finish():  # perhaps an agent before this one, or another node's, wrote everything
                 return True
             written = self._write()
-            if self._finish():
+            if written and self._finish(has_written=True):
                 return True
             if self._job is not None:
                 self._give_up_if_hopeless(self._job)
@@ -187,11 +188,12 @@ class Agent:
 
     def _take_up(self) -> None:
         """Choose the step to persist, and make its snapshots P."""
-        states = [(arena.state, arena.writer_alive) for arena in self._arenas.values()]
-        seen = (states, Agreement.read(self.root) if any(state.waiting for state, _ in states) else None)
-        if self._job is None and seen != self._seen:  # otherwise there was nothing to do, and tables are long
-            self._seen = seen
-            self._job = interrupted_job(self._arenas.values()) or next_job(self.root, *self._current())
+        if self._job is None:
+            states = [(arena.state, arena.writer_alive) for arena in self._arenas.values()]
+            seen = (states, Agreement.read(self.root) if any(state.waiting for state, _ in states) else None)
+            if seen != self._seen:  # otherwise there was nothing to do, and tables are long
+                self._seen = seen
+                self._job = interrupted_job(self._arenas.values()) or next_job(self.root, *self._current())
         job = self._job
         if job is None:
             return
@@ -236,12 +238,14 @@ class Agent:
                 job.nbytes += sum(record.nbytes for record in part.files.values())
         return True
 
-    def _finish(self) -> bool:
+    def _finish(self, *, has_written: bool = False) -> bool:
         """Commit if all parts are there; then the snapshots are R."""
         job = self._job
         if job is None:
             return False
-        committed = try_commit(self.root, job.session, job.step, job.world_size, world=job.world)
+        committed = try_commit(
+            self.root, job.session, job.step, job.world_size, world=job.world, has_written=has_written
+        )
         if committed is None:
             return False
         self._end_job(success=True)
@@ -283,16 +287,14 @@ class Agent:
         if now - job.checked < _HOPE_S:
             return
         job.checked = now
-        staging = storage_of(self.root).staging(self.root, job.session, job.step, job.world)
-        missing = missing_ranks(staging, job.world_size)
         if is_void(job, self._arenas.values()):
             self._end_job(success=False, keep=False)
-        elif will_lack_parts(job, missing, self._arenas, self.root):
+        elif will_lack_parts(job, self._arenas, self.root):
             self._end_job(success=False)
         elif now - job.began > self.commit_timeout_s:
             raise CheckpointError(
-                f"the parts of ranks {missing} of step {job.step} did not come within {self.commit_timeout_s:g} s: "
-                "look at their agents"
+                f"the parts of ranks {missing_parts(self.root, job)} of step {job.step} did not come within "
+                f"{self.commit_timeout_s:g} s: look at their agents"
             )
 
     def _end_job(self, *, success: bool, keep: bool = True) -> None:

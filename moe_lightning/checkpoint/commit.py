@@ -29,8 +29,14 @@ from moe_lightning.state.pieces import Piece, is_partial, is_replayed
 _PART = re.compile(r"part-\d+\.json")
 
 
-def try_commit(root: Place, session: str, step: int, world_size: int, *, world: int = 0) -> Place | None:
-    """Commit a step if every rank's part is there.
+def try_commit(
+    root: Place, session: str, step: int, world_size: int, *, world: int = 0, has_written: bool = False
+) -> Place | None:
+    """Commit a step if every rank's part is there. While parts are missing, nothing but their directory is listed.
+
+    Args:
+        has_written: a part is new since the last look: where it was written anew behind the commit, the checkpoints
+            tell of that.
 
     Returns:
         The checkpoint (also where another process has just committed it), or None while parts are missing.
@@ -44,7 +50,7 @@ def try_commit(root: Place, session: str, step: int, world_size: int, *, world: 
     staging = storage.staging(root, session, step, world)
     names = storage.names(staging)
     if names and MANIFEST not in names and _missing(names, world_size):
-        return _committed(root, session, step)  # a part that is written anew may come after the commit
+        return _committed(root, session, step) if has_written else None
     if not names and not storage.is_dir(root):
         return None
     with world_lock(root, world):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_lightning.checkpoint.agreed_step import Agreement, agreed_step
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.arena_location import rank_of
+from moe_lightning.checkpoint.commit import missing_ranks
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.checkpoint.store import headings
 from moe_lightning.checkpoint.triple_buffer import newest_common
+
+_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 5.0
 
 
 @dataclass
@@ -23,6 +28,8 @@ class Job:
     Attributes:
         agreed: with other nodes: this step's snapshot is the first of that step or later.
         written: arenas whose part is written.
+        checked: when it was last looked whether the parts will come.
+        asked, asked_at: how often, and when last, that the storage was asked for what others do.
     """
 
     session: str
@@ -34,6 +41,8 @@ class Job:
     written: set[Path] = field(default_factory=set)
     nbytes: int = 0
     checked: float = 0.0
+    asked: int = 0
+    asked_at: float = 0.0
 
 
 def has_work(arena: Arena) -> bool:
@@ -90,7 +99,13 @@ def left_behind(arenas: Mapping[Path, Arena], session: str) -> list[Path]:
 
 
 def others_went_on(root: Place, job: Job) -> bool:
-    """Whether the other nodes will persist another step, or have persisted a later session's."""
+    """Whether the other nodes will persist another step, or have persisted a later session's; asked less and less
+    often, as it looks at more than the parts that are waited for.
+    """
+    now = time.monotonic()
+    if now - job.asked_at < min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(job.asked, 10)):
+        return False
+    job.asked, job.asked_at = job.asked + 1, now
     agreed = Agreement.read(root)
     is_ours = agreed is not None and agreed.session == job.session and not agreed.is_open
     if agreed is not None and is_ours and (agreed.step > job.step or job.agreed not in (None, agreed.step)):
@@ -111,18 +126,20 @@ def is_void(job: Job, arenas: Iterable[Arena]) -> bool:
     return bool(followed) and all(arena in followed for arena in arenas if arena.writer_alive)
 
 
-def will_lack_parts(job: Job, missing: Collection[int], arenas: Mapping[Path, Arena], root: Place) -> bool:
-    """Whether the parts of missing ranks will never come, or the other nodes persist something else.
+def will_lack_parts(job: Job, arenas: Mapping[Path, Arena], root: Place) -> bool:
+    """Whether the parts of ranks of this node will never come, or the other nodes persist something else.
 
-    A rank's arena that was left behind says nothing of that rank while others write here: it may have moved on to
-    another node.
+    A rank's arena that was left behind says nothing of that rank: it may have moved on to another node.
     """
-    left = left_behind(arenas, job.session) if any(arena.writer_alive for arena in arenas.values()) else []
-    return others_went_on(root, job) or any(
-        rank_of(path) in missing and passed_by(arena, job.session, job.step)
-        for path, arena in arenas.items()
-        if path not in left
-    )
+    left = left_behind(arenas, job.session)
+    here = [(rank_of(path), arena) for path, arena in arenas.items() if path not in left]
+    late = {rank for rank, arena in here if passed_by(arena, job.session, job.step)}
+    return (bool(late) and not late.isdisjoint(missing_parts(root, job))) or others_went_on(root, job)
+
+
+def missing_parts(root: Place, job: Job) -> list[int]:
+    """Ranks whose part is not there."""
+    return missing_ranks(storage_of(root).staging(root, job.session, job.step, job.world), job.world_size)
 
 
 def passed_by(arena: Arena, session: str, step: int) -> bool:

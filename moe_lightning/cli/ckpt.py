@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +34,10 @@ from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.values import NonNegativeInt, Probability
+from moe_lightning.values import NonNegativeInt, Probability, Range
+
+_Times = Annotated[int, Range(least=1, most=1024)]
+"""GPUs that share experts, or copies of each: beyond, planning takes hours."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     export_loads.add_argument("target", type=output_file, metavar="FILE", help="to write: .json, or .pt for sglang")
     export_loads.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="default: %(default)s")
-    export_loads.add_argument("--ranks", type=value(Count), required=True, metavar="N", help="GPUs that share experts")
+    export_loads.add_argument("--ranks", type=value(_Times), required=True, metavar="N", help="GPUs that share experts")
     export_loads.add_argument("--slots", type=value(Count), required=True, metavar="S", help="experts on each")
     export_loads.add_argument("--last", type=value(Count), metavar="N", help="samples that count (default: all)")
     export_loads.add_argument(
@@ -115,7 +119,7 @@ def _add_edits(edit: argparse.ArgumentParser) -> None:
         edit.add_argument(f"--{kind}", nargs="+", default=[], metavar="E", help=help_)
     edit.add_argument("--prune-least", type=value(Count), metavar="N", help="prune the N with fewest tokens of a layer")
     edit.add_argument("--loads", type=input_file, help="a run's routing_trace.npz or expert_load.csv, for shares")
-    edit.add_argument("--fold", type=value(Count), default=1, metavar="N", help="N of each expert, top_k times N")
+    edit.add_argument("--fold", type=value(_Times), default=1, metavar="N", help="N of each expert, top_k times N")
     edit.add_argument("--noise", type=value(Probability), default=0.0, help="relative noise on copies (default: 0)")
     edit.add_argument(
         "--batches", type=value(NonNegativeInt), default=8, metavar="N", help="of the report (default: 8)"

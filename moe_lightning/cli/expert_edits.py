@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_lightning.algorithms.expert_edits import ExpertEdit
 from moe_lightning.checkpoint.files import read_file, write_file
+from moe_lightning.cli.capacity import GIB, machine_memory
 from moe_lightning.cli.resume import config_of
 from moe_lightning.errors import ConfigurationError
 
@@ -70,7 +71,8 @@ def edit_file(
         batches: of validation, for the report.
 
     Raises:
-        ConfigurationError: an edit that cannot be, another module, or layers that would differ.
+        ConfigurationError: an edit that cannot be, or that changes nothing, another module, or layers that would
+            differ.
         CheckpointError: the source is missing or damaged.
     """
     if target.exists():
@@ -79,6 +81,7 @@ def edit_file(
     module = _module(checkpoint, source)
     num_experts = module.config.num_experts
     tables = _tables(edits(len(_layers(module))), num_experts, loads_LE, fold)
+    _check(tables, module.config.router.top_k, source.stat().st_size)
     edited = edit_checkpoint(checkpoint, module, tables, noise=noise)
     hyper = edited["hyper_parameters"]["config"]
     hyper["num_experts"] = len(tables[0])
@@ -193,6 +196,25 @@ def _tables(
             f"the layers would have {sorted(sizes)} experts: edit them so that all have equally many"
         )
     return tables
+
+
+def _check(tables: Sequence[NDArray[np.float64]], top_k: int, file_bytes: int) -> None:
+    """Refuse an edit that changes nothing, leaves a token too few experts, or makes more of them than memory holds."""
+    count, before = tables[0].shape
+    if all(np.array_equal(table, np.eye(before)) for table in tables):
+        raise ConfigurationError(
+            "the edited checkpoint would be the same one: give --prune, --prune-least, --merge, --duplicate or --fold"
+        )
+    if count < top_k:
+        raise ConfigurationError(
+            f"{count} of {before} experts would be left, and each token goes to top_k={top_k}: prune or merge fewer"
+        )
+    needed, memory = file_bytes * count // before, machine_memory()
+    if count > before and needed > memory:
+        raise ConfigurationError(
+            f"{count} experts in place of {before} make a checkpoint of {needed / GIB:.3g} GiB, of {memory / GIB:.0f} "
+            "GiB of memory: lower --fold or duplicate fewer"
+        )
 
 
 def _folded_router(router: Mapping[str, Any], fold: int) -> dict[str, Any]:

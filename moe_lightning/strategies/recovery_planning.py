@@ -72,10 +72,10 @@ class RecoveryPlanner:
                     "death",
                 )
         if plan.level == "nothing":
+            saves = "save more often or with protection=arc" if self.sources else "add a PartialExpertsCheckpoint"
             raise ConfigurationError(
                 f"no rank, snapshot or checkpoint holds every expert and every part of dense parameters any more, the "
-                f"last committed step was {last_step}: raise min_replicas, use dense=hsdp instead of fsdp, or add a "
-                "PartialExpertsCheckpoint"
+                f"last committed step was {last_step}: raise min_replicas, use dense=hsdp instead of fsdp, or {saves}"
             )
         return plan, inventories
 

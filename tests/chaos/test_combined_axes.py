@@ -39,7 +39,7 @@ def test_what_one_rank_had_comes_from_snapshots_and_is_dealt_anew(tmp_path: Path
     """One copy in rows of two, for each of two parts of the layers, or the optimizer states of those; three ranks go on
     as two with a whole row each, or hold whole layers and wait for a fourth.
     """
-    kills, holds = [Kill(worker=1, step=4, place=place)], [Hold(step=6, ranks=4)]
+    kills, holds = [Kill(worker=1, step=4, place=place)], [Hold(step=3, stored=1), Hold(step=6, ranks=4)]
     strategy: dict[str, Any] = {"mesh": {"tp": 2}, "dense": dense}
     with elastic_run(
         tmp_path, workers=4, steps=STEPS, strategy=strategy, kills=kills, holds=holds, saving={"every_n_steps": 1}

@@ -14,6 +14,7 @@ from tests.parameters import slow
 
 STEPS = 10
 EVERY_STEP = {"every_n_steps": 1}
+STORED = Hold(step=3, stored=1)
 IN_PAIRS = {"dense": "hsdp", "shard_size": 2}
 
 
@@ -60,7 +61,7 @@ def test_snapshots_replace_the_only_copy(tmp_path: Path, undisturbed: dict[int, 
     if place == "movement":
         kills.append(Kill(worker=2, step=5, place=place))
     with elastic_run(
-        tmp_path, workers=4, steps=STEPS, strategy={"dense": "fsdp"}, kills=kills, saving=EVERY_STEP,
+        tmp_path, workers=4, steps=STEPS, strategy={"dense": "fsdp"}, kills=kills, holds=[STORED], saving=EVERY_STEP,
         recovery={"failures": len(kills), "min_replicas": 3},
     ) as run:  # fmt: skip
         run.supervise()
@@ -69,7 +70,10 @@ def test_snapshots_replace_the_only_copy(tmp_path: Path, undisturbed: dict[int, 
 
 
 def test_two_ranks_go_on_as_one_and_two_again(tmp_path: Path, undisturbed: dict[int, float]) -> None:
-    options: dict[str, Any] = {"kills": [Kill(worker=1, step=4, place="backward")], "holds": [Hold(step=7, ranks=2)]}
+    options: dict[str, Any] = {
+        "kills": [Kill(worker=1, step=4, place="backward")],
+        "holds": [STORED, Hold(step=7, ranks=2)],
+    }
     with elastic_run(tmp_path, workers=2, steps=STEPS, strategy={"dense": "fsdp"}, saving=EVERY_STEP, **options) as run:
         run.supervise(restart=[1])
         assert run.losses() == pytest.approx(undisturbed, abs=1e-5)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.elastic_runs import Hold, Kill, elastic_run, finish
-from tests.chaos.test_pipeline_recovery import BESIDE, EVERY_STEP, MODEL, PP2, STEPS, balancer, lose, moved
+from tests.chaos.test_pipeline_recovery import BESIDE, EVERY_STEP, MODEL, PP2, STEPS, STORED, balancer, lose, moved
 from tests.distributed.same_training import SKEWED
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,9 @@ def test_stages_beside_another_axis_lose_ranks(
     ranks, strategy = MESHES[beside]
     mesh = {"pp": 2, **strategy.get("mesh", {})}
     is_copied = beside in ("hsdp", "cp", "tp") and kills is ONE
-    options: dict[str, Any] = {"kills": kills, "holds": [Hold(step=kill.step + 1, ranks=ranks) for kill in kills]}
+    holds = [] if is_copied else [STORED]
+    holds += [Hold(step=kill.step + 1, ranks=ranks) for kill in kills]
+    options: dict[str, Any] = {"kills": kills, "holds": holds}
     options |= {"strategy": {**strategy, "mesh": mesh, "micro_batches": 2, "slots": 6, **extra}, "model": LAYERS}
     options |= {} if is_copied else {"saving": EVERY_STEP, "recovery": {"min_replicas": 1}}
     options |= {"callbacks": balancer} if balances else {}

@@ -26,6 +26,8 @@ MODEL = {"num_layers": 4, "tie_embeddings": False}
 PP2: dict[str, Any] = {"strategy": {"mesh": {"pp": 2}, "micro_batches": 2}, "model": MODEL}
 INTERLEAVED: dict[str, Any] = {"strategy": {**PP2["strategy"], "schedule": "interleaved"}, "model": MODEL}
 EVERY_STEP = {"every_n_steps": 1}
+STORED = Hold(step=3, stored=1)
+"""Before a fault that takes the only copy of something: agents that come late may not have written it by then."""
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +254,8 @@ def test_stages_beside_other_axes(tmp_path: Path, undisturbed: dict[int, float],
     ranks, strategy = BESIDE[beside]
     strategy = {**strategy, "mesh": {"pp": 2, **strategy.get("mesh", {})}, "micro_batches": 2}
     is_copied = beside in ("hsdp", "cp", "tp", "cp4")
-    saving, holds = None if is_copied else EVERY_STEP, [Hold(step=6, ranks=ranks)]
+    saving, holds = (None, []) if is_copied else (EVERY_STEP, [STORED])
+    holds.append(Hold(step=6, ranks=ranks))
     options = {"kills": [lose(1, place)], "holds": holds, "saving": saving, "model": MODEL}
     with elastic_run(tmp_path, workers=ranks, steps=STEPS, strategy=strategy, **options) as run:
         run.supervise(restart=range(ranks))

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import random
+import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_lightning.checkpoint import agent as agents
+from moe_lightning.checkpoint import persist_job
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.agreed_step import Agreement, propose
 from moe_lightning.checkpoint.arena_location import arena_path
+from moe_lightning.checkpoint.fsspec_storage import FsspecStorage
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.snapshotter import Snapshotter
+from moe_lightning.checkpoint.storage import Place
+from moe_lightning.checkpoint.storages import place_of, storage_of
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, assert_holds, state_of
 
 
 class Nodes:
     """Nodes of one or more ranks each, with an agent each, in this process."""
 
-    def __init__(self, base: Path, ranks_per_node: list[int], *, session: str = "1") -> None:
-        self.root = base / "checkpoints"
+    def __init__(self, base: Path, ranks_per_node: list[int], *, session: str = "1", root: Place | None = None) -> None:
+        self.root = root or base / "checkpoints"
         self.world_size = sum(ranks_per_node)
         self.writers: list[Snapshotter] = []
         self.agents: list[Agent] = []
@@ -57,13 +65,14 @@ class Nodes:
 
     @property
     def committed(self) -> int:
-        found = find_newest(self.root).checkpoint if self.root.exists() else None
+        found = find_newest(self.root).checkpoint if storage_of(self.root).is_dir(self.root) else None
         return found.step if found is not None else 0
 
 
 @pytest.fixture(autouse=True)
 def _look_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "_HOPE_S", 0.0)
+    monkeypatch.setattr(persist_job, "_PAUSE_S", 0.0)
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))])
@@ -113,7 +122,7 @@ def test_a_late_node_asks_for_a_step_that_both_can_hold(tmp_path: Path) -> None:
         nodes.serve(0)
         nodes.serve(1)
     assert nodes.committed == 8, "step 5 was held and saved, then what was newest"
-    steps = sorted(path.name for path in nodes.root.glob("step-*"))
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert steps == ["step-00000005", "step-00000008"]
     nodes.close()
 
@@ -152,6 +161,43 @@ def test_the_agent_of_a_node_that_the_others_went_on_without_gives_up(tmp_path: 
     assert former.agents[0].status.error is None
 
 
+def test_an_agent_that_waits_looks_for_parts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training is over, and a rank has moved to another node while its arena stayed: the part is written once, and
+    each look at the store is one listing of where the others' parts come.
+    """
+    root = place_of(f"memory://{uuid.uuid4().hex}/checkpoints")
+    former = Nodes(tmp_path, [2], root=root)
+    for rank in (0, 1):
+        former.snapshot(rank, 1)
+    former.serve(0, 3)
+    assert former.agents[0].status.committed_step == 1
+    former.close()
+    nodes = Nodes(tmp_path, [1, 1], session="2", root=root)
+    for rank in (0, 1):
+        nodes.snapshot(rank, 2)
+    nodes.close()
+    nodes.serve(0, 3)
+    calls: list[tuple[str, str]] = []
+    for name in ("names", "size", "read_range", "write", "put_if_absent"):
+        monkeypatch.setattr(FsspecStorage, name, noted(getattr(FsspecStorage, name), calls))
+    monkeypatch.setattr(persist_job, "_PAUSE_S", math.inf)  # between two questions for what others do
+    nodes.serve(0, 20)
+    assert calls == [("names", storage_of(root).staging(root, "2", 2, 0).name)] * 20
+    nodes.serve(1, 3)
+    assert nodes.agents[0].serve_once(), "it sees the commit"
+    assert [agent.status.committed_step for agent in nodes.agents] == [2, 2]
+
+
+def noted(call: Callable[..., Any], calls: list[tuple[str, str]]) -> Callable[..., Any]:
+    """A storage's method that writes down where it is called for."""
+
+    def method(storage: FsspecStorage, path: Place, *arguments: Any) -> Any:
+        calls.append((call.__name__, path.name))
+        return call(storage, path, *arguments)
+
+    return method
+
+
 def test_the_faster_proposal_counts(tmp_path: Path) -> None:
     first, second = Agreement(session="1", step=4), Agreement(session="1", step=5)
     assert propose(tmp_path, None, first) == first
@@ -181,7 +227,7 @@ def test_a_damaged_agreement_is_none(tmp_path: Path, damage: bytes) -> None:
 def test_what_was_agreed_on_never_comes(tmp_path: Path) -> None:
     """Nothing but the death of the writers tells the agents that training is over."""
     nodes = Nodes(tmp_path, [1, 1])
-    nodes.root.mkdir()
+    (tmp_path / "checkpoints").mkdir()
     propose(nodes.root, None, Agreement(session="1", step=10))
     for rank in (0, 1):
         nodes.snapshot(rank, 3)

@@ -18,5 +18,5 @@ def test_a_part_written_anew_after_the_commit_hides_it_not(tmp_path: Path, monke
     (Path(str(staging)) / commit.part_name(0)).write_text("{}")
     known = [(tmp_path / "step-00000008", SimpleNamespace(session="session", step=8))]
     monkeypatch.setattr(commit, "headings", lambda root: known)
-    assert commit.try_commit(tmp_path, "session", 8, 2) == known[0][0]
-    assert commit.try_commit(tmp_path, "former", 8, 2) is None
+    assert commit.try_commit(tmp_path, "session", 8, 2, has_written=True) == known[0][0]
+    assert commit.try_commit(tmp_path, "former", 8, 2, has_written=True) is None

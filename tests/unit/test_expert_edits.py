@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule
 from moe_lightning.algorithms.expert_edits import ExpertEdit, least_loaded
 from moe_lightning.checkpoint.files import read_file, write_file
+from moe_lightning.cli import expert_edits
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.expert_edits import edit_file, parse_edits
 from moe_lightning.errors import ConfigurationError
@@ -151,7 +152,12 @@ def test_noise_parts_copies_alone(whole: Path) -> None:
         (["--duplicate", "7:1"], "names layer 7 of 2 MoE layers"),
         (["--prune", "0:1"], "the layers would have [5, 6] experts"),
         (["--prune-least", "1"], "give --loads"),
-        (["--prune", "0,1,2,3,4"], "top_k=2 is more than the 1 experts"),
+        (
+            ["--prune", "0,1,2,3,4"],
+            "1 of 6 experts would be left, and each token goes to top_k=2: prune or merge fewer",
+        ),
+        (["--noise", "0.1"], "the edited checkpoint would be the same one: give --prune"),
+        (["--fold", "1000000"], "--fold: 1000000 must be"),
         (["--noise", "2"], "--noise: 2.0 must be"),
     ],
 )
@@ -161,3 +167,9 @@ def test_mistakes(
     assert main(["edit", str(whole), str(tmp_path / "new.ckpt"), *options]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "new.ckpt").exists()
+
+
+def test_more_experts_than_memory_holds_are_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_edits, "machine_memory", lambda: 3 * whole.stat().st_size)
+    with pytest.raises(ConfigurationError, match=r"24 experts in place of 6 .* lower --fold"):
+        edited(whole, "large.ckpt", fold=4)

@@ -105,6 +105,7 @@ def test_the_placement_evens_out_what_was_measured(trace: Path, capsys: pytest.C
         ("x.json", ["--ranks=2", "--slots=4", "--engine=vllm", "--dense-layers", "0"], "is for sglang"),
         ("x.json", ["--ranks=2", "--slots=4", "--dense-layers", "9"], "9 is no place"),
         ("x.json", ["--ranks=0", "--slots=4"], "--ranks: 0 must be"),
+        ("x.json", ["--ranks=1000000", "--slots=4"], "--ranks: 1000000 must be"),
     ],
 )
 def test_mistakes(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moe_lightning.algorithms.dense_shards import RowCut
 from moe_lightning.algorithms.inventory import RankInventory
+from moe_lightning.checkpoint.recovery_sources import RecoverySources
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.failure import PeerFailed
 from moe_lightning.errors import ConfigurationError
@@ -14,12 +17,14 @@ from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 NAMES = RowCut.among(((0, 1),), 0).names()
 
 
-def planned(version: int, *, has_trained: bool) -> str:
+def planned(version: int, *, has_trained: bool, sources: RecoverySources | None = None) -> str:
     """The level of the plan of a rank that is left with the first of two parts."""
+    planner = RecoveryPlanner([])
+    planner.sources = sources
     survivor = RankInventory(
         rank=0, node="0", live_version=version, sharded_dense=NAMES, owned_dense=NAMES[:1], experts=((0, 0),)
     )
-    plan, _ = RecoveryPlanner([]).plan(
+    plan, _ = planner.plan(
         [survivor], World.single(), num_layers=1, num_experts=1, last_step=version, has_trained=has_trained
     )
     return plan.level
@@ -34,3 +39,10 @@ def test_before_the_first_step_all_ranks_start_again() -> None:
 def test_later_the_sentence_names_the_cures() -> None:
     with pytest.raises(ConfigurationError, match=r"last committed step was 5: .*dense=hsdp.*PartialExpertsCheckpoint"):
         planned(5, has_trained=True)
+
+
+def test_who_saves_already_is_told_another_cure(tmp_path: Path) -> None:
+    """A rank was lost with its memory before anything was written."""
+    sources = RecoverySources(root=tmp_path, name="run", node="0", fallback=tmp_path, report=print)
+    with pytest.raises(ConfigurationError, match=r"step was 5: .*dense=hsdp.*protection=arc$"):
+        planned(5, has_trained=True, sources=sources)
