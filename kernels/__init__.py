@@ -6,10 +6,11 @@ non-contiguous inputs, and raise `ConfigurationError` in one sentence for wrong 
 """
 
 from moe_lightning.kernels.backends import BACKENDS, backend, set_backend
-from moe_lightning.kernels.bodies import Draw, ExpertSort, Sharing
+from moe_lightning.kernels.bodies import Choice, Draw, ExpertSort, Routed, Sharing
 from moe_lightning.kernels.ops_bytes import pack, packed_bytes, sum_in_rank_order, unpack, xor_parity
 from moe_lightning.kernels.ops_experts import expert_activation, expert_mlp, fuses_experts, grouped_mm
 from moe_lightning.kernels.ops_plan import fill_blocks, plan_rows, plan_runs
+from moe_lightning.kernels.ops_router import balance, fuses_router, route
 from moe_lightning.kernels.ops_rows import (
     chunk_order,
     count_by_expert,
@@ -26,16 +27,20 @@ from moe_lightning.kernels.ops_stream import keyed_dropout
 
 __all__ = [
     "BACKENDS",
+    "Choice",
     "Draw",
     "ExpertSort",
+    "Routed",
     "Sharing",
     "backend",
+    "balance",
     "chunk_order",
     "count_by_expert",
     "expert_activation",
     "expert_mlp",
     "fill_blocks",
     "fuses_experts",
+    "fuses_router",
     "gather_rows",
     "grouped_mm",
     "invert",
@@ -46,6 +51,7 @@ __all__ = [
     "plan_rows",
     "plan_runs",
     "reorder_chunks",
+    "route",
     "set_backend",
     "sort_by_expert",
     "sum_in_rank_order",

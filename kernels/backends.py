@@ -28,6 +28,7 @@ from moe_lightning.kernels.bodies import (
     FusedBodies,
     MatmulBodies,
     PlanBodies,
+    RouterBodies,
     RoutingBodies,
     RowBodies,
     StreamBodies,
@@ -51,6 +52,7 @@ class Bodies:
     plan: PlanBodies
     stream: StreamBodies
     fused: FusedBodies | None = None
+    router: RouterBodies | None = None
 
 
 _TORCH = Bodies(
@@ -128,6 +130,7 @@ def _load_triton(device_type: str) -> Bodies:
         triton_bytes,
         triton_matmul,
         triton_plan,
+        triton_router,
         triton_routing,
         triton_rows,
         triton_stream,
@@ -142,4 +145,5 @@ def _load_triton(device_type: str) -> Bodies:
         plan=triton_plan,
         stream=triton_stream,
         fused=triton_matmul,
+        router=triton_router,
     )

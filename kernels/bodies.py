@@ -69,6 +69,64 @@ class RoutingBodies(Protocol):
         ...
 
 
+class Choice(NamedTuple):
+    """How a linear router chooses: K, sigmoid or softmax of the logits, weights over their sum, times a factor."""
+
+    top_k: int
+    is_sigmoid: bool
+    normalizes: bool
+    scale: float
+
+
+class Routed(NamedTuple):
+    """What a linear router says of tokens: fp32 but for the ids, which are int64."""
+
+    logits_TE: Tensor
+    scores_TE: Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
+
+
+class RouterBodies(Protocol):
+    """A linear router of bf16 rows and fp32 weights, as exact as fp32, for devices that have faster units for it."""
+
+    MOST_EXPERTS: int
+
+    def route(
+        self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, selection_E: Tensor | None, choice: Choice
+    ) -> tuple[Routed, Tensor]:
+        """What is chosen, and what of the weights the gradients need."""
+        ...
+
+    def logit_gradients(
+        self,
+        terms_3ED: Tensor,
+        scores_TE: Tensor,
+        ids_TK: Tensor,
+        grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+        choice: Choice,
+        want_rows: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the logits, as the sum of [3, T, E], and that of the rows [T, D].
+
+        Args:
+            grads: of logits, scores and weights.
+        """
+        ...
+
+    def router_wgrad(self, grads_3TE: Tensor, x_TD: Tensor) -> Tensor:
+        """fp32 [E, D]: the sum over tokens of gradient^T @ x."""
+        ...
+
+    def balance(self, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
+        """fp32 [T]: each token's part of the load-balancing loss."""
+        ...
+
+    def balance_gradient(self, scores_TE: Tensor, counts_E: Tensor, grad: Tensor) -> Tensor:
+        """fp32 [T, E], of the sum over tokens, whose gradient is a scalar."""
+        ...
+
+
 class RowBodies(Protocol):
     def gather(self, x_TD: Tensor, index_M: Tensor, divisor: int) -> Tensor:
         """[M, D]: x[index // divisor]."""

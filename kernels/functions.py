@@ -12,9 +12,11 @@ from torch import Tensor
 
 from moe_lightning.kernels.bodies import (
     ActivationBodies,
+    Choice,
     Draw,
     FusedBodies,
     MatmulBodies,
+    RouterBodies,
     RoutingBodies,
     RowBodies,
     StreamBodies,
@@ -42,6 +44,51 @@ class TopK(torch.autograd.Function):
         (ids_TK,) = ctx.saved_tensors
         # Ids of a token are distinct, so nothing is added twice and the scatter is deterministic.
         return grads[0].new_zeros(ctx.shape).scatter_(1, ids_TK, grads[0]), None, None
+
+
+class Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        selection_E: Tensor | None,
+        choice: Choice,
+        room: RouterBodies,
+    ) -> tuple[Tensor, ...]:
+        routed, terms_3ED = room.route(x_TD, weight_ED, bias_E, selection_E, choice)
+        ctx.save_for_backward(x_TD, terms_3ED, routed.scores_TE, routed.ids_TK)
+        ctx.choice, ctx.room, ctx.dtypes = choice, room, (weight_ED.dtype, None if bias_E is None else bias_E.dtype)
+        ctx.mark_non_differentiable(routed.ids_TK)
+        ctx.set_materialize_grads(False)
+        return routed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Grads:
+        if all(grad is None for grad in grads[:3]):
+            return (None,) * 6
+        x_TD, terms_3ED, scores_TE, ids_TK = ctx.saved_tensors
+        logits, scores, weights = (None if grad is None else grad.contiguous() for grad in grads[:3])
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grads_3TE, grad_x = ctx.room.logit_gradients(
+            terms_3ED, scores_TE, ids_TK, (logits, scores, weights), ctx.choice, wants_x
+        )
+        grad_weight = ctx.room.router_wgrad(grads_3TE, x_TD).to(ctx.dtypes[0]) if wants_weight else None
+        grad_bias = grads_3TE.sum((0, 1), dtype=torch.float32).to(ctx.dtypes[1]) if wants_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+class Balance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, counts_E: Tensor, room: RouterBodies) -> Tensor:
+        ctx.save_for_backward(scores_TE, counts_E)
+        ctx.room = room
+        return room.balance(scores_TE, counts_E).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        return ctx.room.balance_gradient(*ctx.saved_tensors, grads[0]), None, None
 
 
 class Permute(torch.autograd.Function):

@@ -111,6 +111,7 @@ class Matmul:
         extra_bytes: read or written beside the operands and the result, each once: h and its gradient, say.
         output_factor: size of what a tile stores over M x N elements; more where h and its activation are both kept.
         element_bytes: of operands.
+        terms: of the right operand, each of `element_bytes`, whose products are added: three of bf16 make one of fp32.
     """
 
     rows: int
@@ -126,6 +127,7 @@ class Matmul:
     extra_bytes: float = 0.0
     output_factor: float = 1.0
     element_bytes: float = 2.0
+    terms: int = 1
 
     @property
     def flops(self) -> float:
@@ -148,16 +150,17 @@ def matmul_cost(matmul: Matmul, device: Device) -> Cost:
         depth = matmul.inner / matmul.groups
         tiles = float(matmul.groups * ceil(matmul.rows / tile.m) * ceil(matmul.width / tile.n))
         results = float(matmul.groups * matmul.rows * matmul.width)
-        operands = float(matmul.inner * (matmul.rows + matmul.width))
+        operands = float(matmul.inner * (matmul.rows + matmul.terms * matmul.width))
     else:
         depth = float(matmul.inner)
         tiles = matmul.groups * _row_tiles(matmul) * ceil(matmul.width / tile.n)
         results = float(matmul.rows * matmul.width)
-        operands = float(matmul.rows * matmul.inner + matmul.groups * matmul.inner * matmul.width)
+        operands = float(matmul.rows * matmul.inner + matmul.terms * matmul.groups * matmul.inner * matmul.width)
     steps = ceil(depth / tile.k)
     peak = device.flops * 2 / matmul.element_bytes * device.sustained / device.multiprocessors
-    multiply_s = steps * 2 * tile.m * tile.n * tile.k / peak
-    fetched = (tile.m + tile.n / (2 if matmul.shares_loads else 1)) * tile.k * matmul.element_bytes
+    multiply_s = steps * 2 * tile.m * tile.n * tile.k * matmul.terms / peak
+    right = matmul.terms * tile.n / (2 if matmul.shares_loads else 1)
+    fetched = (tile.m + right) * tile.k * matmul.element_bytes
     fetch_s = steps * fetched / (device.cache / device.multiprocessors)
     prologue_s = device.prologue_s
     if matmul.is_persistent and device.has_copy_engine:

@@ -9,42 +9,25 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from moe_lightning.algorithms.roofline import (
-    Cost,
     Device,
     Matmul,
-    fp32_matmul_cost,
     matmul_cost,
     rows_cost,
     scan_cost,
     tile_for,
 )
-
-_HALF, _SINGLE, _INDEX = 2, 4, 8
-"""Bytes of bf16, fp32 and int64."""
+from moe_lightning.algorithms.roofline_router import (
+    HALF,
+    INDEX,
+    SINGLE,
+    Kernel,
+    LayerShape,
+    router_backward,
+    router_forward,
+)
 
 _SORT_TILE = 8192
 """Elements of a block of the counting sort, see `kernels.triton_routing`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """Sizes of a layer of SwiGLU experts."""
-
-    tokens: int
-    d_model: int
-    d_expert: int
-    experts: int
-    top_k: int
-
-    @property
-    def rows(self) -> int:
-        """M: assignments, none dropped."""
-        return self.tokens * self.top_k
-
-    @property
-    def forward_flops(self) -> float:
-        """Of the experts; the router counts as cost alone."""
-        return 6.0 * self.rows * self.d_model * self.d_expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +39,8 @@ class Design:
         fuses_activation: into the up projection's epilogue, and its gradient into that of the down projection's.
         is_persistent: matmuls walk over tiles with the copy engine ahead of them.
         scans_in_parallel: the sort's counts of blocks are summed by a tree.
+        fuses_router: products on the tensor cores in three terms, with scores and choice behind them; else in fp32, and
+            each of the rest a kernel.
         casts_weights: parameters are fp32 and are rounded to bf16 in every forward.
         launches: small kernels of routing and bookkeeping, (forward, backward), beside those that are named.
     """
@@ -64,15 +49,23 @@ class Design:
     fuses_activation: bool = False
     is_persistent: bool = False
     scans_in_parallel: bool = False
+    fuses_router: bool = False
     casts_weights: bool = False
     launches: tuple[int, int] = (30, 30)
 
 
 DESIGNS = {
     "separate": Design(scans_in_parallel=True),
-    "rows": Design(fuses_activation=True, is_persistent=True, scans_in_parallel=True, launches=(22, 16)),
+    "rows": Design(
+        fuses_activation=True, is_persistent=True, scans_in_parallel=True, fuses_router=True, launches=(14, 10)
+    ),
     "fused": Design(
-        gathers_in_load=True, fuses_activation=True, is_persistent=True, scans_in_parallel=True, launches=(16, 14)
+        gathers_in_load=True,
+        fuses_activation=True,
+        is_persistent=True,
+        scans_in_parallel=True,
+        fuses_router=True,
+        launches=(10, 9),
     ),
 }
 """Kernels of their own for every operation; those of several ranks, whose rows arrive by an exchange (which is left
@@ -80,38 +73,28 @@ out); and those of one rank.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """A named kernel of the layer; flops count towards the experts' rate."""
-
-    name: str
-    cost: Cost
-    flops: float = 0.0
-
-
 def forward_kernels(shape: LayerShape, design: Design, device: Device) -> list[Kernel]:
     """In the order of their launches."""
     tokens, rows, width, hidden = shape.tokens, shape.rows, shape.d_model, shape.d_expert
-    scores = tokens * shape.experts * _SINGLE
+    scores = tokens * shape.experts * SINGLE
     kernels = [
-        Kernel(name="router, fp32", cost=_router(shape, device)),
-        Kernel(name="scores and top-k", cost=rows_cost(6 * scores, device, launches=6)),
+        *router_forward(shape, device, is_fused=design.fuses_router),
         _sort(shape, design, device),
         Kernel(name="other small kernels", cost=rows_cost(scores, device, design.launches[0])),
     ]
     if design.casts_weights:
         weights = 3.0 * shape.experts * width * hidden
-        kernels.append(Kernel(name="cast of weights", cost=rows_cost(weights * (_SINGLE + _HALF), device, launches=2)))
+        kernels.append(Kernel(name="cast of weights", cost=rows_cost(weights * (SINGLE + HALF), device, launches=2)))
     if not design.gathers_in_load:
-        kernels.append(Kernel(name="permute", cost=rows_cost((tokens + rows) * width * _HALF, device)))
+        kernels.append(Kernel(name="permute", cost=rows_cost((tokens + rows) * width * HALF, device)))
     kept = 1.5 if design.fuses_activation else 1.0  # h, and the activation of half its width
     kernels.append(
         _matmul("up projection", shape, design, device, (rows, 2 * hidden, width), gathers=True, output_factor=kept)
     )
     if not design.fuses_activation:
-        kernels.append(Kernel(name="activation", cost=rows_cost(3 * rows * hidden * _HALF, device)))
+        kernels.append(Kernel(name="activation", cost=rows_cost(3 * rows * hidden * HALF, device)))
     kernels.append(_matmul("down projection", shape, design, device, (rows, width, hidden)))
-    combined = (rows + tokens) * width * _HALF + rows * (_INDEX + _SINGLE)
+    combined = (rows + tokens) * width * HALF + rows * (INDEX + SINGLE)
     return [*kernels, Kernel(name="combine", cost=rows_cost(combined, device))]
 
 
@@ -120,9 +103,9 @@ def backward_kernels(shape: LayerShape, design: Design, device: Device) -> list[
     tokens, rows, width, hidden = shape.tokens, shape.rows, shape.d_model, shape.d_expert
     kernels = []
     if not design.gathers_in_load:  # else rows are gathered in the loads, and weighed in the epilogue
-        spread = 3 * rows * width * _HALF + rows * (_INDEX + _SINGLE)
+        spread = 3 * rows * width * HALF + rows * (INDEX + SINGLE)
         kernels.append(Kernel(name="spread of the gradient", cost=rows_cost(spread, device)))
-    extra = rows * hidden * 2 * _HALF if design.fuses_activation else 0.0  # h is read by the epilogue
+    extra = rows * hidden * 2 * HALF if design.fuses_activation else 0.0  # h is read by the epilogue
     factor = 3.0 if design.fuses_activation else 1.0  # the gradient of h, and the activation for the weights' gradient
     kernels.append(
         _matmul(
@@ -131,24 +114,26 @@ def backward_kernels(shape: LayerShape, design: Design, device: Device) -> list[
         )
     )  # fmt: skip
     if not design.fuses_activation:
-        kernels.append(Kernel(name="gradient of activation", cost=rows_cost(5 * rows * hidden * _HALF, device)))
+        kernels.append(Kernel(name="gradient of activation", cost=rows_cost(5 * rows * hidden * HALF, device)))
     kernels += [
         _matmul("gradient of down's weights", shape, design, device, (hidden, width, rows), is_wgrad=True),
         _matmul("gradient of up's input", shape, design, device, (rows, width, 2 * hidden)),
         _matmul("gradient of up's weights", shape, design, device, (width, 2 * hidden, rows), is_wgrad=True,
                 gathers=True),
-        Kernel(name="sum over choices", cost=rows_cost((rows + tokens) * width * _HALF, device)),
+        Kernel(name="sum over choices", cost=rows_cost((rows + tokens) * width * HALF, device)),
     ]  # fmt: skip
     if design.casts_weights:
         weights = 3.0 * shape.experts * width * hidden
-        kernels.append(
-            Kernel(name="cast of gradients", cost=rows_cost(weights * (_SINGLE + _HALF), device, launches=2))
-        )
-    scores = tokens * shape.experts * _SINGLE
+        kernels.append(Kernel(name="cast of gradients", cost=rows_cost(weights * (SINGLE + HALF), device, launches=2)))
+    scores = tokens * shape.experts * SINGLE
     return [
         *kernels,
-        Kernel(name="router, fp32, backward", cost=_router(shape, device, products=2)),
-        Kernel(name="other small kernels", cost=rows_cost(5 * scores, device, design.launches[1])),
+        *router_backward(shape, device, is_fused=design.fuses_router),
+        Kernel(name="sum of the rows' gradients", cost=rows_cost(3 * tokens * width * HALF, device)),
+        Kernel(
+            name="other small kernels",
+            cost=rows_cost((2 if design.fuses_router else 5) * scores, device, design.launches[1]),
+        ),
     ]
 
 
@@ -192,16 +177,8 @@ def _matmul(
     return Kernel(name=name, cost=matmul_cost(matmul, device), flops=matmul.flops)
 
 
-def _router(shape: LayerShape, device: Device, products: int = 1) -> Cost:
-    """The rows are widened to fp32 first, and their gradient is narrowed."""
-    flops = 2.0 * products * shape.tokens * shape.d_model * shape.experts
-    widened = shape.tokens * shape.d_model * (_HALF + _SINGLE)
-    product = fp32_matmul_cost(flops, products * shape.tokens * shape.d_model * _SINGLE, device)
-    return Cost(seconds=product.seconds + rows_cost(widened, device).seconds, bound=product.bound)
-
-
 def _sort(shape: LayerShape, design: Design, device: Device) -> Kernel:
     blocks = ceil(shape.rows / max(16, _SORT_TILE // shape.experts))
-    moved = 6.0 * shape.rows * _INDEX + 6.0 * blocks * shape.experts * _INDEX
+    moved = 6.0 * shape.rows * INDEX + 6.0 * blocks * shape.experts * INDEX
     cost = rows_cost(moved, device, launches=3) if design.scans_in_parallel else scan_cost(blocks, moved, device)
     return Kernel(name="sort", cost=cost)

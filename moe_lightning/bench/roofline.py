@@ -14,13 +14,12 @@ from moe_lightning.algorithms.roofline import DEVICES, Device
 from moe_lightning.algorithms.roofline_layer import (
     DESIGNS,
     Design,
-    Kernel,
-    LayerShape,
     backward_kernels,
     forward_kernels,
     share_of_peak,
     total_seconds,
 )
+from moe_lightning.algorithms.roofline_router import Kernel, LayerShape
 from moe_lightning.arguments import Count, option
 from moe_lightning.bench.measure import table
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_lightning import kernels as ops
 from moe_lightning.comm.tensor_ranks import TensorRanks
 from moe_lightning.kernels.buffers import upload
 from moe_lightning.modules.absent_block import AbsentBlock
@@ -47,9 +48,12 @@ def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, real: Re
         tokens_per_expert_E: assignments per expert whose imbalance is punished: of the global batch, or of this rank.
         real: which rows are tokens; None: all.
     """
+    is_whole_on_device = scores_TE.device.type != "cpu" and real is None
+    if is_whole_on_device and (loss := ops.balance(scores_TE, tokens_per_expert_E)) is not None:
+        return loss
     counts_E = tokens_per_expert_E.to(scores_TE.dtype)
     fraction_E = counts_E / counts_E.sum().clamp_min(1.0)
-    if scores_TE.device.type != "cpu" and real is None:
+    if is_whole_on_device:
         return balance_in_few_launches(scores_TE, fraction_E)
     shares_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp_min(1e-20)
     fraction_E = upload(fraction_E, scores_TE.device)

@@ -233,10 +233,7 @@ class Router(nn.Module):
         """Choose experts for every row that is a token; None: all are."""
         config = self.config
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = self.logits(x_TD.float())
-            scores_TE = logits_TE.softmax(dim=-1) if config.score == "softmax" else logits_TE.sigmoid()
-            expert_ids_TK = self.choose(scores_TE) if self.chooser is None else self.chooser(self, scores_TE)
-            weights_TK = self._weigh(scores_TE, logits_TE, expert_ids_TK)
+            logits_TE, scores_TE, weights_TK, expert_ids_TK = self._routed(x_TD)
         if self.stream.is_stand_in:
             expert_ids_TK = torch.full_like(expert_ids_TK, -1)
         elif is_token_T is not None:
@@ -253,6 +250,37 @@ class Router(nn.Module):
             scores_TE=scores_TE,
             logits_TE=logits_TE,
             tokens_per_expert_E=tokens_E,
+        )
+
+    def _routed(self, x_TD: Tensor) -> ops.Routed:
+        if self._is_plain and ops.fuses_router(x_TD, self.num_experts):
+            choice = ops.Choice(
+                top_k=self.config.top_k,
+                is_sigmoid=self.config.score == "sigmoid",
+                normalizes=self.config.softmax_after_top_k or (self.config.normalize_top_k and self.config.top_k > 1),
+                scale=self.config.scale,
+            )
+            selection_E = self.expert_bias_E if self.has_selection_bias else None
+            return ops.route(x_TD, self.weight, choice, bias_E=self.bias, selection_E=selection_E)
+        logits_TE = self.logits(x_TD.float())
+        scores_TE = logits_TE.softmax(dim=-1) if self.config.score == "softmax" else logits_TE.sigmoid()
+        ids_TK = self.choose(scores_TE) if self.chooser is None else self.chooser(self, scores_TE)
+        weights_TK = self._weigh(scores_TE, logits_TE, ids_TK)
+        return ops.Routed(logits_TE=logits_TE, scores_TE=scores_TE, weights_TK=weights_TK, ids_TK=ids_TK)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Nothing stands between rows, logits, scores and choice that `kernels.route` does not have."""
+        config, kind = self.config, type(self)
+        return (
+            kind.logits is Router.logits
+            and kind.choose is Router.choose
+            and self.chooser is None
+            and self.adapter is None
+            and config.forced is None
+            and config.num_groups == 1
+            and not (self.training and (config.jitter or config.noisy_top_k))
+            and not (config.softmax_after_top_k and self.has_selection_bias)
         )
 
     def logits(self, x_TD: Tensor) -> Tensor:

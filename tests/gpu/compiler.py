@@ -70,8 +70,10 @@ class Compiler:
                 attributes[(place,)] = [["tt.divisibility", 16]]
             elif hasattr(value, "block_shape"):
                 signature[name] = f"tensordesc<{POINTERS[value.base.dtype]}{list(value.block_shape)}>"
-            elif name in meta or value is None or (value == 1 and name not in unspecialized):
+            elif name in meta or value is None or (isinstance(value, int) and value == 1 and name not in unspecialized):
                 signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, float):
+                signature[name] = "fp32"
             else:
                 signature[name] = "i32"
                 if value % 16 == 0 and name not in unspecialized:

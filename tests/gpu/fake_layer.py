@@ -1,6 +1,6 @@
-"""python -m tests.gpu.fake_layer RANKS AUX_LOSS_COEF PLAN: an MoE layer on a fake device, both ways, against the CPU.
+"""python -m tests.gpu.fake_layer RANKS AUX_LOSS_COEF PLAN DTYPE: an MoE layer on a fake device against the CPU.
 
-Prints what each rank's device was asked to do, as JSON; run with TRITON_INTERPRET=1.
+Both ways. Prints what each rank's device was asked to do, as JSON; run with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,12 +21,13 @@ from moe_lightning.comm.world import World
 from moe_lightning.modules.moe_layer import MoELayer
 from tests.distributed.harness import connect, run_ranks
 from tests.gpu.fake_device import Counts, FakeDevice, on_hosts, set_up
+from tests.gpu.interpreter import widen_bf16
 from tests.gpu.rooms import rooms
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 16, 24, 33
 
 
-def run(rank: int, world_size: int, aux_loss_coef: float, plan: PlanPlace) -> dict[str, Any]:
+def run(rank: int, world_size: int, aux_loss_coef: float, plan: PlanPlace, dtype_name: str) -> dict[str, Any]:
     """Counts of the second forward and backward; the first warms up. Values must be those of the CPU."""
     device = set_up()  # before any backward: autograd counts the devices once
     world = World.single() if world_size == 1 else connect()
@@ -33,10 +35,15 @@ def run(rank: int, world_size: int, aux_loss_coef: float, plan: PlanPlace) -> di
     torch.manual_seed(0)
     layer = MoELayer(WIDTH, HIDDEN, EXPERTS, {"top_k": 2, "aux_loss_coef": aux_loss_coef}, activation="swiglu")
     dispatcher = Dispatcher(placement, world, [tuple(range(world_size))], plan_on=plan)
-    layer.place(dispatcher, torch.device("cpu"))
+    dtype = getattr(torch, dtype_name)
+    if dtype == torch.bfloat16:
+        widen_bf16(pytest.MonkeyPatch())  # the process has no other use of the interpreter
+    layer.to(dtype).place(dispatcher, torch.device("cpu"))
     torch.manual_seed(1 + rank)
-    x, grad = torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH)
-    expected = gradients(layer, x.requires_grad_(), grad)
+    x, grad = (torch.randn(TOKENS, WIDTH).to(dtype) for _ in range(2))
+    y = layer(x.requires_grad_())
+    expected = [y.detach(), *gradients(layer, y, x, grad)]
+    rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (5e-2, 5e-3)
     fake = FakeDevice()
     on_hosts()
     for room in rooms():
@@ -50,16 +57,18 @@ def run(rank: int, world_size: int, aux_loss_coef: float, plan: PlanPlace) -> di
             fake.take()
             y = there(leaf)
             found["forward"] = told(fake.take())
-            actual = torch.autograd.grad(y, [leaf, *there.parameters()], upstream)
+            actual = gradients(there, y, leaf, upstream)
             found["backward"] = told(fake.take())
         for here, wanted in zip([y.detach(), *actual], expected, strict=True):
-            torch.testing.assert_close(here.host, wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(here.host, wanted, rtol=rtol, atol=atol)
     return found
 
 
-def gradients(layer: MoELayer, x: Tensor, grad: Tensor) -> list[Tensor]:
-    y = layer(x)
-    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad)]
+def gradients(layer: MoELayer, y: Tensor, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Of the layer's output; of its auxiliary loss, too, in bf16, where that is few launches."""
+    loss = layer.auxiliary_loss if x.dtype == torch.bfloat16 else None
+    ends, upstream = ([y], [grad]) if loss is None else ([y, loss], [grad, torch.ones_like(loss)])
+    return torch.autograd.grad(ends, [x, *layer.parameters()], upstream)
 
 
 def told(counts: Counts) -> dict[str, Any]:
@@ -72,12 +81,12 @@ def told(counts: Counts) -> dict[str, Any]:
     }
 
 
-def main(ranks: int, aux_loss_coef: float, plan: PlanPlace) -> None:
-    results = [run(0, 1, aux_loss_coef, plan)] if ranks == 1 else run_ranks(ranks, run, aux_loss_coef, plan)
+def main(ranks: int, *arguments: Any) -> None:
+    results = [run(0, 1, *arguments)] if ranks == 1 else run_ranks(ranks, run, *arguments)
     print(json.dumps(results), flush=True)
     # Autograd's thread for the device asks for Python's lock once more after Python has ended: that aborts the process.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])  # type: ignore[arg-type]
+    main(int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])

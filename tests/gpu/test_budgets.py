@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from moe_lightning.algorithms.roofline import DEVICES
+from moe_lightning.algorithms.roofline_layer import DESIGNS, backward_kernels, forward_kernels
+from moe_lightning.bench.roofline import SHAPES
 from tests.programs import ROOT, run_program
 
 pytestmark = [
@@ -17,9 +20,9 @@ pytestmark = [
 ]
 
 
-def counts(ranks: int, aux_loss_coef: float, plan: str = "host") -> list[dict[str, Any]]:
+def counts(ranks: int, aux_loss_coef: float, plan: str = "host", dtype: str = "float32") -> list[dict[str, Any]]:
     """Of each rank; the layer's values and gradients on the fake device are those of the CPU, or this fails."""
-    return on_the_fake_device("tests.gpu.fake_layer", str(ranks), str(aux_loss_coef), plan)
+    return on_the_fake_device("tests.gpu.fake_layer", str(ranks), str(aux_loss_coef), plan, dtype)
 
 
 def on_the_fake_device(module: str, *arguments: str) -> list[dict[str, Any]]:
@@ -60,3 +63,14 @@ def test_a_plan_on_the_device_waits_for_nothing(ranks: int) -> None:
         assert not forward["uploads"] + backward["uploads"]
         assert forward["launches"] <= 40, forward["kernels"]
         assert backward["launches"] <= 30, backward["kernels"]
+
+
+@pytest.mark.parametrize("name", ["fused", pytest.param("rows", marks=pytest.mark.slow)])
+def test_the_model_has_all_launches_of_a_layer(name: str) -> None:
+    """In bf16, where the router is one operation, with the balancing loss that is on by default."""
+    design, device = DESIGNS[name], DEVICES["h100"]
+    forward, backward = (len(kernels(SHAPES[0], design, device)) - 1 for kernels in (forward_kernels, backward_kernels))
+    for found in counts(1 if name == "fused" else 2, aux_loss_coef=0.01, dtype="bfloat16"):
+        assert found["forward"]["kernels"]["_route_kernel"] == 1
+        assert found["forward"]["launches"] <= forward + 2 + design.launches[0], "the sort has three"
+        assert found["backward"]["launches"] <= backward + design.launches[1]

@@ -23,6 +23,8 @@ pytestmark = [
 
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 ALL = tuple(SHARED_BYTES)
+SPILLED = {80: 1024, 90: 256, 100: 256, 120: 1024}
+"""Most bytes of a thread of a router of more than 64 experts."""
 SLOW = [pytest.param(capability, marks=pytest.mark.slow) for capability in ALL]
 TOKENS, TOP_K, EXPERTS, WIDTH, HIDDEN = 16384, 4, 64, 1536, 512
 
@@ -32,14 +34,14 @@ def compiler(request, monkeypatch, tmp_path):
     """Every launch compiles for the capability that the test was given."""
     capability = request.getfixturevalue("capability")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from moe_lightning.kernels import triton_matmul, triton_tiles
+    from moe_lightning.kernels import triton_matmul, triton_router, triton_tiles
     from moe_lightning.kernels.triton_tiles import Limits
 
     found = Limits(capability=capability, shared=SHARED_BYTES[capability], multiprocessors=MULTIPROCESSORS[capability])
     compiler = Compiler(capability)
     for room in rooms():
         monkeypatch.setattr(room, "launch", compiler)
-    for room in (triton_matmul, triton_tiles):
+    for room in (triton_matmul, triton_router, triton_tiles):
         monkeypatch.setattr(room, "limits", lambda device: found)
     return compiler
 
@@ -63,6 +65,22 @@ def experts(gathers: bool, kind: str = "swiglu") -> None:
     room.down_wgrad(activation, x, counts, order, TOP_K)
     room.grouped_mm(h, up.transpose(1, 2), counts, None, 1)
     room.grouped_wgrad(x, h, counts, order, TOP_K)
+
+
+def router(num_experts: int) -> None:
+    """What a router launches forward and backward."""
+    from moe_lightning.kernels import Choice
+    from moe_lightning.kernels import triton_router as room
+
+    choice = Choice(top_k=TOP_K, is_sigmoid=False, normalizes=True, scale=2.5)
+    x, weight = half(TOKENS, WIDTH), torch.empty(num_experts, WIDTH)
+    routed, terms = room.route(x, weight, None, None, choice)
+    upstream = (None, routed.scores_TE, routed.weights_TK)
+    grads, _ = room.logit_gradients(terms, routed.scores_TE, routed.ids_TK, upstream, choice, want_rows=True)
+    room.router_wgrad(grads, x)
+    counts = torch.zeros(num_experts, dtype=torch.int64)
+    room.balance(routed.scores_TE, counts)
+    room.balance_gradient(routed.scores_TE, counts, torch.zeros(()))
 
 
 def keeps_to_the_budget(kernel: Compiled, capability: int, most_spilled: int = 0) -> None:
@@ -97,6 +115,29 @@ def test_matmuls_keep_to_their_budget(capability, gathers, compiler):
     assert len(matmuls) == 6
     for kernel in matmuls:
         is_a_good_matmul(kernel, capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "num_experts", "most_spilled"),
+    [
+        (90, 64, 0),
+        # Where a tile of scores fills the registers, what follows the products spills; the products do not.
+        *(
+            pytest.param(capability, num_experts, most, marks=pytest.mark.slow)
+            for capability in ALL
+            for num_experts, most in ((64, 0), (128, SPILLED[capability]), (256, SPILLED[capability]))
+            if (capability, num_experts) != (90, 64)
+        ),
+    ],
+)
+def test_the_router_runs_on_tensor_cores(capability, num_experts, most_spilled, compiler):
+    router(num_experts)
+    products = [kernel for kernel in compiler.kernels if kernel.count(TENSOR_CORES[capability])]
+    assert {kernel.name for kernel in products} == {"_route_kernel", "_logit_gradient_kernel", "_router_weight_kernel"}
+    for kernel in compiler.kernels:
+        keeps_to_the_budget(kernel, capability, most_spilled)
+        if capability in (90, 100):
+            assert kernel.count("HMMA") == 0, f"{kernel.name} takes the slower path of the tensor cores"
 
 
 @pytest.mark.parametrize("capability", SLOW)
@@ -159,6 +200,7 @@ def test_every_kernel_compiles_and_fits(capability, compiler):
     ids, order = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.zeros(TOKENS * TOP_K, dtype=torch.int64)
     rows, gate = half(TOKENS * TOP_K, WIDTH), torch.zeros(TOKENS * TOP_K)
     experts(True)
+    router(EXPERTS)
     triton_routing.top_k(torch.zeros(TOKENS, EXPERTS), TOP_K)
     triton_routing.sort_by_expert(ids, EXPERTS, num_rows=ids.numel())
     triton_routing.chunk_order(torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), 4096)

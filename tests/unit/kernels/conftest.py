@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_lightning import kernels as ops
+from tests.gpu.interpreter import widen_bf16
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = INTERPRETED or torch.cuda.is_available()
@@ -22,22 +23,9 @@ def _body():
 
 @pytest.fixture(autouse=True, scope="session")
 def _bf16():
-    """The interpreter keeps bf16 as bits, and multiplies the bits: widen them first."""
-    if not INTERPRETED:
-        yield
-        return
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    builder = interpreter.InterpreterBuilder
-    dot = builder.create_dot
-
-    def widened(self, a, b, d, *options):
-        wide = [self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
-        return dot(self, *wide, d, *options)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "create_dot", widened)
+        if INTERPRETED:
+            widen_bf16(patch)
         yield
 
 

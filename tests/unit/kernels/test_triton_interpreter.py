@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's process")
 @pytest.mark.parametrize("examples", [4, pytest.param(12, marks=pytest.mark.slow)])
 def test_triton_bodies_equal_reference(examples):
-    files = [str(HERE / f"test_kernel_{part}.py") for part in ("rows", "experts", "bytes", "plan", "stream")]
+    files = [str(HERE / f"test_kernel_{part}.py") for part in ("rows", "experts", "router", "bytes", "plan", "stream")]
     variables = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", EXAMPLES: str(examples)}
     done = run_program("-m", "pytest", "-x", "-p", "no:cacheprovider", *files, folder=ROOT, variables=variables)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
