@@ -228,8 +228,8 @@ def _fastest_s(
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 # ---------------------------------------------------------------------- dense layers

@@ -1,13 +1,12 @@
 """Times what a rank does alone in a step: the rows of its experts, and its samples between the MoE layers.
 
 Hooks of the running model stamp the times; waits for other ranks lie inside the MoE layers but outside their experts,
-and so in neither. On CUDA the stamps are events in the stream, read when the device has passed them: nothing ever waits
-for it.
+and so in neither. On a GPU the stamps are events in the stream, read when the device has passed them: nothing ever
+waits for it.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moe_lightning.comm.exchange_clock import ExchangeClock
+from moe_lightning.comm.exchange_clock import ExchangeClock, stamp
 from moe_lightning.modules.moe_layer import MoELayer
 
 
@@ -94,7 +93,7 @@ class RankClock:
 
     def turn(self) -> None:
         """The forward pass has ended and the backward pass begins."""
-        self._is_backward, self._left_at = True, self._stamp()
+        self._is_backward, self._left_at = True, stamp(self._device)
 
     def end_micro_batch(self, samples: int) -> None:
         """Both passes have ended, over so many samples."""
@@ -144,37 +143,30 @@ class RankClock:
     def _arrive(self) -> None:
         """A pass has come to a layer."""
         if self._left_at is not None:
-            self._step.between.append((self._left_at, self._stamp()))
+            self._step.between.append((self._left_at, stamp(self._device)))
         self._left_at = None
 
     def _leave(self) -> None:
         """A pass has gone through a layer."""
-        self._left_at = self._stamp()
+        self._left_at = stamp(self._device)
 
     def _before_experts(self, x: Tensor) -> Any:
-        return self._stamp()
+        return stamp(self._device)
 
     def _after_experts(self, began: Any, x: Tensor, out: Tensor) -> None:
-        self._step.experts.append((began, self._stamp()))
+        self._step.experts.append((began, stamp(self._device)))
         if not self._is_backward:
             self._step.rows += len(x)
         if not (x.requires_grad and out.requires_grad):
             return
         backward: list[Any] = []
-        out.register_hook(lambda _: backward.append(self._stamp()))  # type: ignore[no-untyped-call]
+        out.register_hook(lambda _: backward.append(stamp(self._device)))  # type: ignore[no-untyped-call]
 
         def end(_: Tensor) -> None:
             if backward:
-                self._step.experts.append((backward.pop(), self._stamp()))
+                self._step.experts.append((backward.pop(), stamp(self._device)))
 
         x.register_hook(end)  # type: ignore[no-untyped-call]
-
-    def _stamp(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 def _is_past(stamp: Any) -> bool:

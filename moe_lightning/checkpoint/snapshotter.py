@@ -341,7 +341,7 @@ class Snapshotter:
             return
         with nullcontext() if stream is None else stream:
             flat = source.detach().to(stored_as).contiguous().view(-1).view(torch.uint8)
-        if self._staging is not None and flat.device.type != "cpu":
+        if self._staging is not None and flat.device.type != "cpu":  # objects and counts of steps are on the host
             self._staging.copy(target.data_ptr(), flat, stream, self._admit)
             return
         for start in range(0, flat.numel(), CHUNK_BYTES):

@@ -59,4 +59,7 @@ def meet(store: Store, purpose: str, size: int, timeout_s: float) -> None:
 
 def set_collectives_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Give a group that has been built the timeout of its collectives."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    if {"cpu", "cuda"} & {device.type for device in group._device_types}:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    else:  # other devices' groups would keep the short one that they were built with, which that call only warns of
+        group.set_timeout(timeout)

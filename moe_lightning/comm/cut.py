@@ -15,12 +15,14 @@ import secrets
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch.distributed import ProcessGroup
 
 from moe_lightning.comm.nccl import abort_together
@@ -68,7 +70,7 @@ class ConnectionCut:
         self._lock = threading.Lock()
         self._before: frozenset[Connection] | None = None
         self._connections: frozenset[Connection] = frozenset()
-        self._groups: list[ProcessGroup] = []
+        self._abort: Callable[[], None] | None = None
         self._is_cut = False
 
     def __enter__(self) -> Self:
@@ -103,10 +105,16 @@ class ConnectionCut:
         """Whether somebody has cut; true before anything feels it."""
         return self._is_cut
 
-    def add_group(self, group: ProcessGroup) -> None:
-        """Let a cut also abort a group that does not run on sockets of this process (NCCL)."""
+    def add_groups(self, groups: Sequence[ProcessGroup], device: torch.device) -> None:
+        """Let a cut, one that was made already too, abort groups that do not run on sockets of this process (NCCL).
+
+        Args:
+            device: whose tensors they carry.
+        """
         with self._lock:
-            self._groups.append(group)
+            self._abort = partial(abort_together, groups, device)
+        if self._is_cut:
+            self._abort_groups()
 
     def confirm(self, exchange: Callable[[object], list[object]]) -> None:
         """Forget connections that another thread opened meanwhile: keep those whose two ends another rank also names.
@@ -130,8 +138,13 @@ class ConnectionCut:
             if self._before is not None:
                 self._remember()
             self._cut_all()
-            groups, self._groups = self._groups, []
-        abort_together(groups)
+        self._abort_groups()
+
+    def _abort_groups(self) -> None:
+        with self._lock:
+            abort, self._abort = self._abort, None
+        if abort is not None:
+            abort()
 
     def _remember(self) -> None:
         assert self._before is not None

@@ -12,11 +12,20 @@ from typing import Any
 import torch
 
 
+def stamp(device: torch.device) -> Any:
+    """Now: seconds of the host on the CPU, else an event on the device's present stream."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device=device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
 class ExchangeClock:
     """Adds up the seconds of this rank's exchanges on the compute group, waits for slower peers and what the process
     does meanwhile included. It counts nothing, and costs nothing, before `watch`.
 
-    On CUDA a host call returns before its exchange begins, so the device's own events are timed.
+    On a GPU a host call returns before its exchange begins, so the device's own events are timed.
 
     Attributes:
         listener: called on the host with True as an exchange begins and with False as it ends; None: nobody.
@@ -56,11 +65,11 @@ class ExchangeClock:
     def _timed(self, device: torch.device) -> Iterator[None]:
         with self._lock:
             self._under_way += 1
-        began = self._stamp(device)
+        began = stamp(device)
         try:
             yield
         finally:
-            ended = self._stamp(device)
+            ended = stamp(device)
             with self._lock:
                 self._under_way -= 1
                 if device.type != "cpu":
@@ -81,13 +90,6 @@ class ExchangeClock:
         with self._lock:
             self._collect()
             return self._seconds
-
-    def _stamp(self, device: torch.device) -> Any:
-        if device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(device=device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
-        return event
 
     def _collect(self) -> None:
         """Move what the device has finished into the sum."""

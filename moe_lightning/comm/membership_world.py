@@ -15,7 +15,7 @@ from moe_lightning.comm.building import begin_building, set_collectives_timeout
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.cut import ConnectionCut
 from moe_lightning.comm.decision_check import check_versions
-from moe_lightning.comm.nccl import first_group_options, prepare_environment
+from moe_lightning.comm.nccl import first_group_options, is_silent, prepare_environment
 from moe_lightning.comm.strangers import turn_strangers_away
 from moe_lightning.comm.world import World
 
@@ -62,8 +62,7 @@ def build_world(
     cut.tune()
     for group in world.groups:
         set_collectives_timeout(group, timeout)
-        if backend == "nccl":
-            cut.add_group(group)
+    cut.add_groups([group for group in world.groups if is_silent(group, device)], device)
     cut.confirm(lambda value: all_gather_json(value, world))
     turn_strangers_away(cut.connections)
     check_versions(world, others_go_on=True)

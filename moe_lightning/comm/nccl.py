@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,25 +35,33 @@ def first_group_options(device: torch.device) -> dict[str, Any]:
     return {"device_id": device} if device.type == "cuda" else {}
 
 
-def background_options(device: torch.device) -> dict[str, Any]:
+def background_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
     """For `new_group` of a group whose transfers overlap with others: theirs are short, and go first."""
     if device.type != "cuda":
         return {}
-    return {"pg_options": dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)}
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns where it is another than the group's
+    return {"pg_options": options}
 
 
-def has_failed(group: ProcessGroup) -> bool:
-    """Whether a group on GPUs has met an error, which NCCL notes and does not raise."""
-    backend: Any = group._get_backend(torch.device("cuda"))
-    state = getattr(backend, "get_error", None)  # a torch before 2.7 cannot say
+def is_silent(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a group's collectives of a device's tensors run on the device, as NCCL's: only aborting the group ends
+    one whose peer is gone, and then it raises nothing. gloo's run on sockets of this process, on GPUs too.
+    """
+    return device.type != "cpu" and group._get_backend(device).name() != "gloo"
+
+
+def has_failed(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a group has met an error that it notes and does not raise, as NCCL's."""
+    state = getattr(group._get_backend(device), "get_error", None)  # only NCCL can say
     return state is not None and state().name != "SUCCESS"
 
 
-def abort_together(groups: Sequence[ProcessGroup]) -> None:
-    """Abort communicators in one bracket: one by one, each may wait for the others."""
+def abort_together(groups: Sequence[ProcessGroup], device: torch.device) -> None:
+    """Abort communicators of a device in one bracket: one by one, each may wait for the others."""
     if not groups:
         return
-    backend: Any = groups[0]._get_backend(torch.device("cuda"))
+    backend: Any = groups[0]._get_backend(device)
     backend._group_start()
     try:
         for group in groups:

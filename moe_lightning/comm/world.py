@@ -128,7 +128,7 @@ class World:
         world = replace(
             world,
             compute=dist.new_group(timeout=timeout, group_desc="compute"),
-            background=dist.new_group(timeout=timeout, group_desc="background", **background_options(device)),
+            background=dist.new_group(timeout=timeout, group_desc="background", **background_options(device, timeout)),
         )
         if layout is None:
             return world
@@ -171,8 +171,8 @@ class World:
         Raises:
             WorldCutError: the world was cut, or a group of it has met an error that raised nothing.
         """
-        is_silent = self.device.type == "cuda"
-        if self.is_cut() or (is_silent and any(has_failed(group) for group in self.groups)):
+        is_elsewhere = self.device.type != "cpu"
+        if self.is_cut() or (is_elsewhere and any(has_failed(group, self.device) for group in self.groups)):
             raise WorldCutError("the world was cut while its ranks talked: what arrived is not used")
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from moe_lightning.modules.moe_layer import LayerStatistics, MoELayer
 from moe_lightning.state.row_blocks import is_cut
 from moe_lightning.strategies.batch_pieces import batch_pieces, joined
 from moe_lightning.strategies.fully_sharded import GatheringStep, gathered, is_sharded
+from moe_lightning.strategies.random_state import kept_generators
 from moe_lightning.strategies.stage_cut import Left, StageCut
 from moe_lightning.strategies.stand_ins import without_traces
 from moe_lightning.strategies.step_logs import StepLogs, log_again
@@ -225,7 +226,7 @@ class Pipeline:
         """The hidden states that come to the first block of the first micro-batch, or what has their shape."""
         quiet = StepLogs().taking(self._module, 0, lambda: None)
         self._steps.enter_piece(run.pieces[0], is_training=run.is_training)
-        with without_traces(self._module), torch.random.fork_rng(), torch.no_grad(), quiet, run.context():
+        with without_traces(self._module), kept_generators(self._module.device), torch.no_grad(), quiet, run.context():
             try:
                 with self.cut.flow.probing():
                     run.step(*run.calls[0])

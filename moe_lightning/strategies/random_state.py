@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,13 @@ import torch
 
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.comm.world import World
+
+
+def kept_generators(device: torch.device) -> AbstractContextManager[None]:
+    """After the block the global generators, and that of this rank's device, are where they were before it. Left to
+    itself torch would keep those of all GPUs of the machine, and warn of it.
+    """
+    return torch.random.fork_rng([] if device.type == "cpu" else [device.index], device_type=device.type)
 
 
 def random_state() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -219,8 +220,10 @@ class WorldDDPStrategy(DDPStrategy):
         """The ranks that can be spoken to, whether or not the strategy is set up. A process that waits to join a
         running world is alone: it will get what the others have.
         """
-        # One that trained among others before may go on alone, and torch still knows them.
-        return World.single(self.root_device) if self.world_size == 1 else World.before_setup(self.root_device)
+        if self.world_size == 1:  # one that trained among others before may go on alone, and torch still knows them
+            return World.single(self.root_device)
+        world = World.before_setup(self.root_device)
+        return replace(world, is_cut=self.world.is_cut) if self.worlds.is_joined else world
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
@@ -259,8 +262,10 @@ class WorldDDPStrategy(DDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """As in DDP: over all ranks."""
         agreed = torch.tensor(int(decision), device=self.root_device)
-        all_reduce_(agreed, self.reachable)
-        return int(agreed) == self.reachable.size if all else bool(agreed)
+        world = self.reachable
+        all_reduce_(agreed, world)
+        count = int(world.read(agreed))
+        return count == world.size if all else count > 0
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

@@ -265,11 +265,11 @@ def state_digests(strategy: ExpertParallelStrategy) -> dict[str, str]:
             if stack is None:
                 unit = "dense" if strategy.state.stages is None else f"dense {name}"
                 unit = f"{strategy.world.row_cut.part.name}{unit[5:]}" if is_cut(parameter) else unit
-                hashes[unit].update(tensor.contiguous().numpy().tobytes())
+                hashes[unit].update(tensor.contiguous().cpu().numpy().tobytes())
                 continue
             for slot, expert in stack.held():
                 unit = f"{name.rsplit('.', 1)[0]}/{expert}"
-                hashes[unit].update(tensor[slot].contiguous().numpy().tobytes())
+                hashes[unit].update(tensor[slot].contiguous().cpu().numpy().tobytes())
     return {unit: found.hexdigest() for unit, found in hashes.items()}
 
 

@@ -34,14 +34,25 @@ class _Module(_DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16, torch.float32]
 
+    def device_count(self) -> int:
+        return 2
+
+    def get_rng_state(self, device: int) -> Tensor:
+        assert device == 0, "the other device is another rank's"
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: int) -> None: ...
+
 
 class _Event:
     """Of a device that has done everything as soon as it is asked."""
 
-    def __init__(self, **_: Any) -> None:
-        self._at = 0.0
+    def __init__(self, device: Any = NAME, **_: Any) -> None:
+        self._at, self._device = 0.0, torch.device(device)
 
     def record(self, stream: Any = None) -> None:
+        if self._device.type == "cpu":
+            raise RuntimeError("cpu backend doesn't support events.")
         self._at = time.perf_counter()
 
     def query(self) -> bool:
@@ -55,8 +66,10 @@ class _Event:
 
 def set_up() -> torch.device:
     """Make the device known to this process."""
-    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    if not hasattr(torch, NAME):
+        _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     torch.Event = _Event  # type: ignore[assignment, misc]
+    torch.accelerator.synchronize = lambda *_: _active().counts.waits.append("synchronize")
     return torch.device(NAME, 0)
 
 
@@ -79,6 +92,10 @@ class OnDevice(Tensor):
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
+
+    def tolist(self) -> Any:
+        _active().counts.waits.append("tolist")
+        return self.host.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import weakref
 from typing import Any
 
 import lightning.pytorch as pl
@@ -95,7 +96,9 @@ class SummedGradients(nn.Module):
         self._summed = [p for name, p in module.named_parameters() if name not in kept]
         for parameter in self._summed:
             dist.broadcast(parameter.data, 0, group=process_group)
-            parameter.register_post_accumulate_grad_hook(self._arrive)
+            arrived = weakref.WeakMethod(self._arrive)
+            handle = parameter.register_post_accumulate_grad_hook(lambda p, arrived=arrived: arrived()(p))
+            weakref.finalize(self, handle.remove)  # as the reducer goes with its world
 
     def register_comm_hook(self, state: Any, hook: Any) -> None: ...
 

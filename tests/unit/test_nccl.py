@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from moe_lightning.comm import nccl
+from moe_lightning.comm import building, nccl
+from moe_lightning.comm.cut import ConnectionCut
 from moe_lightning.comm.world import World
 from moe_lightning.errors import WorldCutError
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+MINUTE = timedelta(minutes=1)
 
 
 class Error(Enum):
@@ -22,12 +31,17 @@ class Error(Enum):
 class Group:
     """A group and its backend."""
 
-    def __init__(self, calls: list[str], error: Error = Error.SUCCESS, refusal: str | None = None) -> None:
-        self.calls, self.error, self.refusal = calls, error, refusal
+    def __init__(
+        self, calls: list[str], error: Error = Error.SUCCESS, refusal: str | None = None, kind: str = "nccl"
+    ) -> None:
+        self.calls, self.error, self.refusal, self.kind = calls, error, refusal, kind
 
     def _get_backend(self, device: torch.device) -> Any:
         assert device.type == "cuda"
         return self
+
+    def name(self) -> str:
+        return self.kind
 
     def get_error(self) -> Error:
         return self.error
@@ -46,10 +60,35 @@ class Group:
 
 def test_communicators_are_aborted_in_one_bracket_and_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[str] = []
-    nccl.abort_together([Group(calls, refusal="gone already"), Group(calls)])  # type: ignore[list-item]
+    nccl.abort_together([Group(calls, refusal="gone already"), Group(calls)], GPU)  # type: ignore[list-item]
     assert calls == ["start", "abort", "abort", "end"]
     assert "gone already" in caplog.text
-    nccl.abort_together([])
+    nccl.abort_together([], GPU)
+
+
+def test_groups_of_a_world_that_broke_while_they_were_built_are_aborted_too() -> None:
+    calls: list[str] = []
+    cut = ConnectionCut()
+    with cut:
+        cut.cut()
+    cut.add_groups([Group(calls), Group(calls)], GPU)  # type: ignore[list-item]
+    assert calls == ["start", "abort", "abort", "end"]
+    cut.cut()
+    assert len(calls) == 4, "once"
+
+
+def test_what_ends_a_groups_collectives_is_asked_of_the_group() -> None:
+    """The backend's name may be that of several, as "cpu:gloo,cuda:nccl"."""
+    groups: list[Any] = [Group([]), Group([], kind="gloo")]
+    assert [nccl.is_silent(group, GPU) for group in groups] == [True, False]
+    assert not nccl.is_silent(groups[0], CPU)
+
+
+def test_groups_on_other_devices_get_their_timeout_too() -> None:
+    given: list[Any] = []
+    other: Any = SimpleNamespace(_device_types=[torch.device("xpu")], set_timeout=given.append)
+    building.set_collectives_timeout(other, MINUTE)
+    assert given == [MINUTE]
 
 
 def test_what_users_set_for_nccl_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,15 +106,22 @@ def test_what_users_set_for_nccl_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_groups_on_gpus_get_options() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
-    assert nccl.first_group_options(cpu) == nccl.background_options(cpu) == {}
-    assert nccl.first_group_options(gpu) == {"device_id": gpu}
+    assert nccl.first_group_options(CPU) == nccl.background_options(CPU, MINUTE) == {}
+    assert nccl.first_group_options(GPU) == {"device_id": GPU}
+
+
+def test_the_background_group_has_the_timeout_that_torch_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SimpleNamespace(Options=SimpleNamespace)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", own, raising=False)
+    options = nccl.background_options(GPU, MINUTE)["pg_options"]
+    assert options.is_high_priority_stream
+    assert options._timeout == MINUTE
 
 
 @pytest.mark.parametrize("error", Error)
 def test_an_error_that_nccl_notes_without_a_word_is_heard(error: Error) -> None:
     group: Any = Group([], error)
-    assert nccl.has_failed(group) is (error is Error.COMM_ERROR)
+    assert nccl.has_failed(group, GPU) is (error is Error.COMM_ERROR)
     world = World(rank=0, size=2, device=torch.device("cuda", 0), dense=group)
     if error is Error.SUCCESS:
         world.require_whole()
@@ -90,3 +136,11 @@ def test_nothing_is_read_in_a_world_that_was_cut() -> None:
         with pytest.raises(WorldCutError):
             read()
     assert World.single().read(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_no_decision_of_ranks_is_taken_in_a_world_that_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ExpertParallelStrategy(parallel_devices=[CPU], cluster_environment=LightningEnvironment())
+    monkeypatch.setattr(ExpertParallelStrategy, "world_size", 2)
+    strategy.worlds.take_place(World(rank=0, size=2, device=CPU, is_cut=lambda: True))
+    with pytest.raises(WorldCutError):
+        strategy.reduce_boolean_decision(True, all=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from moe_lightning.checkpoint import staging
+from moe_lightning.checkpoint.arena_location import arena_path
+from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.staging import Staging
 from moe_lightning.errors import ConfigurationError
+from tests.unit.checkpoint_state import state_of
 
 CHUNK = 16
 
@@ -68,6 +72,18 @@ def test_a_copy_that_was_given_up_goes_nowhere() -> None:
     staged.forget()
     staged.finish()
     assert not target.any()
+
+
+def test_what_lies_on_the_host_has_no_event_of_a_device(tmp_path: Path) -> None:
+    """Objects, and the steps that optimizers count, beside a model on a GPU."""
+    (arenas := tmp_path / "arenas").mkdir(mode=0o700)
+    state = state_of(0, 1, 0)
+    writer = Snapshotter(arena_path(arenas, 0), run="r", session="1", rank=0, world_size=1, state=state)
+    writer._staging = Staging()
+    writer.start(1, state, objects={"trainer": {"step": 1}})
+    writer.finish()
+    assert writer.newest_step == 1
+    writer.close()
 
 
 def test_little_locked_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
