@@ -5,7 +5,7 @@ The body is chosen by the device of the data and can be set with `set_backend`. 
 non-contiguous inputs, and raise `ConfigurationError` in one sentence for wrong shapes, dtypes or devices.
 """
 
-from moe_lightning.kernels.backends import BACKENDS, backend, set_backend
+from moe_lightning.kernels.backends import BACKENDS, BackendName, backend, set_backend
 from moe_lightning.kernels.bodies import Choice, Draw, ExpertSort, Routed, Sharing
 from moe_lightning.kernels.ops_bytes import pack, packed_bytes, sum_in_rank_order, unpack, xor_parity
 from moe_lightning.kernels.ops_experts import expert_activation, expert_mlp, fuses_experts, grouped_mm
@@ -27,6 +27,7 @@ from moe_lightning.kernels.ops_stream import keyed_dropout
 
 __all__ = [
     "BACKENDS",
+    "BackendName",
     "Choice",
     "Draw",
     "ExpertSort",

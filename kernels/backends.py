@@ -8,7 +8,8 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 
@@ -16,6 +17,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import (
     torch_activation,
     torch_bytes,
+    torch_grouped,
     torch_matmul,
     torch_plan,
     torch_routing,
@@ -34,7 +36,8 @@ from moe_lightning.kernels.bodies import (
     StreamBodies,
 )
 
-BACKENDS = ("auto", "torch", "triton", "reference")
+BackendName = Literal["auto", "torch", "triton", "grouped", "reference"]
+BACKENDS: tuple[str, ...] = get_args(BackendName)
 
 _log = logging.getLogger(__name__)
 _chosen = "auto"
@@ -67,8 +70,8 @@ _TORCH = Bodies(
 
 
 def set_backend(name: str) -> None:
-    """Choose the bodies for this process: "auto" (Triton on CUDA where it is installed, else torch), "torch", "triton"
-    or "reference".
+    """Choose the bodies for this process: "auto" (Triton on CUDA where it is installed, else torch), "torch", "triton",
+    "grouped" (as "auto", but torch's own kernel multiplies the experts, see `torch_grouped`) or "reference".
 
     Raises:
         ConfigurationError: an unknown name, or "triton" where it is not installed.
@@ -95,7 +98,7 @@ def backend(name: str) -> Iterator[None]:
 def bodies(device: torch.device, dtype: torch.dtype | None = None) -> Bodies | None:
     """The bodies for tensors of a device and dtype; None stands for the reference.
 
-    The Triton bodies accumulate in fp32, so fp64 runs on torch.
+    The Triton bodies accumulate in fp32 and torch's grouped kernel takes no fp64, so that runs on torch.
 
     Raises:
         ConfigurationError: Triton was asked for and cannot run on the device.
@@ -106,12 +109,14 @@ def bodies(device: torch.device, dtype: torch.dtype | None = None) -> Bodies | N
 
 @functools.cache
 def _bodies(name: str, device_type: str) -> Bodies | None:
-    if name == "auto":
+    is_grouped = name == "grouped"
+    if name == "auto" or is_grouped:
         name = "triton" if device_type == "cuda" and _has_triton() else "torch"
-    _log.info("kernels on %s: %s", device_type, name)
+    _log.info("kernels on %s: %s%s", device_type, name, ", experts by torch's grouped_mm" if is_grouped else "")
     if name == "reference":
         return None
-    return _TORCH if name == "torch" else _load_triton(device_type)
+    found = _TORCH if name == "torch" else _load_triton(device_type)
+    return replace(found, matmul=torch_grouped, fused=None) if is_grouped else found
 
 
 def _has_triton() -> bool:

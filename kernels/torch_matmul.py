@@ -1,4 +1,4 @@
-"""Grouped matmul with torch: one `mm` for each non-empty slot into preallocated results; `F.grouped_mm` on CUDA.
+"""Grouped matmul with torch: one `mm` for each non-empty slot into preallocated results; torch's own kernel on CUDA.
 
 On the CPU the loop equals `F.grouped_mm` in small shapes and beats it in large ones, whose cost is the first touch of
 the result.
@@ -9,23 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moe_lightning.kernels import buffers
+from moe_lightning.kernels import buffers, torch_grouped
 
 
 def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int) -> Tensor:
     """[M, F]: x @ weight[slot]; rows past the sum of tokens are zero."""
+    if _on_device(x_MD, weight_SDF.shape[2]):
+        return torch_grouped.grouped_mm(x_MD, weight_SDF, tokens_S, gather_M, divisor)
     num_rows = len(x_MD) if gather_M is None else len(gather_M)
-    if _on_device(x_MD, weight_SDF):
-        rows_MD = x_MD if gather_M is None else x_MD[gather_M // divisor]
-        ends_S = tokens_S.cumsum(0).to(device=x_MD.device, dtype=torch.int32)
-        out_MF = F.grouped_mm(rows_MD, weight_SDF, offs=ends_S)
-        tail = (
-            torch.arange(num_rows, device=x_MD.device) >= ends_S[-1]
-        )  # rows there hold garbage; a mask needs no host sync
-        return out_MF.masked_fill_(tail.unsqueeze(1), 0)
     out_MF = buffers.empty((num_rows, weight_SDF.shape[2]), x_MD.dtype, x_MD.device)
     stop = 0
     for slot, rows in _segments(tokens_S):
@@ -37,13 +30,9 @@ def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor, gather_M: Ten
 
 def grouped_wgrad(x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int) -> Tensor:
     """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
-    shape = (len(tokens_S), x_MD.shape[1], grad_MF.shape[1])
-    if _on_device(x_MD, grad_MF):
-        rows_MD = x_MD if gather_M is None else x_MD[gather_M // divisor]
-        ends_S = tokens_S.cumsum(0).to(device=x_MD.device, dtype=torch.int32)
-        grad_SDF = F.grouped_mm(rows_MD.t(), grad_MF, offs=ends_S)
-        return grad_SDF.masked_fill_((tokens_S == 0).to(x_MD.device).view(-1, 1, 1), 0)
-    grad_SDF = buffers.empty(shape, x_MD.dtype, x_MD.device)
+    if _on_device(x_MD, grad_MF.shape[1]):
+        return torch_grouped.grouped_wgrad(x_MD, grad_MF, tokens_S, gather_M, divisor)
+    grad_SDF = buffers.empty((len(tokens_S), x_MD.shape[1], grad_MF.shape[1]), x_MD.dtype, x_MD.device)
     filled = 0
     for slot, rows in _segments(tokens_S):
         grad_SDF[filled:slot].zero_()
@@ -66,6 +55,6 @@ def _rows(x_MD: Tensor, rows: slice, gather_M: Tensor | None, divisor: int) -> T
     return x_MD[rows] if gather_M is None else x_MD.index_select(0, gather_M[rows] // divisor)
 
 
-def _on_device(*operands: Tensor) -> bool:
-    """Whether the device's grouped kernel takes these operands: bf16, with rows of a multiple of 16 bytes."""
-    return all(o.is_cuda and o.dtype == torch.bfloat16 and min(o.shape) > 0 and o.shape[-1] % 8 == 0 for o in operands)
+def _on_device(x_MD: Tensor, width: int) -> bool:
+    """Whether torch has one kernel for such operands: bf16 on CUDA, with whole rows."""
+    return x_MD.is_cuda and x_MD.dtype == torch.bfloat16 and torch_grouped.takes(x_MD.dtype, x_MD.shape[1], width)

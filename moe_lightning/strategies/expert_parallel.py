@@ -23,6 +23,7 @@ from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Membership
+from moe_lightning.kernels import BackendName
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import attach_stream
 from moe_lightning.strategies.checkpoints import Checkpoints
@@ -59,23 +60,22 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         copies: replicas of each expert under the uniform placement. None: one in each dispatch group.
         placement: instead of the uniform one, replicas as a nested list [E, N] or [L, E, N], or the path of such a
             table (.json or .npy).
-        slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; those that
-            hold no expert are vacant and cost memory only. None: as many as the first placement needs.
+        slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; vacant ones
+            cost memory only. None: as many as the first placement needs.
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
         dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
         plan: where it is planned who computes which tokens: "host", or "device", see `comm.device_plan`.
+        kernels: the bodies in this process, see `kernels.set_backend`. None: as that says.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
-            each), "fsdp" (all in rows over the ranks), "hsdp" (in rows over groups of ranks: several copies), or a name
-            of `strategies.dense_shardings.DENSE_SHARDINGS`.
+            each), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
+            `strategies.dense_shardings.DENSE_SHARDINGS`.
         shard_size: under hsdp, at least so many ranks share a copy. None: those of a node, or half of all.
         zero1: short for dense="zero1".
         offload_optimizer: whether optimizer states of dense parameters stay in host memory, and updates are made there.
-        mesh: ranks along the axes beside data parallelism: pp (pipeline stages), cp (parts of sequences, see
-            `modules.context`), tp (parts of layers). None: one each; data parallelism takes what they leave.
+        mesh: ranks along pp (pipeline stages), cp (parts of sequences) and tp (parts of layers). None: one each.
         schedule: of a pipeline: "1f1b", or "interleaved" with two stages on every rank, whose bubbles are half as long.
-        micro_batches: in which a pipeline computes a batch. None: two for each rank of the pipeline.
-        seed: of keyed randomness and of the sampling of stock DataLoaders. None: the one given to seed_everything,
-            else 0.
+        micro_batches: in which a pipeline computes a batch. None: two for each of its ranks.
+        seed: of keyed randomness and of stock DataLoaders' sampling. None: the one given to seed_everything, else 0.
         timeout_s: longest wait for a peer in any collective.
         check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
@@ -87,8 +87,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         checkpoints, placing: saves and restores; where experts are put first.
 
     Raises:
-        ConfigurationError: sizes that do not fit the world or the model, fp16 precision, a gradient-accumulation
-            schedule, or a module under torch.compile.
+        ConfigurationError: sizes that do not fit world or model, fp16, a gradient-accumulation schedule, torch.compile.
     """
 
     strategy_name = "expert_parallel"
@@ -103,6 +102,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
         quota: QuotaPolicy = "balanced",
         dispatch: str = "exchange",
         plan: PlanPlace = "host",
+        kernels: BackendName | None = None,
         dense: str = "ddp",
         shard_size: PositiveInt | None = None,
         zero1: bool = False,
@@ -117,8 +117,8 @@ class ExpertParallelStrategy(EvaluatingStrategy):
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
         self.placing = Placing(
-            ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots
-        )
+            ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots,
+            kernels=kernels)  # fmt: skip
         self._seed = seed
         self.worlds.axes = chosen_axes(mesh)
         self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp)

@@ -16,6 +16,7 @@ from moe_lightning.algorithms.placement import Placement, parse_placements, unif
 from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels import BackendName, set_backend
 from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stage_state import StageState
@@ -41,6 +42,7 @@ class Placing:
         dispatch: str,
         plan: PlanPlace,
         slots: int | None,
+        kernels: BackendName | None,
     ) -> None:
         if placement is not None and copies is not None:
             raise ConfigurationError(
@@ -49,7 +51,7 @@ class Placing:
         self._ep_size, self._copies, self._placement, self._slots = ep_size, copies, placement, slots
         DISPATCH_BACKENDS.find(dispatch)
         self._quota: QuotaPolicy = quota
-        self._dispatch, self._plan_on = dispatch, plan
+        self._dispatch, self._plan_on, self._kernels = dispatch, plan, kernels
         self.promised_replicas = 1
 
     def require_replicas(self, nodes: int, world_size: int) -> int:
@@ -78,6 +80,8 @@ class Placing:
             world: the ranks, of each stage of a pipeline.
             stages: those on this rank; None: there is one.
         """
+        if self._kernels is not None:
+            set_backend(self._kernels)
         with nullcontext() if stages is None else stages.cut.whole():
             placements = resolve_placements(
                 module, world.size, ep_size=self._ep_size, copies=self._copies, placement=self._placement

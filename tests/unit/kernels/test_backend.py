@@ -38,7 +38,7 @@ def test_the_context_restores_the_choice_after_an_error():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ConfigurationError, match="'fast' does not exist: use one of auto, torch, triton, reference"):
+    with pytest.raises(ConfigurationError, match="'fast' does not exist: use one of auto, torch, triton, grouped, "):
         ops.set_backend("fast")
 
 
