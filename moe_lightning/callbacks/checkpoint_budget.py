@@ -88,6 +88,14 @@ def new_ledger(
     return state.checkpoint_ledger(planned, scopes=parse_scopes(settings.scopes), order=settings.order)
 
 
+def ledger_after_edit(former: CheckpointLedger, state: TrainingState, settings: CheckpointSettings) -> CheckpointLedger:
+    """Of the experts that an edit has left: nothing of them is saved; what was lost stays lost."""
+    planned, scopes = former.ledger.planned_assignments, parse_scopes(settings.scopes)
+    ledger = state.checkpoint_ledger(planned, scopes=scopes, order=settings.order)
+    ledger.ledger.lost = former.ledger.lost.copy()
+    return ledger
+
+
 def choose_k(
     trainer: pl.Trainer, session: CheckpointSession, settings: CheckpointSettings, *, interval: int, lost: float = 0.0
 ) -> None:

@@ -20,6 +20,7 @@ from moe_lightning import seams
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.callbacks import checkpoint_budget as budget
 from moe_lightning.callbacks.checkpoint_metrics import log_checkpoint, log_committed
+from moe_lightning.callbacks.edited_checkpoints import EditedCheckpoints
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
@@ -39,12 +40,11 @@ from moe_lightning.values import Coefficient, PositiveInt, Seconds, validated
 
 
 @validated
-class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
+class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedCheckpoints):
     """Saves directories `step-...` under `dirpath`, whole or not at all; resume with `ckpt_path=` such a directory,
     `dirpath` or "last".
 
-    It is a ModelCheckpoint only so that Lightning's `ckpt_path="last"` finds it; nothing of that class's saving is
-    used.
+    It is a ModelCheckpoint only so that Lightning's `ckpt_path="last"` finds it; that class's saving is not used.
 
     Args:
         dirpath: directory of the checkpoints of this run, or its URL in a store, such as s3://BUCKET/NAME.

@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_lightning.algorithms.expert_edits import ExpertEdit
+from moe_lightning.algorithms.expert_edits import ExpertEdit, edit_tables
 from moe_lightning.checkpoint.files import read_file, write_file
 from moe_lightning.cli.capacity import GIB, machine_memory
 from moe_lightning.cli.resume import config_of
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.state.expert_mixing import mixed
 
 if TYPE_CHECKING:
     from moe_lightning.models.gpt_module import GPTModule
@@ -80,7 +81,7 @@ def edit_file(
     checkpoint = read_file(source)
     module = _module(checkpoint, source)
     num_experts = module.config.num_experts
-    tables = _tables(edits(len(_layers(module))), num_experts, loads_LE, fold)
+    tables = edit_tables(edits(len(_layers(module))), num_experts, loads_LE, fold=fold)
     _check(tables, module.config.router.top_k, source.stat().st_size)
     edited = edit_checkpoint(checkpoint, module, tables, noise=noise)
     hyper = edited["hyper_parameters"]["config"]
@@ -129,22 +130,6 @@ def edit_checkpoint(
     return edited
 
 
-def mixed(value: Tensor, table: NDArray[np.float64]) -> Tensor:
-    """Rows [new experts, ...] of a tensor [E, ...]: copies of single rows, or sums in double precision; tensors without
-    a row for each expert stay.
-    """
-    if value.shape[:1] != (table.shape[1],):
-        return value
-    rows = []
-    for shares in table:
-        parts = np.flatnonzero(shares)
-        if len(parts) == 1:
-            rows.append(value[int(parts[0])])
-        else:
-            rows.append(sum(value[int(e)].double() * float(shares[e]) for e in parts).to(value.dtype))  # type: ignore[union-attr]
-    return torch.stack(rows)
-
-
 def _layers(module: GPTModule) -> list[str]:
     """Names of the MoE layers."""
     from moe_lightning.modules.moe_layer import MoELayer
@@ -177,25 +162,6 @@ def _disturb(stack: Tensor, table: NDArray[np.float64], noise: float, name: str)
         if shares.tobytes() in seen:
             row.mul_(1 + noise * torch.randn(row.shape, generator=generator).to(row.dtype))
         seen.add(shares.tobytes())
-
-
-def _tables(
-    edits: Sequence[ExpertEdit], num_experts: int, loads_LE: NDArray[np.int64] | None, fold: int
-) -> list[NDArray[np.float64]]:
-    if loads_LE is None:
-        loads_LE = np.zeros((len(edits), num_experts), dtype=np.int64)
-    if loads_LE.shape != (len(edits), num_experts):
-        raise ConfigurationError(
-            f"the loads are of {loads_LE.shape} (layers, experts), the checkpoint has {(len(edits), num_experts)}: "
-            "give those of its own run"
-        )
-    tables = [np.tile(edit.table(loads_E), (fold, 1)) for edit, loads_E in zip(edits, loads_LE, strict=True)]
-    sizes = {len(table) for table in tables}
-    if len(sizes) > 1:
-        raise ConfigurationError(
-            f"the layers would have {sorted(sizes)} experts: edit them so that all have equally many"
-        )
-    return tables
 
 
 def _check(tables: Sequence[NDArray[np.float64]], top_k: int, file_bytes: int) -> None:

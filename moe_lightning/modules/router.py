@@ -6,7 +6,7 @@ Shapes: T tokens of this rank, K choices, E experts, D model width, G groups of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
@@ -218,6 +218,7 @@ class Router(nn.Module):
         self.stream = SampleStream()
         self.tag = 0
         self._popularity: Popularity | None = None
+        self._twins_E: Tensor | None = None
         self.chooser: Callable[[Router, Tensor], Tensor] | None = None
         self.adapter: nn.Module | None = None
         self.reset_parameters()
@@ -263,7 +264,7 @@ class Router(nn.Module):
             selection_E = self.expert_bias_E if self.has_selection_bias else None
             return ops.route(x_TD, self.weight, choice, bias_E=self.bias, selection_E=selection_E)
         logits_TE = self.logits(x_TD.float())
-        scores_TE = logits_TE.softmax(dim=-1) if self.config.score == "softmax" else logits_TE.sigmoid()
+        scores_TE = self._alike(logits_TE.softmax(dim=-1) if self.config.score == "softmax" else logits_TE.sigmoid())
         ids_TK = self.choose(scores_TE) if self.chooser is None else self.chooser(self, scores_TE)
         weights_TK = self._weigh(scores_TE, logits_TE, ids_TK)
         return ops.Routed(logits_TE=logits_TE, scores_TE=scores_TE, weights_TK=weights_TK, ids_TK=ids_TK)
@@ -277,6 +278,7 @@ class Router(nn.Module):
             and kind.choose is Router.choose
             and self.chooser is None
             and self.adapter is None
+            and self._twins_E is None
             and config.forced is None
             and config.num_groups == 1
             and not (self.training and (config.jitter or config.noisy_top_k))
@@ -289,7 +291,7 @@ class Router(nn.Module):
         if self.training and config.jitter:
             noise_TD = self.stream.uniform(3 * self.tag, x_TD.shape[0], x_TD.shape[1], x_TD.device)
             x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
-        logits_TE = F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float())
+        logits_TE = self._alike(F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float()))
         if self.adapter is not None:
             logits_TE = logits_TE + self.adapter(x_TD)
         if self.training and self.noise_weight is not None:
@@ -323,6 +325,32 @@ class Router(nn.Module):
                 weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(1e-20)
         return weights_TK if self.config.scale == 1 else weights_TK * self.config.scale
 
+    def resize(self, num_experts: int, buffers: Mapping[str, Tensor]) -> None:
+        """Choose among another number of experts: the parameters have that many rows already, and these buffers are in
+        the place of the own ones.
+        """
+        self.num_experts, self._popularity = num_experts, None
+        for name, value in buffers.items():
+            setattr(self, name, value)
+        self.find_twins()
+
+    @torch.no_grad()
+    def find_twins(self) -> None:
+        """Let experts with the same row, as copies have until they learn, have the same logits to the last bit: those
+        of a matrix product depend on the column, so that rounding would choose between them otherwise on other ranks.
+        """
+        rows = self.weight if self.bias is None else torch.cat([self.weight, self.bias[:, None]], dim=1)
+        _, group_E = torch.unique(rows, dim=0, return_inverse=True)
+        first_E = (group_E[:, None] == group_E).int().argmax(dim=1)
+        is_alone = bool((first_E == torch.arange(self.num_experts, device=first_E.device)).all())
+        self._twins_E = None if is_alone else first_E
+
+    def _alike(self, values_TE: Tensor) -> Tensor:
+        """With those of an expert's first twin, and gradients of its own."""
+        if self._twins_E is None:
+            return values_TE
+        return values_TE + (values_TE[:, self._twins_E] - values_TE).detach()
+
     @torch.no_grad()
     def count_for_bias(self, tokens_per_expert_E: Tensor) -> None:
         """Remember the global counts of a training micro-batch for the next `update_bias`."""
@@ -343,6 +371,8 @@ class Router(nn.Module):
             counts_E = self.unbalanced_tokens_E.float()
             self.expert_bias_E += self.config.bias_update_rate * torch.sign(counts_E.mean() - counts_E)
             self.unbalanced_tokens_E.zero_()
+        if self._twins_E is not None:
+            self.find_twins()
 
 
 ROUTERS: Registry[RouterFactory] = Registry("router", RouterFactory, {"linear": Router}, makes=TokenRouter)

@@ -31,6 +31,7 @@ from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.row_blocks import cuts_of
+from moe_lightning.strategies.expert_editing import ExpertEditing
 from moe_lightning.strategies.random_state import random_state
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states, states_of_stateful
@@ -47,10 +48,14 @@ class Checkpoints:
     Args:
         worlds: whose ranks hold it.
         state: of this rank.
+
+    Attributes:
+        editing: of the number of experts, which checkpoints tell.
     """
 
     def __init__(self, worlds: Worlds, state: RankState) -> None:
         self._worlds, self._state = worlds, state
+        self.editing = ExpertEditing(worlds, state)
         self._leases = ExitStack()
         self._without_state = False
 
@@ -77,6 +82,7 @@ class Checkpoints:
         """Put the position of the training data into a checkpoint: Lightning itself leaves it out between epochs."""
         loaders = self._state.trainer.train_dataloader
         checkpoint[LOADERS_KEY] = loader_states(loaders)
+        self.editing.tell(checkpoint)
         loop = _fit_loop_state(checkpoint)
         if "combined_loader" in loop:  # stock Lightning looks for the positions of loaders that have one there
             loop["combined_loader"] = states_of_stateful(loaders)
@@ -102,6 +108,7 @@ class Checkpoints:
             # Lightning looks for both keys before it asks the strategy, which reads them from the directory.
             kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self._state.optimizers]}
             kept[LOADERS_KEY] = loader_states(trainer.train_dataloader)
+            self.editing.tell(kept)
             objects |= {"trainer": kept} | self._state.training_state().objects()
         return objects
 

@@ -28,8 +28,8 @@ from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import attach_stream
 from moe_lightning.strategies.checkpoints import Checkpoints
 from moe_lightning.strategies.dense_shardings import dense_sharding_name
+from moe_lightning.strategies.editing import EditingStrategy
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
-from moe_lightning.strategies.evaluating import EvaluatingStrategy
 from moe_lightning.strategies.expert_updates import require_separate_updates
 from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
 from moe_lightning.strategies.module_checks import check_module, cut_parameters, identical_buffers
@@ -47,7 +47,7 @@ from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
 @validated
-class ExpertParallelStrategy(EvaluatingStrategy):
+class ExpertParallelStrategy(EditingStrategy):
     """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
     placement.
 

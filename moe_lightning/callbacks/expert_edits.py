@@ -1,0 +1,178 @@
+"""Prunes, merges and duplicates experts of a running training, and says what that did to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from moe_lightning.algorithms.expert_edits import ExpertEdit, ScheduledEdit, edit_tables, layer_edits
+from moe_lightning.callbacks.parity_doctor import ParityDoctor
+from moe_lightning.callbacks.routing_recorder import RoutingRecorder
+from moe_lightning.callbacks.routing_replay import RoutingReplay
+from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.config import build_config
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.huggingface.module import HuggingFaceModule
+from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.modules.router import Router
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.values import validated
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveEditReport:
+    """What an edit did.
+
+    Attributes:
+        step: optimizer steps made before it.
+        experts: of a layer, before and after.
+        losses: of the batch that is trained on next, without dropout and auxiliary losses, before and after.
+    """
+
+    step: int
+    experts: tuple[int, int]
+    losses: tuple[float, float]
+
+
+@validated
+class ExpertEdits(Callback):
+    """Edits experts between two steps, on any number of ranks with the same result: what `moe-ckpt edit` would make of
+    a checkpoint of that step. Which edits a run has had stands in its checkpoints, so a resumed run makes each once.
+
+    Logs experts/loss_before, experts/loss_after and experts/count, and prints one line.
+
+    Args:
+        edits: each a `ScheduledEdit`, or its keyword arguments; those of one step make one edit. Merged experts count
+            by their tokens since the run began, or since the edit before.
+
+    Attributes:
+        reports: of the edits that this process made.
+
+    Raises:
+        ConfigurationError: a value that is none; when training starts: another strategy, experts that cannot be edited,
+            edits that leave layers unequal or too small, or one that the resumed run should have had.
+    """
+
+    def __init__(self, edits: Sequence[Any]) -> None:
+        found = [build_config(ScheduledEdit, edit, key="edits") for edit in edits]
+        self._edits = {step: list(of) for step, of in groupby(sorted(found, key=_step), _step)}
+        self.reports: list[LiveEditReport] = []
+        self._counts_LE: Tensor | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = _strategy(trainer)
+        strategy.require_editable()
+        _require_followers(trainer, pl_module)
+        history = strategy.editing.history
+        made = () if history is None else history.steps
+        shape = len(strategy.experts.layers), strategy.editing.num_experts
+        for step, edits in self._edits.items():
+            if step in made:
+                continue
+            if step < trainer.global_step:
+                raise ConfigurationError(
+                    f"the run goes on from step {trainer.global_step}, and its experts were not edited after step "
+                    f"{step}: drop that edit, or name a later step"
+                )
+            nothing_LE = np.zeros(shape, dtype=np.int64)
+            tables = edit_tables(layer_edits(edits, nothing_LE, np.zeros((*shape, shape[1]))), shape[1], nothing_LE)
+            shape = shape[0], len(tables[0])
+            strategy.editing.check_size(shape[1])
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        strategy, step = _strategy(trainer), trainer.global_step
+        history = strategy.editing.history
+        if step not in self._edits or (history is not None and step in history.steps):
+            return
+        layers = strategy.experts.layers
+        before = strategy.editing.num_experts
+        loads_LE = (
+            np.zeros((len(layers), before), np.int64) if self._counts_LE is None else self._counts_LE.cpu().numpy()
+        )
+        own = layer_edits(self._edits[step], loads_LE, _similarities(layers))
+        told = all_gather_json([asdict(edit) for edit in own], strategy.world)[0]  # cosines may differ in a bit
+        losses = [strategy.loss_of(batch, batch_idx)]
+        strategy.edit_experts([_edit(edit) for edit in told], loads_LE)
+        losses.append(strategy.loss_of(batch, batch_idx))
+        self._counts_LE = None
+        after = strategy.editing.num_experts
+        self.reports.append(LiveEditReport(step=step, experts=(before, after), losses=(losses[0], losses[1])))
+        rank_zero_info(
+            f"step {step}: {before} -> {after} experts a layer, loss of the next batch {losses[0]:.4f} -> "
+            f"{losses[1]:.4f}"
+        )
+        metrics = {"experts/loss_before": losses[0], "experts/loss_after": losses[1], "experts/count": float(after)}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        counts = [
+            layer.statistics.computed_NE.sum(dim=0) for layer in _strategy(trainer).experts.layers if layer.statistics
+        ]
+        if counts:
+            counts_LE = torch.stack(counts)
+            self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self._counts_LE}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._counts_LE = state_dict["counts"]
+
+
+def _require_followers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    """Refuse what keeps to the number of experts that it began with."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found = [type(c).__name__ for c in callbacks if isinstance(c, RoutingRecorder | RoutingReplay | ParityDoctor)]
+    if isinstance(pl_module, HuggingFaceModule):
+        found.append("a model from Hugging Face")
+    if found:
+        raise ConfigurationError(
+            f"{found[0]} keeps to the number of experts that a run begins with: drop it, or ExpertEdits"
+        )
+
+
+def _step(edit: ScheduledEdit) -> int:
+    return edit.step
+
+
+def _edit(told: dict[str, Any]) -> ExpertEdit:
+    """As it was before it was told."""
+    merge = tuple(tuple(group) for group in told["merge"])
+    return ExpertEdit(prune=tuple(told["prune"]), merge=merge, duplicate=tuple(told["duplicate"]))
+
+
+def _similarities(layers: Sequence[MoELayer]) -> NDArray[np.float64]:
+    """Cosines between the router rows of every two experts, [L, E, E]."""
+    routers = [layer.router for layer in layers if isinstance(layer.router, Router)]
+    rows_LED = torch.stack([router.weight.detach().double() for router in routers])
+    unit_LED = torch.nn.functional.normalize(rows_LED, dim=-1)
+    found: NDArray[np.float64] = (unit_LED @ unit_LED.mT).cpu().numpy()
+    return found
+
+
+def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
+    if not isinstance(trainer.strategy, ExpertParallelStrategy):
+        raise ConfigurationError(
+            f"ExpertEdits edits the experts of ExpertParallelStrategy, but the strategy is "
+            f"{type(trainer.strategy).__name__}: use strategy='expert_parallel', or moe-ckpt edit"
+        )
+    return trainer.strategy
