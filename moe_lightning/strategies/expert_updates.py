@@ -137,6 +137,8 @@ def _updated(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
     known = inspect.signature(type(optimizer)).parameters
     options = {name: copy.deepcopy(value) for name, value in group.items() if name in known and name != "params"}
     replica = type(optimizer)([trial], **options)
+    if hasattr(replica, "train"):  # schedule-free
+        replica.train()
     for step in range(_STEPS):
         trial.grad = rows(1 + step) * 10.0**step
         replica.step(lambda: 0.0)
