@@ -21,6 +21,7 @@ from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.muon import Muon, muon_groups
 from moe_lightning.models.size import ModelSize, model_size
+from moe_lightning.modules.context import ContextParallel
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
 from moe_lightning.modules.tensor_parallel import parted_logits
@@ -106,7 +107,7 @@ class SupervisedModule(pl.LightningModule):
     optimizer_config: OptimizerConfig
     attention_width: int | None = None
     _num_tokens: Tensor | int | None = None
-    _length = 0
+    _attended: Tensor | int = 0
 
     def logits(self, batch: Batch) -> Tensor:
         """[..., V] of a batch."""
@@ -142,7 +143,8 @@ class SupervisedModule(pl.LightningModule):
         """
         if self.attention_width is None or self._num_tokens is None:
             return None
-        flops = self._size.training_flops(int(self._num_tokens), self._length, self.attention_width)
+        tokens = int(self._num_tokens)
+        flops = self._size.training_flops(tokens, int(self._attended) / max(1, tokens), self.attention_width)
         return flops if self.training else flops // 3
 
     @cached_property
@@ -151,8 +153,10 @@ class SupervisedModule(pl.LightningModule):
 
     def _logged_loss(self, batch: Batch, name: str) -> Tensor:
         self._num_tokens = batch[2].sum() if len(batch) > 2 else batch[0].numel()
-        context = getattr(self.model, "context", None)
-        self._length = batch[0].shape[-1] if context is None else context.whole(batch[0].shape[-1])
+        context, length = getattr(self.model, "context", None) or ContextParallel(), batch[0].shape[-1]
+        self._attended = self._num_tokens * context.whole(length)
+        if len(batch) > 3:  # the places 0 to n - 1 of a document of n tokens, doubled and one more, sum to n * n
+            self._attended = ((2 * context.positions(length, batch[3]) + 1) * batch[2]).sum()
         loss, count = self.loss(batch), num_targets(batch[1])
         if self.training:
             shared = global_mean(self, loss, count)
