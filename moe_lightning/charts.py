@@ -12,6 +12,8 @@ _WIDTH_PX, _HEIGHT_PX = 860, 420
 _LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 80, 20, 40, 80
 _LABELLED_BAR_PX = 36
 _LINE_PX = 2
+_LARGEST, _SMALLEST = 1e300, 1e-300
+"""Beyond the one numbers are drawn as it, below the other as nothing: scales of more overflow."""
 _COLORS = ("#3b6fb6", "#d08c2f", "#2e9e6b", "#c0504d", "#9b59b6", "#8a8f98", "#17a2b8", "#7a5c3e", "#e377c2")
 
 
@@ -26,29 +28,31 @@ def line_chart(
     points = [point for line in lines.values() for point in line]
     if not points or not all(math.isfinite(value) for point in points for value in point):
         raise ConfigurationError(f"the chart {title!r} needs finite points: there are {len(points)}")
+    lines = {name: [(x, _drawn(y)) for x, y in line] for name, line in lines.items()}
+    heights = [y for line in lines.values() for _, y in line]
     low, high = min(x for x, _ in points), max(x for x, _ in points)
-    marks = nice_ticks(0.0, max(y for _, y in points) or 1.0, above=True)
-    top = marks[-1]
+    marks = nice_ticks(min(0.0, *heights), max(0.0, *heights) or float(not any(heights)), above=True)
+    least, span = marks[0], marks[-1] - marks[0]
     width, height = _WIDTH_PX - _LEFT_PX - _RIGHT_PX, _HEIGHT_PX - _TOP_PX - _BOTTOM_PX
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - low) / (high - low) if high > low else 0.5
-        return _LEFT_PX + width * across, _TOP_PX + height * (1 - y / top)
+        return _LEFT_PX + width * across, _TOP_PX + height * (1 - (y - least) / span)
 
     parts = _frame(title, x_label, y_label, marks)
     are_whole = all(float(x).is_integer() for x, _ in points)
     for x in (mark for mark in nice_ticks(low, high) if float(mark).is_integer() or not are_whole):
-        parts.append(_text(place(x, 0)[0], _HEIGHT_PX - _BOTTOM_PX + 16, f"{x:,.6g}", anchor="middle"))
+        parts.append(_text(place(x, least)[0], _HEIGHT_PX - _BOTTOM_PX + 16, f"{x:,.6g}", anchor="middle"))
     for index, (name, line) in enumerate(lines.items()):
         path: list[tuple[float, float]] = []
         for x, y in line:
             if steps and path:
-                path.append((place(x, 0)[0], path[-1][1]))
+                path.append((place(x, least)[0], path[-1][1]))
             path.append(place(x, y))
         color = _COLORS[index % len(_COLORS)]
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
         # What lies under another line shows through its gaps.
-        hides = index and _hides_another(line, list(lines.values())[:index], within=_LINE_PX * top / height)
+        hides = index and _hides_another(line, list(lines.values())[:index], within=_LINE_PX * span / height)
         dashes = f' stroke-dasharray="9 {5 * index}"' if hides else ""
         parts.append(f'<polyline points="{drawn}" fill="none" stroke="{color}" stroke-width="{_LINE_PX}"{dashes}/>')
         parts += _legend(index, name, color)
@@ -64,7 +68,7 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, y_label: st
     values = [value for bars in groups.values() for value in bars.values()]
     if not values or not all(math.isfinite(value) and value >= 0 for value in values):
         raise ConfigurationError(f"the chart {title!r} needs finite values of 0 or more: there are {len(values)}")
-    marks = nice_ticks(0.0, max(values) or 1.0, above=True)
+    marks = nice_ticks(0.0, max(map(_drawn, values)) or 1.0, above=True)
     top = marks[-1]
     names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
     width, height = _WIDTH_PX - _LEFT_PX - _RIGHT_PX, _HEIGHT_PX - _TOP_PX - _BOTTOM_PX
@@ -76,7 +80,7 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, y_label: st
         parts.append(_text(left + 0.4 * slot, _HEIGHT_PX - _BOTTOM_PX + 16, group, anchor="middle"))
         for name, value in bars.items():
             order = names.index(name)
-            size = height * value / top
+            size = height * (_drawn(value) / top)
             box = (
                 f'<rect x="{left + bar * order:.1f}" y="{_TOP_PX + height - size:.1f}" width="{bar:.1f}" '
                 f'height="{size:.1f}" fill="{_COLORS[order % len(_COLORS)]}">'
@@ -92,15 +96,20 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, y_label: st
 
 
 def nice_ticks(low: float, high: float, *, above: bool = False) -> list[float]:
-    """Round numbers from `low` to `high`, about five; with `above` the last one is not below `high`."""
+    """Round numbers from `low` to `high`, about five; with `above` the last one is not below `high`, and the first not
+    above `low`."""
     if high <= low:
         return [low]
     rough = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= rough * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
+    first = math.floor(low / step + 1e-9) if above else math.ceil(low / step - 1e-9)
     last = math.ceil(high / step - 1e-9) if above else math.floor(high / step + 1e-9)
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
+
+
+def _drawn(value: float) -> float:
+    return 0.0 if abs(value) < _SMALLEST else max(-_LARGEST, min(value, _LARGEST))
 
 
 def _hides_another(
@@ -121,7 +130,7 @@ def _frame(title: str, x_label: str, y_label: str, marks: Sequence[float]) -> li
     parts = [_text(_LEFT_PX, 18, title), _text(18, middle, y_label, anchor="middle", upwards=True)]
     parts.append(_text((_LEFT_PX + _WIDTH_PX - _RIGHT_PX) / 2, bottom + 34, x_label, anchor="middle"))
     for mark in marks:
-        y = bottom - (bottom - _TOP_PX) * mark / marks[-1]
+        y = bottom - (bottom - _TOP_PX) * ((mark - marks[0]) / (marks[-1] - marks[0]))
         parts.append(f'<line x1="{_LEFT_PX}" y1="{y:.1f}" x2="{_WIDTH_PX - _RIGHT_PX}" y2="{y:.1f}" stroke="#dddddd"/>')
         parts.append(_text(_LEFT_PX - 8, y + 4, f"{mark:,.6g}", anchor="end"))
     return parts

@@ -269,7 +269,7 @@ def _chart(lines: Mapping[str, Mapping[int, float]], title: str, unit: str, capt
 def _thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     """At most so many points: each the mean of its neighbours, at the last one's place."""
     groups = np.array_split(np.array(points, dtype=np.float64), min(len(points), most))
-    return [(float(group[-1, 0]), float(group[:, 1].mean())) for group in groups]
+    return [(float(group[-1, 0]), float((group[:, 1] / len(group)).sum())) for group in groups]  # a sum may overflow
 
 
 def _pictures(found: Any) -> list[str]:

@@ -18,6 +18,7 @@ from moe_lightning.algorithms.replay_window import window_bytes
 from moe_lightning.algorithms.selection import full_selection
 from moe_lightning.algorithms.sharding import Module, ShardPlan, balanced_expert_writers, shard_checkpoint
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
+from moe_lightning.checkpoint.evaluation_point import EvaluationPoint
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -191,6 +192,13 @@ class TrainingState(State):
         for piece in self.pieces():
             if not piece.is_replaceable and not piece.is_moment:
                 _restore(checkpoint, piece.key, piece.tensor, piece.block)
+
+    def go_to_evaluation(self, checkpoint: CheckpointSource) -> None:
+        """Bring restored weights to where their optimizer evaluates; raises as `EvaluationPoint`."""
+        point = EvaluationPoint(checkpoint)
+        for piece in self.pieces():
+            if not piece.is_moment:
+                point.move(piece.key, piece.tensor, piece.block)
 
     @torch.no_grad()
     def restore_dense(self, checkpoint: CheckpointSource) -> None:

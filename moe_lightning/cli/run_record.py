@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
@@ -53,7 +55,7 @@ class ResumedWithOverrides(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The optimizers are new here: Lightning restores their states afterwards."""
         self._given = [
-            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+            [{name: group[name] for name in _options(optimizer) & group.keys()} for group in optimizer.param_groups]
             for optimizer in trainer.optimizers
         ]
 
@@ -78,3 +80,8 @@ class ResumedWithOverrides(Callback):
                 scheduler.base_lrs = [group["lr"] for group in groups]
                 for group, share in zip(groups, scheduler.lr_lambdas, strict=True):
                     group["lr"] *= share(scheduler.last_epoch)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> set[str]:
+    """What a group may be configured with; the rest is counted in training."""
+    return {"initial_lr", *inspect.signature(type(optimizer)).parameters} - {"params"}

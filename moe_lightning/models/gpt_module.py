@@ -21,6 +21,7 @@ from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.muon import Muon, muon_groups
 from moe_lightning.models.size import ModelSize, model_size
+from moe_lightning.modules.context import ContextParallel
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
 from moe_lightning.modules.tensor_parallel import parted_logits
@@ -33,10 +34,11 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule.
 
     Attributes:
-        name: "adamw"; "muon": Muon for matrices, each expert's by itself, and AdamW for the rest; or "adafactor":
-            factored second moments and no first ones, each expert's by itself.
+        name: "adamw"; "muon": Muon for matrices, each expert's by itself, and AdamW for the rest; "adafactor":
+            factored second moments and no first ones, each expert's by itself; or "schedule_free": AdamW that averages
+            its iterates in place of a decay, and evaluates at the average.
         lr: peak learning rate; of Adafactor relative to the size of each tensor.
-        betas, eps: of AdamW.
+        betas, eps: of AdamW; the first beta of schedule-free AdamW is the average's share in what is trained.
         weight_decay: matrices decay, biases and norms do not.
         momentum: of Muon.
         fused: of AdamW, one kernel for all tensors.
@@ -45,10 +47,11 @@ class OptimizerConfig:
         min_lr_ratio: final share of the peak.
 
     Raises:
-        ConfigurationError: a value outside its range, or `fused` for another optimizer than AdamW.
+        ConfigurationError: a value outside its range, `fused` for another optimizer than AdamW, or a decay of one that
+            knows none.
     """
 
-    name: Literal["adamw", "muon", "adafactor"] = "adamw"
+    name: Literal["adamw", "muon", "adafactor", "schedule_free"] = "adamw"
     lr: Annotated[float, Range(above=0, most=1e3)] = 3e-4
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     eps: Annotated[float, Range(above=0, most=1)] = 1e-8
@@ -63,6 +66,13 @@ class OptimizerConfig:
         object.__setattr__(self, "betas", tuple(self.betas))
         if self.fused and self.name != "adamw":
             raise ConfigurationError(f"fused=true is for name='adamw', not {self.name!r}: drop one of them")
+        if self.name == "schedule_free" and self.decay != "constant":
+            raise ConfigurationError(
+                f"decay={self.decay!r} lowers a rate that name='schedule_free' keeps, which averages in its place: use "
+                "decay='constant'"
+            )
+        if self.name == "schedule_free" and not self.betas[0]:
+            raise ConfigurationError("betas[0]=0 leaves none of the average at which schedule_free evaluates: use 0.9")
 
     def factor(self, step: int, total_steps: int) -> float:
         """Share of the peak learning rate at a step."""
@@ -97,7 +107,7 @@ class SupervisedModule(pl.LightningModule):
     optimizer_config: OptimizerConfig
     attention_width: int | None = None
     _num_tokens: Tensor | int | None = None
-    _length = 0
+    _attended: Tensor | int = 0
 
     def logits(self, batch: Batch) -> Tensor:
         """[..., V] of a batch."""
@@ -133,7 +143,8 @@ class SupervisedModule(pl.LightningModule):
         """
         if self.attention_width is None or self._num_tokens is None:
             return None
-        flops = self._size.training_flops(int(self._num_tokens), self._length, self.attention_width)
+        tokens = int(self._num_tokens)
+        flops = self._size.training_flops(tokens, int(self._attended) / max(1, tokens), self.attention_width)
         return flops if self.training else flops // 3
 
     @cached_property
@@ -142,8 +153,10 @@ class SupervisedModule(pl.LightningModule):
 
     def _logged_loss(self, batch: Batch, name: str) -> Tensor:
         self._num_tokens = batch[2].sum() if len(batch) > 2 else batch[0].numel()
-        context = getattr(self.model, "context", None)
-        self._length = batch[0].shape[-1] if context is None else context.whole(batch[0].shape[-1])
+        context, length = getattr(self.model, "context", None) or ContextParallel(), batch[0].shape[-1]
+        self._attended = self._num_tokens * context.whole(length)
+        if len(batch) > 3:  # the places 0 to n - 1 of a document of n tokens, doubled and one more, sum to n * n
+            self._attended = ((2 * context.positions(length, batch[3]) + 1) * batch[2]).sum()
         loss, count = self.loss(batch), num_targets(batch[1])
         if self.training:
             shared = global_mean(self, loss, count)
@@ -201,13 +214,19 @@ def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig)
     """What `configure_optimizers` of a module answers for this configuration; the module must have a trainer.
 
     Raises:
-        ConfigurationError: clipping that Lightning does not do for fused optimizers.
+        ConfigurationError: clipping that Lightning does not do for fused optimizers, or weights to evaluate at that the
+            strategy does not put in place.
     """
     optimizer, trainer = optimizer_of(module, config), module.trainer
     if config.fused and str(trainer.precision) == "bf16-mixed" and trainer.gradient_clip_val:
         raise ConfigurationError(
             f"Lightning does not clip (gradient_clip_val={trainer.gradient_clip_val}) under precision='bf16-mixed' for "
             "optimizer.fused=true: drop one of them"
+        )
+    if config.name == "schedule_free" and not hasattr(trainer.strategy, "evaluation_weights"):
+        raise ConfigurationError(
+            f"schedule_free evaluates at other weights than it trains, which {type(trainer.strategy).__name__} does "
+            "not put in place: use ExpertParallelStrategy, or another optimizer"
         )
     total_steps = int(trainer.estimated_stepping_batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps))
@@ -222,7 +241,23 @@ def optimizer_of(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optim
     groups = parameter_groups(model, config.weight_decay)
     if config.name == "adafactor":
         return Adafactor(by_expert(model, groups), lr=config.lr)
+    if config.name == "schedule_free":
+        return _schedule_free(groups, **adam)
     return torch.optim.AdamW(groups, fused=config.fused or None, **adam)
+
+
+def _schedule_free(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    """In training from the start."""
+    try:
+        from schedulefree import AdamWScheduleFree
+    except ImportError as error:
+        raise ConfigurationError(
+            "optimizer=schedule_free needs the package 'schedulefree': run pip install 'moe-lightning[schedulefree]', "
+            "or choose optimizer=adamw"
+        ) from error
+    optimizer: torch.optim.Optimizer = AdamWScheduleFree(groups, **options)
+    optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

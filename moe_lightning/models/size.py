@@ -28,17 +28,17 @@ class ModelSize:
     active: int
     multiplied: int
 
-    def training_flops(self, num_tokens: int, context_length: int, attention_width: int) -> int:
+    def training_flops(self, num_tokens: int, context_length: float, attention_width: int) -> int:
         """Floating-point operations of one forward and backward pass (PaLM, arXiv 2204.02311, appendix B): six for
         each parameter and token, and twelve for each token, position and unit of attention. Nothing is added for
         recomputation or for the routers' softmax, nothing taken off for causal masks.
 
         Args:
             num_tokens: in all sequences together.
-            context_length: tokens that attend to each other.
+            context_length: tokens that attend to each other; of documents that share a sequence the mean over tokens.
             attention_width: heads times head size, summed over the layers.
         """
-        return num_tokens * (6 * self.multiplied + 12 * attention_width * context_length)
+        return num_tokens * 6 * self.multiplied + 12 * attention_width * round(num_tokens * context_length)
 
 
 def model_size(model: nn.Module) -> ModelSize:

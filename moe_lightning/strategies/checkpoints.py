@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -60,6 +61,11 @@ class Checkpoints:
         self._without_state = False
 
     # ------------------------------------------------------------------ saving
+
+    @property
+    def leaves_state_out(self) -> bool:
+        """Whether Lightning is asked for everything but tensors."""
+        return self._without_state
 
     def model_state(self, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The whole model on rank 0, expert stacks [E, ...], of the ranks' own; empty on the others. Collective."""
@@ -151,6 +157,8 @@ class Checkpoints:
         """Give the module its state."""
         if self._state.restored is not None:
             self._state.training_state().restore_model(self._state.restored)
+            if self._state.trainer.state.fn != TrainerFn.FITTING:
+                self._state.training_state().go_to_evaluation(self._state.restored)
             return
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")

@@ -363,11 +363,10 @@ class ExpertParallelStrategy(EditingStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Make a step final, in the order that recoveries rely on.
-
-        `closure` runs forward and backward: DDP sums the gradients of dense parameters over ranks, `Steps.summing`
-        those of experts over their holders. Hooks follow, in which copies of the last state end, and clipping by the
-        norm of the whole model. Then every rank says that it is prepared, and none changes a value before all are.
+        """Make a step final, in the order that recoveries rely on: `closure` runs forward and backward, in which DDP
+        sums the gradients of dense parameters over ranks and `Steps.summing` those of experts over their holders. Hooks
+        follow, in which copies of the last state end, and clipping by the norm of the whole model. Then every rank says
+        that it is prepared, and none changes a value before all are.
         """
         elastic, state = self.elastic, self.state
 
@@ -383,7 +382,8 @@ class ExpertParallelStrategy(EditingStrategy):
         updating = state.updates.around(optimizer, self.experts.stack_of)
         with updating as see_blocks, seams.before_update(self.precision_plugin, prepare):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        state.spread_update(optimizer)
+        state.spread(optimizer)
+        state.after_update()
         if elastic is not None:
             if state.shards_optimizers:
                 self.world.settle()  # what other ranks computed for this one has arrived

@@ -201,11 +201,10 @@ class RankState:
 
     # ------------------------------------------------------------------ a step
 
-    def spread_update(self, optimizer: Optimizer) -> None:
-        """After an update: what one rank has computed for all reaches the others; then `after_update`."""
+    def spread(self, optimizer: Optimizer) -> None:
+        """What one rank has computed for all of an optimizer's parameters reaches the others; collective."""
         if self._shards is not None:
             self._shards.spread_updates(self.parameters_of(optimizer))
-        self.after_update()
 
     def apply_update(self, optimizer: Optimizer) -> None:
         """Make an update that this rank was prepared for, outside of a step."""

@@ -70,7 +70,15 @@ def test_one_rank_keeps_all_states_until_another_takes_some(tmp_path: Path, undi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [{"name": "adafactor", "lr": 0.05}, {"name": "muon"}, {"fused": True}])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"name": "adafactor", "lr": 0.05},
+        {"name": "muon"},
+        {"fused": True},
+        {"name": "schedule_free", "decay": "constant"},
+    ],
+)
 def test_states_of_other_optimizers_survive_a_lost_rank(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     options: dict[str, Any] = {"steps": STEPS, "strategy": {"zero1": True, "copies": 2}, "optimizer": optimizer}
     losses = []

@@ -44,6 +44,18 @@ def test_bars_are_as_high_as_their_values() -> None:
     }
 
 
+@pytest.mark.parametrize("extreme", [1e308, -1e308, 1.79e308, 5e-324, -3.0])
+def test_every_finite_number_lies_in_the_picture(extreme: float) -> None:
+    picture = line_chart({"a": [(0.0, 2.0), (1.0, extreme)], "b": [(0.0, -extreme), (1.0, 0.0)]}, "t", "x", "y")
+    heights = [
+        float(pair.partition(",")[2]) for line in re.findall(r'points="([^"]*)"', picture) for pair in line.split()
+    ]
+    assert all(40 <= height <= 340 for height in heights), heights
+    assert not re.search(r"\b(inf|nan)\b", picture)
+    bars = bar_chart({"a": {"b": abs(extreme), "c": 1.0}}, "t", "y")
+    assert all(0 <= float(height) <= 300 for height in re.findall(r'height="([0-9.infa-]+)" fill="#', bars))
+
+
 def test_nothing_to_draw_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="finite points"):
         line_chart({}, "t", "x", "y")

@@ -60,6 +60,19 @@ def test_modules_count_what_they_saw() -> None:
     assert module.flops_per_batch == training // 3
 
 
+def test_documents_that_share_a_sequence_attend_to_themselves() -> None:
+    module = GPTModule(TINY)
+    module.configure_model()
+    module.log = lambda *_, **__: None  # type: ignore[method-assign, assignment]
+    ids = torch.zeros(2, 10, dtype=torch.int64)
+    is_token = torch.arange(10) < torch.tensor([[9], [10]])
+    begins = torch.tensor([[0] * 4 + [4] * 5 + [9], [0] * 10])  # documents of 4, 5 and 10, and padding
+    module.training_step((ids, ids, is_token, begins), 0)
+    size, width = model_size(module.model), 2 * 32
+    alone = [size.training_flops(length, length, width) for length in (4, 5, 10)]
+    assert module.flops_per_batch == sum(alone)
+
+
 def _sizes_on_ranks(rank: int, world_size: int) -> dict[str, Any]:
     from moe_lightning.strategies.placed_experts import PlacedExperts
     from moe_lightning.strategies.placing import resolve_placements

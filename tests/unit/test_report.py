@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -156,6 +157,17 @@ def test_losses_that_are_no_numbers_are_told(tmp_path: Path) -> None:
     text = report.render(tmp_path)
     assert "train/loss was NaN or infinite 2 times, first at step 8." in text
     assert "No losses were logged" not in text
+
+
+def test_losses_that_end_in_overflow_stay_in_the_picture(tmp_path: Path) -> None:
+    losses = [3.0, 1.5e308, -1.5e308, math.inf, math.nan, 2.0]
+    rows: list[dict[str, float]] = [{"step": step, "train/loss": losses[step % 6]} for step in range(2000)]
+    write_metrics(tmp_path, 0, rows)
+    text = report.render(tmp_path)
+    assert "was NaN or infinite 666 times" in text
+    points = re.findall(r'points="([^"]*)"', text)
+    assert points
+    assert not re.search("inf|nan", " ".join(points))
 
 
 @pytest.mark.parametrize("config", ["module: {config: 5}", "module: {config: null}", "module: 5"])
