@@ -18,7 +18,7 @@ NOISY = {"dropout": 0.1, "router": {"noisy_top_k": True, "jitter": 0.1}}
 PLACES = ["forward", "exchange", "prepare", "update", "committed"]
 
 
-@pytest.mark.parametrize("place", ["backward", *map(slow, PLACES)])
+@pytest.mark.parametrize("place", [slow("backward"), *map(slow, PLACES)])
 def test_three_of_four_keep_what_a_fourth_takes_up(tmp_path: Path, place: str) -> None:
     """Sequences and layers in two parts each: three ranks have all of it, and wait."""
     kills = [Kill(worker=1, step=4, place=place)]

@@ -19,10 +19,10 @@ IN_PARTS: dict[str, Any] = {"strategy": {"mesh": {"cp": 2}, "copies": 2}, "valid
 @pytest.mark.parametrize(
     ("place", "dense"),
     [
-        ("sequence exchange", "ddp"),
+        slow("sequence exchange", "ddp"),
         ("backward", "hsdp"),
         slow("prepare", "ddp"),
-        ("update", "hsdp"),
+        slow("update", "hsdp"),
     ],
 )
 def test_the_third_rank_waits_for_a_fourth(tmp_path: Path, place: str, dense: str) -> None:
@@ -39,6 +39,7 @@ def test_the_third_rank_waits_for_a_fourth(tmp_path: Path, place: str, dense: st
         assert run.assert_replicas_equal() > 0
 
 
+@pytest.mark.slow
 def test_without_a_fourth_the_third_waits_to_the_end(tmp_path: Path) -> None:
     kills = [Kill(worker=1, step=3, place="forward")]
     with elastic_run(tmp_path, workers=4, steps=STEPS, kills=kills, **IN_PARTS) as run:
@@ -58,6 +59,7 @@ def test_one_of_two_holds_the_state_until_another_comes(tmp_path: Path) -> None:
         assert set(run.world_sizes().values()) == {2}
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_one_that_waits(tmp_path: Path) -> None:
     """Its peers in the exchange go on within the silence timeout; continued, it makes a multiple with the third."""
     kills = [Kill(worker=1, step=4, place="sequence exchange", signal=signal.SIGSTOP)]
@@ -70,6 +72,7 @@ def test_a_stopped_rank_is_one_that_waits(tmp_path: Path) -> None:
         assert [run.world_sizes()[step] for step in (4, 6, STEPS)] == [4, 2, 4]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_former_worlds(tmp_path: Path) -> None:
     kills = [Kill(worker=1, step=step, place="sequence exchange") for step in (3, 6, 9)]
     holds = [Hold(step=step, ranks=4) for step in (2, 5, 8, 11)]
@@ -85,6 +88,7 @@ def test_nothing_is_left_of_former_worlds(tmp_path: Path) -> None:
             assert not grown, grown
 
 
+@pytest.mark.slow
 def test_three_of_four_wait_where_all_share_a_sequence(tmp_path: Path) -> None:
     kills, options = [Kill(worker=2, step=4, place="backward")], {**IN_PARTS, "strategy": {"mesh": {"cp": 4}}}
     options["saving"] = {"every_n_steps": 1}

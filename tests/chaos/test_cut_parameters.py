@@ -26,7 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    "place", ["exchange", "update", *map(slow, ["forward", "backward", "prepare", "committed", "batch_end"])]
+    "place", [slow("exchange"), "update", *map(slow, ["forward", "backward", "prepare", "committed", "batch_end"])]
 )
 def test_another_copy_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[int, float], place: str) -> None:
     """Four ranks in two copies go on as three in one."""
@@ -40,6 +40,7 @@ def test_another_copy_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[int
         assert {"dense rows 1 of 2", "dense rows 2 of 3"} <= run.units()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [IN_PAIRS, slow({"dense": "hsdp"})])
 def test_ranks_leave_and_come_back(tmp_path: Path, undisturbed: dict[int, float], strategy: dict[str, Any]) -> None:
     """From two copies of two parts to one copy of three, or three whole copies, and back."""
@@ -69,6 +70,7 @@ def test_snapshots_replace_the_only_copy(tmp_path: Path, undisturbed: dict[int, 
         assert run.result(0)["world_size"] == 4 - len(kills)
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_as_one_and_two_again(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     options: dict[str, Any] = {
         "kills": [Kill(worker=1, step=4, place="backward")],

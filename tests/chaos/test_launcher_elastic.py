@@ -156,6 +156,7 @@ def test_a_signal_ends_everything(commands: Callable[..., Command]) -> None:
     assert all(is_gone(w["pid"]) for w in command.worlds())
 
 
+@pytest.mark.slow
 def test_a_preempted_worker_leaves_and_is_not_replaced(commands: Callable[..., Command]) -> None:
     command = commands("--ranks", "2", "--set", "notice_on_sigterm=true")
     first = command.wait_for_world(2)

@@ -55,7 +55,7 @@ def test_ranks_die_with_their_experts_and_again_while_steps_are_run_again(tmp_pa
         assert_nothing_is_lost(run, kills=3)
 
 
-@pytest.mark.parametrize("place", ["prepare", "committed", slow("update"), slow("batch_end")])
+@pytest.mark.parametrize("place", [slow("prepare"), slow("committed"), slow("update"), slow("batch_end")])
 def test_all_workers_die_and_their_arenas_give_every_bit_back(tmp_path: Path, place: str) -> None:
     """Both ranks hold all experts before and after, so that all sums are in the same order."""
     kills = [Kill(worker=worker, step=9, place=place) for worker in range(2)]
@@ -73,7 +73,7 @@ def test_all_workers_die_and_their_arenas_give_every_bit_back(tmp_path: Path, pl
         assert last_state(run) == wanted
 
 
-@pytest.mark.parametrize(("protection", "word"), [("arc", "copies"), slow("aec", "parity")])
+@pytest.mark.parametrize(("protection", "word"), [slow("arc", "copies"), slow("aec", "parity")])
 def test_a_window_outlives_its_node(tmp_path: Path, protection: str, word: str) -> None:
     options: dict[str, Any] = {
         "recovery": {"min_replicas": 1, "protection": protection},
@@ -100,7 +100,7 @@ def test_all_nodes_are_lost_and_storage_gives_the_window_back(tmp_path: Path) ->
         assert_same_losses(run, reference(STEPS, validate=True))
 
 
-@pytest.mark.parametrize("place", [slow("update"), "committed"])
+@pytest.mark.parametrize("place", [slow("update"), slow("committed")])
 def test_a_rank_dies_while_others_end_the_replay(tmp_path: Path, place: str) -> None:
     """After the last update of a replay the state of some ranks is whole, that of others is not."""
     options: dict[str, Any] = {
@@ -119,6 +119,7 @@ def balancer(folder: Path) -> list[Any]:
     return [LoadBalancer(rebalance_every=3, min_replicas=1)]
 
 
+@pytest.mark.slow
 def test_experts_stay_while_steps_are_run_again_from_memory(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "recovery": {"min_replicas": 1, "protection": "none"},

@@ -50,6 +50,7 @@ def test_without_others_it_saves_and_ends_with_a_sentence(tmp_path: Path) -> Non
         assert max(run.losses()) == 5
 
 
+@pytest.mark.slow
 def test_a_first_world_that_is_too_small_waits_too(tmp_path: Path) -> None:
     settings = replace(SETTINGS, min_ranks=2, start_timeout_s=0.5)
     with elastic_run(tmp_path, workers=1, steps=4, settings=settings) as run:

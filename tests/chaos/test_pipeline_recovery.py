@@ -59,6 +59,7 @@ def test_a_rank_takes_the_stage_of_a_lost_one(tmp_path: Path, undisturbed: dict[
         assert [sizes[step] for step in (4, 5, STEPS)] == [4, 2, 4]
 
 
+@pytest.mark.slow
 def test_snapshots_replace_the_only_stage(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     """One slice of two ranks, of which one is lost and comes back."""
     with elastic_run(tmp_path, workers=2, steps=STEPS, kills=[lose(1, "backward")], saving=EVERY_STEP, **PP2) as run:

@@ -15,6 +15,7 @@ import pytest
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, elastic_run, finish
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 STEPS = 24
 _SLOW_S = 0.5
@@ -61,7 +62,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
         return run.losses()
 
 
-@pytest.mark.parametrize("dense", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("dense", [slow("ddp"), "zero1", slow("fsdp")])
 def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path, undisturbed: dict[int, float], dense: str) -> None:
     """Nothing was saved, and nothing is lost."""
     with elastic_run(

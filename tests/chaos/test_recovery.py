@@ -18,6 +18,7 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.chaos.elastic_worker import checkpoints_of
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 STEPS = 24
 
@@ -69,6 +70,7 @@ def test_during_validation_and_recovery_and_two_at_once(tmp_path: Path) -> None:
         assert run.assert_replicas_equal() > 0
 
 
+@pytest.mark.slow
 def test_what_follows_on_an_epochs_last_step_is_not_left_out(tmp_path: Path) -> None:
     """Validations, ends of epochs and what plateaus make of them, with faults before, in and after them."""
     kills = [
@@ -96,6 +98,7 @@ def test_a_fault_before_the_first_step_validates_nothing(tmp_path: Path) -> None
         assert_same_losses(run, reference(10, validate=True))
 
 
+@pytest.mark.slow
 def test_newcomers_validate_with_those_who_did_before(tmp_path: Path) -> None:
     """They make their loaders while they set up, so that no barrier of it meets the others' messages."""
     options: dict[str, Any] = {"validate": True, "trainer_options": {"check_val_every_n_epoch": 2}}
@@ -106,6 +109,7 @@ def test_newcomers_validate_with_those_who_did_before(tmp_path: Path) -> None:
         assert run.validations().keys() == {16, 32}
 
 
+@pytest.mark.slow
 def test_a_validation_is_made_again_from_a_snapshot(tmp_path: Path) -> None:
     """Without replicas the world goes back to the snapshot before or after the epoch's last step."""
     options: dict[str, Any] = {"validate": True, "plateau": True, "saving": {"every_n_steps": 1}}
@@ -123,10 +127,10 @@ KILLS = [Kill(worker=1, step=5, place="exchange"), Kill(worker=0, step=11, place
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
-        ({"trainer_options": {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}}, 1e-5),
+        slow({"trainer_options": {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}}, 1e-5),
         pytest.param({"trainer_options": {"precision": "bf16-mixed"}}, 2e-2, marks=pytest.mark.slow),
         pytest.param({"model": {"router": {"top_k": 1}}, "global_batch": 10}, 1e-5, marks=pytest.mark.slow),
-        ({"model": {"router": {"jitter": 0.1}, "num_experts": 7}, "global_batch": 10}, 1e-5),
+        slow({"model": {"router": {"jitter": 0.1}, "num_experts": 7}, "global_batch": 10}, 1e-5),
     ],
     ids=["accumulation", "bf16", "top1-uneven-batch", "noise-7-experts"],
 )

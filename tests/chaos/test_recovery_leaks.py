@@ -28,6 +28,7 @@ def run_recoveries(folder: Path, deaths: int) -> None:
         assert not grown, grown
 
 
+@pytest.mark.slow
 def test_nothing_leaks_over_8_recoveries(tmp_path: Path) -> None:
     run_recoveries(tmp_path, 4)
 

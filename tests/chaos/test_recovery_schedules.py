@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
-from tests.parameters import slow
 
 STEPS = 14
 SAMPLES = 96  # of an epoch, whose end is a validation
@@ -66,7 +65,8 @@ def run_schedule(folder: Path, seed: int, dense: str = "ddp") -> None:
         assert run.assert_replicas_equal() > 0
 
 
-@pytest.mark.parametrize("seed", [59, slow(1013)])  # these come to every place, with and without a launcher that tells
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [59, 1013])  # these come to every place, with and without a launcher that tells
 def test_random_faults(tmp_path: Path, seed: int) -> None:
     run_schedule(tmp_path, seed)
 

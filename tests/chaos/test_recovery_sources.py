@@ -20,6 +20,7 @@ def origins(run: ElasticRun) -> str:
     return "; ".join(report["restored"] for report in run.reports())
 
 
+@pytest.mark.slow
 def test_experts_of_a_lost_rank_come_from_its_arena(tmp_path: Path) -> None:
     """One replica of each expert, so that a lost rank takes experts with it; the other rank of its node reads them."""
     options: dict[str, Any] = {
@@ -55,6 +56,7 @@ def test_experts_of_a_lost_node_come_from_what_protects_them(tmp_path: Path, pro
         assert run.assert_replicas_equal() > 0
 
 
+@pytest.mark.slow
 def test_all_workers_die_and_go_on_from_their_arenas(tmp_path: Path) -> None:
     kills = [Kill(worker=worker, step=7, place="backward") for worker in range(3)]
     with elastic_run(tmp_path, workers=3, steps=STEPS, kills=kills, saving=EVERY_STEP) as run:

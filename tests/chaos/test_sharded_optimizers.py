@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.elastic_runs import Hold, Kill, elastic_run, finish
+from tests.parameters import slow
 
 STEPS = 10
 
@@ -20,7 +21,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
         return run.losses()
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "batch_end"])
+@pytest.mark.parametrize("place", [slow("forward"), "backward", slow("batch_end")])
 def test_repeated_updates_replace_a_lost_shard(tmp_path: Path, undisturbed: dict[int, float], place: str) -> None:
     with elastic_run(
         tmp_path,
@@ -54,6 +55,7 @@ def test_copied_snapshots_replace_a_lost_shard(tmp_path: Path, undisturbed: dict
         assert report["steps_lost"] <= 1
 
 
+@pytest.mark.slow
 def test_one_rank_keeps_all_states_until_another_takes_some(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     with elastic_run(
         tmp_path,

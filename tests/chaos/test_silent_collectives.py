@@ -94,8 +94,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     ("dense", "place"),
     [
         ("ddp", "prepare"),
-        ("ddp", "update"),
-        ("zero1", "exchange"),
+        slow("ddp", "update"),
+        slow("zero1", "exchange"),
         *(slow("ddp", place) for place in ("forward", "exchange", "backward")),
         *(slow("zero1", place) for place in ("forward", "backward", "prepare", "update")),
     ],

@@ -49,6 +49,7 @@ def samples_of(folder: Path, worker: int) -> list[int]:
     return [int(line) for line in (folder / f"samples-{worker}.txt").read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_followed_through_a_kill(tmp_path: Path) -> None:
     kills = [Kill(worker=1, step=20, place="backward")]
     options: dict[str, Any] = {"kills": kills, "holds": [Hold(step=23, ranks=3)], "strategy": {"slots": 6}}

@@ -24,7 +24,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
         return run.losses()
 
 
-@pytest.mark.parametrize("place", ["exchange", "update", *map(slow, ["forward", "backward", "prepare", "committed"])])
+@pytest.mark.parametrize(
+    "place", [slow("exchange"), "update", *map(slow, ["forward", "backward", "prepare", "committed"])]
+)
 def test_another_slice_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[int, float], place: str) -> None:
     """Four ranks in two slices go on as two in one; the third waits."""
     kills = [Kill(worker=1, step=5, place=place)]
@@ -37,6 +39,7 @@ def test_another_slice_replaces_a_lost_part(tmp_path: Path, undisturbed: dict[in
         assert {"dense rows 0 of 1 in part 0 of 2", "dense rows 0 of 1 in part 1 of 2"} <= run.units()
 
 
+@pytest.mark.slow
 def test_ranks_leave_and_come_back(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     kills = [Kill(worker=0, step=3, place="backward"), Kill(worker=2, step=7, place="forward")]
     holds = [Hold(step=5, ranks=4), Hold(step=9, ranks=4)]
@@ -73,6 +76,7 @@ def test_a_stopped_rank_is_one_that_waits(tmp_path: Path, undisturbed: dict[int,
         assert [run.world_sizes()[step] for step in (4, 6, STEPS)] == [4, 2, 4]
 
 
+@pytest.mark.slow
 def test_noise_follows_positions_after_a_fault(tmp_path: Path) -> None:
     model = {"dropout": 0.1, "router": {"noisy_top_k": True, "jitter": 0.1}}
     kills = [Kill(worker=3, step=4, place="backward")]

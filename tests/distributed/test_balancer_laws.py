@@ -22,6 +22,7 @@ from tests.distributed.same_training import (
     reference,
 )
 from tests.distributed.training import OwnModule, make_trainer
+from tests.parameters import slow
 
 # Slow experts on fast links: shadows pay, and every run plans alike.
 EAGER = {"calibrate": False, "flops_per_s": 1e6, "bytes_per_s": 1e12, "speeds": "even"}
@@ -55,7 +56,7 @@ def run(world_size: int, balancer: dict[str, Any], **options: Any) -> list[dict[
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (1, [("skewed", {}, {})]),
+        slow(1, [("skewed", {}, {})]),
         (
             2,
             [
@@ -65,7 +66,7 @@ def run(world_size: int, balancer: dict[str, Any], **options: Any) -> list[dict[
                 ("skewed", {"slots": 4}, {"rebalance_every": 3, "lag": 3}),
             ],
         ),
-        (3, [("own", {"slots": 4}, {"shadows": "top3", "rebalance_every": 4})]),
+        slow(3, [("own", {"slots": 4}, {"shadows": "top3", "rebalance_every": 4})]),
         (
             4,
             [
@@ -103,6 +104,7 @@ def test_shadows_and_migrations_together_relieve_the_busiest_rank() -> None:
     assert [result["metrics"].keys() for result in ranks] == [metrics.keys()] * 4
 
 
+@pytest.mark.slow
 def test_bf16_mixed_stays_close_and_replicas_identical() -> None:
     ranks = run(4, EAGER | {"rebalance_every": 4}, strategy={"slots": 2}, **CASES["bf16"])
     assert ranks[0]["moved"] > 0

@@ -16,6 +16,7 @@ from moe_lightning import CheckpointError, GPTModule, StepLoader, StepSampler
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_strategy import assert_close, full_state, tiny_gpt
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, quiet
+from tests.parameters import slow
 
 STOCK: dict[str, Any] = {
     "accelerator": "cpu",
@@ -117,7 +118,7 @@ def reference(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("writers", "strategy"),
-    [(1, {}), (4, {"zero1": True}), (2, {"copies": 2}), (2, {"placement": [[1, 0]] + [[0, 1]] * 5})],
+    [slow(1, {}), (4, {"zero1": True}), slow(2, {"copies": 2}), (2, {"placement": [[1, 0]] + [[0, 1]] * 5})],
 )
 def test_stock_lightning_resumes_what_ranks_wrote(writers: int, strategy: dict[str, Any], tmp_path: Path) -> None:
     path = str(tmp_path / "ranks.ckpt")

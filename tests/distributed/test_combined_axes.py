@@ -13,6 +13,7 @@ from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import assert_same_training
 from tests.distributed.test_tensor_parallel import TIED, load, run, save, weigh
+from tests.parameters import slow
 
 TP2, CPTP = {"tp": 2}, {"cp": 2, "tp": 2}
 NOISY = KNOWN["noisy"]["model"]
@@ -35,7 +36,7 @@ def reference(key: str) -> dict[str, Any]:
     [
         ("llama noisy", 4, {"mesh": CPTP}),
         ("llama accumulated", 4, {"mesh": TP2, "dense": "fsdp"}),
-        ("gpt2", 4, {"mesh": TP2, "dense": "zero1"}),
+        slow("gpt2", 4, {"mesh": TP2, "dense": "zero1"}),
         pytest.param("llama noisy", 4, {"mesh": TP2, "dense": "zero1"}, marks=pytest.mark.slow),
         pytest.param("llama accumulated", 4, {"mesh": CPTP, "dense": "zero1"}, marks=pytest.mark.slow),
         pytest.param("gpt2", 4, {"mesh": CPTP, "copies": 2}, marks=pytest.mark.slow),

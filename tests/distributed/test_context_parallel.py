@@ -64,12 +64,12 @@ def reference(key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("key", "ranks", "cp", "strategy"),
     [
-        ("gpt2", 2, 2, {}),
+        slow("gpt2", 2, 2, {}),
         slow("gpt2 uneven", 4, 2, {"copies": 2}),
         ("gpt2 accumulated", 4, 4, {"dense": "fsdp"}),
         slow("llama", 4, 2, {"dense": "fsdp"}),
         ("llama", 4, 4, {"dense": "hsdp", "copies": 2}),  # two heads of keys for four ranks
-        ("llama uneven", 4, 2, {"dense": "zero1"}),
+        slow("llama uneven", 4, 2, {"dense": "zero1"}),
         slow("llama accumulated", 2, 2, {"dense": "hsdp"}),
     ],
 )
@@ -175,7 +175,7 @@ def use(rank: int, world_size: int, *, cp: int, **options: Any) -> dict[str, Any
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "cp", "heads", "manual"), [(2, 2, 2, False), (4, 2, 1, True), (4, 4, 2, False)])
+@pytest.mark.parametrize(("ranks", "cp", "heads", "manual"), [(2, 2, 2, False), (4, 2, 1, True), slow(4, 4, 2, False)])
 def test_a_users_module_sees_parts_and_answers_wholes(ranks: int, cp: int, heads: int, manual: bool) -> None:
     (alone,) = run_ranks(1, partial(use, cp=1, heads=heads, manual=manual))
     results = run_ranks(ranks, partial(use, cp=cp, heads=heads, manual=manual))

@@ -56,14 +56,14 @@ def reference(key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("key", "ranks", "strategy"),
     [
-        ("plain", 2, {"dense": "fsdp"}),
+        slow("plain", 2, {"dense": "fsdp"}),
         slow("plain", 4, {"dense": "hsdp", "copies": 2}),
         ("uneven", 3, {"dense": "fsdp"}),
         ("accumulate", 4, {"dense": "hsdp"}),
         slow("noisy", 2, {"dense": "fsdp", "copies": 2}),
         ("tied", 4, {"dense": "hsdp", "shard_size": 2}),
         slow("tied", 3, {"dense": "fsdp"}),
-        ("by value", 2, {"dense": "fsdp"}),
+        slow("by value", 2, {"dense": "fsdp"}),
         slow("uneven", 8, {"dense": "hsdp"}),
         slow("accumulate", 3, {"dense": "fsdp"}),
         slow("noisy", 4, {"dense": "hsdp"}),
@@ -125,7 +125,7 @@ class Mixed(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3, foreach=True)
 
 
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("manual", [slow(False), True])
 def test_a_users_module_trains_alike(manual: bool) -> None:
     options: dict[str, Any] = {
         "own_module": partial(Mixed, manual=manual), "trainer": {"gradient_clip_val": None if manual else 0.5}
@@ -234,7 +234,7 @@ def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, targ
     ("writer", "readers"),
     [
         ("fsdp", ["one", "hsdp", "zero1"]),
-        ("ddp", ["fsdp"]),
+        slow("ddp", ["fsdp"]),
         slow("one", ["fsdp", "hsdp"]),
         slow("zero1", ["fsdp", "hsdp"]),
         slow("hsdp", ["one", "ddp", "zero1", "fsdp"]),

@@ -24,6 +24,7 @@ from tests.distributed.balanced_training import random_placement, train
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
 from tests.distributed.training import OwnModule, make_trainer
+from tests.parameters import slow
 
 SHAPES = {"weight": (3, 2), "moment": (3, 2), "bias": (4,), "counter": ()}
 
@@ -99,8 +100,8 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [("plain", {}), ("accumulate", {})]),
-        (3, [("plain", {"copies": 2, "slots": 6})]),
+        slow(2, [("plain", {}), ("accumulate", {})]),
+        slow(3, [("plain", {"copies": 2, "slots": 6})]),
         (4, [("plain", {"zero1": True}), ("own", {})]),
     ],
 )

@@ -19,6 +19,7 @@ from tests.distributed.balanced_training import Moving
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import RandomTokens, Recorder, make_trainer, replicas_of
 from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
+from tests.parameters import slow
 
 TOLERANCE = 1e-5
 NAMES = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "gpt_oss")
@@ -193,7 +194,7 @@ def test_one_rank(root: Path, reference: dict[str, Any]) -> None:
         check(name, root, reference, [reference], "1")
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, {}), (4, {"copies": 2, "zero1": True, "slots": 4})])
+@pytest.mark.parametrize(("world_size", "strategy"), [slow(2, {}), (4, {"copies": 2, "zero1": True, "slots": 4})])
 def test_ranks(world_size: int, strategy: dict[str, Any], root: Path, reference: dict[str, Any]) -> None:
     ranks = run_ranks(world_size, train, root, NAMES, strategy)
     for name in NAMES:

@@ -12,6 +12,7 @@ import torch
 from moe_lightning.cli.ckpt import main as moe_ckpt
 from tests.commands import WORDS, moe_train, write_words
 from tests.huggingface_models import files_equal, inputs_for, logits_of, make_checkpoint, reloaded
+from tests.parameters import slow
 
 COMMON = [
     "run_name=small",
@@ -27,7 +28,7 @@ COMMON = [
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="moe-train's launcher of local ranks needs Linux")
 
 
-@pytest.mark.parametrize("name", ["olmoe_finetune", "olmoe_fsdp"])
+@pytest.mark.parametrize("name", [slow("olmoe_finetune"), "olmoe_fsdp"])
 def test_fine_tuning(name: str, tmp_path: Path) -> None:
     """Two ranks with partial checkpoints; the exported model is the last checkpoint's."""
     make_checkpoint("olmoe", tmp_path / "olmoe", vocab_size=256)

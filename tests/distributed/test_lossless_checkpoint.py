@@ -201,7 +201,7 @@ def assert_equal(folder: Path, calm: Path, world_size: int) -> None:
     assert float((folder / "plt-0").read_text()) == 0.0
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("kills", [slow(5), pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_everything_is_killed_at_random_moments_and_nothing_is_lost(
     root: Path, calm: Callable[..., Path], kills: int
 ) -> None:

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.distributed.elastic_toy import FAST, Toy
+from tests.parameters import slow
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes and looks into /proc")
 
@@ -18,7 +19,7 @@ SLACK_S = 3.0
 """What a join may take beside the timeouts, on a busy machine."""
 
 
-@pytest.mark.parametrize("victims", [[3], [0], [1, 2], [0, 3]])
+@pytest.mark.parametrize("victims", [slow([3]), [0], slow([1, 2]), [0, 3]])
 def test_survivors_go_on_in_a_new_world(victims: list[int]) -> None:
     with Toy() as toy:
         workers = toy.start(4)
@@ -81,7 +82,7 @@ def test_a_stopped_rank_is_expelled_and_comes_back_as_another_member() -> None:
 
 
 @pytest.mark.parametrize(
-    "delay_s", [0.0, *(pytest.param(delay_s, marks=pytest.mark.slow) for delay_s in (0.002, 0.004)), 0.008]
+    "delay_s", [slow(0.0), *(pytest.param(delay_s, marks=pytest.mark.slow) for delay_s in (0.002, 0.004)), 0.008]
 )
 @pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
 def test_a_member_is_lost_while_groups_are_built(fate: str, delay_s: float) -> None:

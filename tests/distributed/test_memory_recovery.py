@@ -53,7 +53,7 @@ def other_world(rank: int, world_size: int, base: str, writers: int) -> tuple[in
     return plan.version, plan.origins.ravel().tolist()
 
 
-@pytest.mark.parametrize(("world_size", "writers"), [(1, 1), (1, 3), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("world_size", "writers"), [slow(1, 1), (1, 3), slow(2, 3), (3, 2)])
 def test_a_world_of_another_size_reads_what_the_last_one_left(tmp_path: Path, world_size: int, writers: int) -> None:
     results = run_ranks(world_size, other_world, str(tmp_path), writers)
     assert len({str(result) for result in results}) == 1

@@ -37,6 +37,7 @@ from tests.distributed.protected_ranks import (
     snapshot,
     snapshotter_of,
 )
+from tests.parameters import slow
 from tests.unit.checkpoint_state import EXPERTS, LAYERS
 
 AEC = aec_layout(range(3))
@@ -166,7 +167,7 @@ def lopsided(rank: int, world_size: int, base: str, nodes: list[int], recovers: 
     return []
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", [0, slow(1), slow(2)])
 def test_writers_may_have_experts_only_or_nothing(tmp_path: Path, lost: int) -> None:
     run_ranks(3, lopsided, str(tmp_path), [0, 1, 2], False)
     shutil.rmtree(tmp_path / f"node{lost}")

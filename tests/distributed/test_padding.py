@@ -22,6 +22,7 @@ from moe_lightning.data.instructions import InstructionData
 from moe_lightning.modules.moe_layer import moe_layers
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
+from tests.parameters import slow
 
 LENGTH, SAMPLES, BATCH, STEPS, TOP_K = 16, 44, 12, 7, 2
 ROUTER = {"top_k": TOP_K, "aux_loss_coef": 0.5, "z_loss_coef": 0.1, "bias_update_rate": 0.01}
@@ -110,7 +111,7 @@ def test_a_mask_without_padding_changes_no_bit() -> None:
 @pytest.mark.parametrize(
     ("world_size", "cp", "micros"),
     [
-        (4, 1, 1),
+        slow(4, 1, 1),
         (4, 2, 2),  # the second parts of short sequences hold no token
         pytest.param(2, 1, 1, marks=pytest.mark.slow),
         pytest.param(2, 1, 2, marks=pytest.mark.slow),

@@ -33,6 +33,7 @@ from tests.agents import agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import train
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 EXPERTS, LAYERS = 6, 2
 WITH_CHECKPOINTS = {"enable_checkpointing": True}
@@ -144,7 +145,7 @@ def test_partial_checkpoints_of_a_finished_run_lose_nothing_on_other_ranks(root:
 
 
 @pytest.mark.parametrize(
-    ("order", "is_damaged"), [("sequential", False), ("load_aware_global", False), ("sequential", True)]
+    ("order", "is_damaged"), [slow("sequential", False), ("load_aware_global", False), ("sequential", True)]
 )
 def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: str, is_damaged: bool) -> None:
     """Also where a byte of a stale expert, whose file all kept checkpoints share, has flipped."""
@@ -337,7 +338,7 @@ class ReplaceExperts(pl.Callback):
             strategy.replace_experts([Placement(replicas=p.replicas[:, ::turn]) for p in strategy.experts.placements])
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("elsewhere", [slow(False), True])
 def test_a_rebalance_opens_no_session_and_copies_only_what_changed_hands(
     root: Path, tmp_path: Path, elsewhere: bool
 ) -> None:

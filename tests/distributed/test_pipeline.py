@@ -122,16 +122,16 @@ def in_stages(ranks: int, pp: int, *, schedule: str = "1f1b", micros: int = MICR
 @pytest.mark.parametrize(
     ("key", "ranks", "pp", "options"),
     [
-        ("gpt2", 2, 2, {}),
+        slow("gpt2", 2, 2, {}),
         slow("gpt2", 4, 4, {}),
-        ("llama", 4, 2, {"strategy": {"copies": 2}}),
+        slow("llama", 4, 2, {"strategy": {"copies": 2}}),
         slow("noisy", 4, 2, {}),
         ("uneven", 4, 2, {}),
         slow("few", 4, 2, {}),
         ("three", 2, 2, {}),
         slow("by value", 2, 2, {}),
         slow("gpt2", 2, 2, {"schedule": "interleaved"}),
-        ("noisy", 4, 2, {"schedule": "interleaved"}),
+        slow("noisy", 4, 2, {"schedule": "interleaved"}),
         slow("uneven", 4, 2, {"schedule": "interleaved"}),
         slow("uneven", 8, 2, {}),
         slow("noisy", 8, 4, {}),
@@ -297,7 +297,7 @@ def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, targ
 @pytest.mark.parametrize(
     ("writer", "readers"),
     [
-        ("stages", ["one", "four", "fsdp"]),
+        slow("stages", ["one", "four", "fsdp"]),
         slow("ddp", ["stages"]),
         slow("four", ["one", "ddp", "stages"]),
         slow("one", ["stages", "four"]),

@@ -68,9 +68,9 @@ INTERLEAVED: dict[str, Any] = {"schedule": "interleaved"}
 @pytest.mark.parametrize(
     ("key", "ranks", "strategy"),
     [
-        ("short", 4, CP),
+        slow("short", 4, CP),
         ("short", 4, TP),
-        ("short", 4, ZERO1),
+        slow("short", 4, ZERO1),
         ("short", 4, {**FSDP, **INTERLEAVED}),
         *[
             slow(key, ranks, {**axis, **schedule})

@@ -13,6 +13,7 @@ from moe_lightning import CompileDense, ConfigurationError, GPTModule, Optimizer
 from moe_lightning.callbacks.compile_dense import dense_parts
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
+from tests.parameters import slow
 
 DROPOUT = {"dropout": 0.2, "router": {"top_k": 2, "jitter": 0.1}}
 
@@ -41,7 +42,7 @@ def fit(rank: int, world_size: int, strategy: dict[str, Any], again: bool) -> tu
     return recorder.losses, {"kept": sum(kept.values()), "left": left}
 
 
-@pytest.mark.parametrize(("ranks", "dense"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("ranks", "dense"), [(1, "ddp"), slow(2, "ddp"), (2, "fsdp")])
 def test_losses_are_the_same_to_the_bit(ranks: int, dense: str) -> None:
     for (plain, before), (again, after) in zip(
         run_ranks(ranks, fit, {"dense": dense}, False), run_ranks(ranks, fit, {"dense": dense}, True), strict=True

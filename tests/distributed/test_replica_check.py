@@ -21,6 +21,7 @@ from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+from tests.parameters import slow
 
 
 class Lion(Optimizer):
@@ -216,6 +217,6 @@ def test_a_meddled_replica_ends_the_run_at_the_next_comparison() -> None:
     )
 
 
-@pytest.mark.parametrize(("copies", "every", "compared"), [(2, 3, 2), (2, 0, 0), (2, 100, 0), (1, 3, 0)])
+@pytest.mark.parametrize(("copies", "every", "compared"), [(2, 3, 2), slow(2, 0, 0), slow(2, 100, 0), (1, 3, 0)])
 def test_nothing_is_compared_in_other_steps(copies: int, every: int, compared: int) -> None:
     assert run_ranks(2, fit_meddled, copies, every, -1) == [("", 8, compared)] * 2

@@ -15,6 +15,7 @@ from moe_lightning.comm.replica_sum import ReplicaSum
 from moe_lightning.comm.world import World
 from moe_lightning.state.expert_stacks import ExpertStack
 from tests.distributed.harness import connect, run_ranks
+from tests.parameters import slow
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1,), (7,), (3, 5), (2, 1, 3))
 Layers = list[tuple[Placement, tuple[int, ...], torch.dtype]]
@@ -73,7 +74,7 @@ def sum_gradients(rank: int, world_size: int, seeds: range, little_bytes: int) -
     return results
 
 
-@pytest.mark.parametrize(("world_size", "little_bytes"), [(2, 0), (3, 0), (3, 1 << 20), (4, 0)])
+@pytest.mark.parametrize(("world_size", "little_bytes"), [slow(2, 0), slow(3, 0), (3, 1 << 20), (4, 0)])
 def test_sums_equal_the_dense_ones_and_agree_bit_by_bit(world_size: int, little_bytes: int) -> None:
     seeds = range(15)
     results: list[Any] = run_ranks(world_size, sum_gradients, seeds, little_bytes)

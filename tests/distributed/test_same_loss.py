@@ -41,8 +41,8 @@ def random_placement(seed: int, ranks: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [("plain", {}), ("plain", {"zero1": True}), ("accumulate", {"copies": 2}), ("llama", {"copies": 2})]),
-        (2, [("top_1", {"copies": 2})]),
+        slow(2, [("plain", {}), ("plain", {"zero1": True}), ("accumulate", {"copies": 2}), ("llama", {"copies": 2})]),
+        slow(2, [("top_1", {"copies": 2})]),
         (3, [("plain", {}), ("noisy", {})]),
         (
             4,

@@ -21,6 +21,7 @@ from tests.distributed.balanced_training import Moving, random_placement, random
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
+from tests.parameters import slow
 
 
 def dispatch_with_shadows(rank: int, world_size: int) -> int:
@@ -58,7 +59,7 @@ def dispatch_with_shadows(rank: int, world_size: int) -> int:
     return visitors
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [slow(2), 4])
 def test_tokens_reach_residents_and_shadows_as_planned(world_size: int) -> None:
     assert run_ranks(world_size, dispatch_with_shadows)[0] > 0
 
@@ -129,7 +130,7 @@ def visit_and_return(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [slow(2), 3])
 def test_weights_come_and_gradients_go_home(world_size: int) -> None:
     results = run_ranks(world_size, visit_and_return)
     visited = {0: range(1, world_size), 1: [rank for rank in range(world_size) if rank != 1]}
@@ -169,7 +170,7 @@ def test_visitors_leave_no_memory_behind() -> None:
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [("plain", {}), ("swiglu", {"copies": 1})]),
+        slow(2, [("plain", {}), ("swiglu", {"copies": 1})]),
         (3, [("accumulate", {})]),
         (4, [("plain", {"zero1": True}), ("top_1", {"quota": "equal"})]),
     ],

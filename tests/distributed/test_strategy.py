@@ -84,7 +84,9 @@ def evaluate(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [slow(2, {}), (4, {"copies": 2}), (2, {"placement": LOPSIDED})])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [slow(2, {}), (4, {"copies": 2}), slow(2, {"placement": LOPSIDED})]
+)
 def test_evaluation_sees_every_sample_once(world_size: int, strategy: dict[str, Any]) -> None:
     alone: dict[str, Any] = run_ranks(1, evaluate, {})[0]
     ranks: list[dict[str, Any]] = run_ranks(world_size, evaluate, strategy)
@@ -188,7 +190,7 @@ def manual_reference(algorithm: str) -> dict[str, Any]:
     [
         slow(2, {}, "norm"),
         slow(3, {"copies": 3}, "norm"),
-        (2, {"copies": 2}, "value"),
+        slow(2, {"copies": 2}, "value"),
         (2, {"copies": 2, "zero1": True}, "norm"),
         slow(2, {"copies": 2, "gradient_as_bucket_view": True}, "norm"),
     ],
@@ -278,7 +280,7 @@ def fit_two_loaders(
     return full_state(trainer)
 
 
-@pytest.mark.parametrize("sizes", [(7, 7), (8, 4)])
+@pytest.mark.parametrize("sizes", [slow((7, 7)), (8, 4)])
 def test_joined_loaders_are_weighed_right(sizes: tuple[int, int]) -> None:
     alone = run_ranks(1, fit_two_loaders, sizes)[0]
     assert_close(run_ranks(2, fit_two_loaders, sizes)[0], alone)

@@ -70,10 +70,10 @@ def reference(key: str) -> dict[str, Any]:
     ("key", "ranks", "strategy"),
     [
         slow("plain", 2, TP2),
-        ("plain", 4, {**TP2, "copies": 2}),
+        slow("plain", 4, {**TP2, "copies": 2}),
         slow("uneven", 4, {**TP2, "ep_size": 2}),
         slow("accumulate", 4, TP2),
-        ("noisy", 2, TP2),
+        slow("noisy", 2, TP2),
         slow("untied", 4, TP2),
         slow("tied", 2, TP2),
         ("tied noisy", 4, TP2),
@@ -175,7 +175,7 @@ class Planned(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("manual", [slow(False), True])
 def test_a_users_plan_is_followed(manual: bool) -> None:
     options: dict[str, Any] = {
         "own_module": partial(Planned, manual=manual), "trainer": {"gradient_clip_val": None if manual else 0.5}
@@ -335,7 +335,7 @@ def load(rank: int, world_size: int, strategy: dict[str, Any], source: str, targ
 @pytest.mark.parametrize(
     ("writer", "readers"),
     [
-        ("dp2 tp2", ["one", "fsdp", "tp2"]),
+        slow("dp2 tp2", ["one", "fsdp", "tp2"]),
         slow("ddp", ["tp2"]),
         slow("tp2", ["one", "ddp", "dp2 tp2"]),
         slow("fsdp", ["tp2", "dp2 tp2"]),

@@ -17,6 +17,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.test_huggingface import NAMES, OPTIMIZER, TOLERANCE, Probe, _fit, check, train
 from tests.distributed.training import RandomTokens, Recorder, make_trainer
 from tests.huggingface_models import make_checkpoint
+from tests.parameters import slow
 
 TP2 = {"mesh": {"tp": 2}}
 DENSE = ("llama", "mistral", "qwen3_dense")
@@ -36,7 +37,7 @@ def reference(root: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [slow(2), 4])
 def test_families(world_size: int, root: Path, reference: dict[str, Any]) -> None:
     """Logits at the start and the end, losses, and the export while layers are cut."""
     ranks = run_ranks(world_size, train, root, NAMES, TP2)

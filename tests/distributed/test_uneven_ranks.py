@@ -109,7 +109,7 @@ def assert_same_training(expected: dict[str, Any], ranks: list[dict[str, Any]]) 
 
 @pytest.mark.parametrize(
     ("speeds", "samples"),
-    [slow([1.0, 0.5], [11, 5]), ([1, 1, 1, 0.25], [5, 5, 5, 1]), slow([1.0, 1.0, 1.0], [6, 5, 5])],
+    [([1.0, 0.5], [11, 5]), slow([1, 1, 1, 0.25], [5, 5, 5, 1]), slow([1.0, 1.0, 1.0], [6, 5, 5])],
 )
 def test_given_speeds_cut_from_the_first_batch_and_the_training_is_the_same(
     speeds: list[float], samples: list[int]
@@ -140,6 +140,7 @@ def test_a_rank_that_becomes_slow_and_recovers_is_followed_and_the_training_is_t
     assert slow / fast == pytest.approx(0.5, rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_behind_is_told_of() -> None:
     ranks = run(4, {}, slow={2: (2.5, 0, STEPS)}, strategy={"slots": 4}, steps=40)
     metrics = ranks[0]["metrics"]
@@ -213,6 +214,7 @@ def burnt(rank: int, world_size: int) -> dict[str, Any]:
     return result | {"samples": slices.samples}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a rank of known speed needs a core")
 def test_a_burner_that_comes_and_goes_does_not_change_the_training() -> None:
     ranks = run_ranks(2, burnt)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from moe_lightning import ContextParallel, auxiliary_loss, global_mean, global_sum
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
+from tests.parameters import slow
 
 
 class Masked(Dataset[tuple[Tensor, Tensor]]):
@@ -136,14 +137,14 @@ def reference(kind: str, micros: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "world_size", "strategy", "micros"),
     [
-        ("mean", 2, {}, 1),
+        slow("mean", 2, {}, 1),
         ("mean", 3, {"copies": 2}, 1),
         ("mean", 4, {"zero1": True}, 1),
         ("mean", 2, {"copies": 2}, 3),
-        ("mean", 4, {}, 2),
+        slow("mean", 4, {}, 2),
         ("manual", 3, {}, 1),
-        ("sum", 2, {}, 1),
-        ("sum", 3, {"copies": 2}, 1),
+        slow("sum", 2, {}, 1),
+        slow("sum", 3, {"copies": 2}, 1),
         ("sum", 4, {}, 3),
         ("mean in parts", 4, {"mesh": {"cp": 2}}, 3),
         ("sum in parts", 4, {"mesh": {"cp": 2}}, 1),

@@ -60,6 +60,7 @@ def test_examples_are_short_and_complete() -> None:
     assert all(len(source.splitlines()) <= 45 for source in sources.values())
 
 
+@pytest.mark.slow
 def test_one_of_each_trains(installed: Mapping[str, dict[str, str]], tmp_path: Path) -> None:
     (command,) = (block for block in blocks(PAGE, "text") if block.startswith("moe-train"))
     arguments = shlex.split(command.replace("\\\n", " "))[1:]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.programs import ROOT, run_program
 
 README = (ROOT / "README.md").read_text()
@@ -16,6 +18,7 @@ def block_after(marker: str) -> str:
     return match.group(1)
 
 
+@pytest.mark.slow
 def test_own_module_trains_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(block_after("example: own module"))

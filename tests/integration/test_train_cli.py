@@ -206,6 +206,7 @@ def test_a_name_that_leads_elsewhere_moves_nothing(folder: Path, name: str) -> N
     assert (folder / "words.txt").is_file()
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_itself(folder: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *COMMAND]
     result = run_program(*torchrun, *TINY, "run_name=torchrun", "trainer.max_steps=2", folder=folder)
@@ -249,6 +250,7 @@ def test_a_signal_ends_everything_and_all_is_saved(running: Running, number: sig
     assert running.ranks.all_end(timeout_s=0)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(running: Running) -> None:
     command = running.program.process
     os.kill(children_of(command.pid)[0], signal.SIGSTOP)  # a rank that will not come to the next step
@@ -261,6 +263,7 @@ def test_a_second_ctrl_c_ends_at_once(running: Running) -> None:
     assert running.ranks.all_end(timeout_s=0)
 
 
+@pytest.mark.slow
 def test_a_second_command_of_the_same_run_is_refused(running: Running) -> None:
     for resume in ("true", "false"):
         result = _fork(running.folder, "run_name=endless", "ranks=1", f"resume={resume}")
@@ -269,6 +272,7 @@ def test_a_second_command_of_the_same_run_is_refused(running: Running) -> None:
     assert running.program.process.poll() is None
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_the_command(running: Running) -> None:
     assert len(running.ranks) == 2
     running.program.process.kill()

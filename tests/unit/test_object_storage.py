@@ -21,6 +21,7 @@ from moe_lightning.checkpoint.storages import place_of, shared_place, storage_of
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from tests.object_stores import BUCKET, FAULTS, Faults
+from tests.parameters import slow
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
 
 FULL = dict.fromkeys(range(EXPERTS), 1)
@@ -114,7 +115,7 @@ def test_one_of_16_experts_of_a_gpt_350m_takes_a_fifth_of_the_bytes(root: URL, f
     assert sent[1] <= 0.2 * sent[0], sent
 
 
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("kind", [slow(kind) if kind == "throttle" else kind for kind in FAULTS])
 def test_faults_of_the_store_are_survived(kind: str, root: URL, faults: Faults, tmp_path: Path) -> None:
     faults.at_random(7, 0.15, kind)
     versions = dict(FULL)
