@@ -160,9 +160,12 @@ class FaultRecovery(Callback, RecoveryListener):
         """Begin to repeat the updates of the next rank's shard, from its present state; collective."""
         strategy = _strategy(trainer)
         if strategy.state.parts.is_wished or strategy.state.stages is not None:
+            sizes = {"mesh.pp": strategy.worlds.axes.pp, "mesh.tp": strategy.worlds.axes.tp}
+            cut = next((f"{axis}={size}" for axis, size in sizes.items() if size > 1), "dense=fsdp or hsdp")
             raise ConfigurationError(
-                "optimizer_replay repeats a peer's updates, and under dense=fsdp or hsdp, mesh.tp or mesh.pp, nobody "
-                "has its gradients: use dense=hsdp or a mesh, whose copies replace lost parts, without optimizer_replay"
+                f"optimizer_replay repeats a peer's updates, and with {cut} not every rank has its gradients: "
+                "use optimizer_replay=false, and for what only one rank keeps protection=arc, which copies snapshots, "
+                "or dense=hsdp, which has copies anyway"
             )
         if strategy.state.shards_optimizers:
             replay_peer(strategy.state, (strategy.world.rank + 1) % strategy.world.size, trainer.global_step)
