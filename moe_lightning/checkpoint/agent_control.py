@@ -65,7 +65,8 @@ def warnings_of(status: AgentStatus) -> list[str]:
     """What an agent complains of. The counts make the sentence a new one each time: Python shows a warning once."""
     found = []
     if status.error is not None:
-        found.append(f"checkpoints could not be written {status.errors} times so far: {status.error}")
+        often = f"checkpoints could not be written {status.errors} times so far: " if status.errors else ""
+        found.append(f"{often}{status.error}")
     if status.damage is not None:
         found.append(f"{status.damaged} damaged files of checkpoints were found so far: {status.damage}")
     return found

@@ -43,6 +43,7 @@ from moe_lightning.strategies.brought_state import (
     repaired,
     share_state,
 )
+from moe_lightning.strategies.first_world import first_world
 from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_up_data
 from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_over, starts_anew, wait_for_ranks
 from moe_lightning.strategies.rank_state import RankState
@@ -113,12 +114,10 @@ class ElasticWorlds:
     def enter(self) -> World:
         """The first world of this process: joined at once with all others, or, where a run is under way, a place to
         set up in until the fit loop joins it."""
-        if not self.engine.world_exists():
-            members = self.engine.join()
-            if not self.engine.comes_too_early(members):
-                world = self._build(members)
-                self._worlds.members = members
-                return world
+        first = first_world(self.engine, self._build)
+        if first is not None:
+            self._worlds.members, world = first
+            return world
         self.is_newcomer = True
         task = self.engine.task
         place = min(task.slot, task.expected - 1), task.expected

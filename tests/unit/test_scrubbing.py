@@ -267,3 +267,4 @@ def test_the_warning_comes_again_with_the_count() -> None:
     assert [str(w.message) for w in shown] == [
         f"checkpoints could not be written {count} times so far: the disk is full" for count in (1, 2, 3)
     ]
+    assert warnings_of(AgentStatus(error="a newer world saves here")) == ["a newer world saves here"]

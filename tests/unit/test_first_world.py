@@ -1,0 +1,69 @@
+"""A first world whose groups are not built in time is built again, unless somebody was lost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.first_world import first_world
+
+
+class Engine:
+    """Of a run whose ranks come together each time."""
+
+    reason = None
+
+    def __init__(self, cause: str | None = None) -> None:
+        self.cause, self.joined, self.broken = cause, 0, 0
+
+    def world_exists(self) -> bool:
+        return False
+
+    def comes_too_early(self, members: Any) -> bool:
+        return False
+
+    def join(self) -> Any:
+        self.joined += 1
+        return SimpleNamespace(number=self.joined)
+
+    def break_up(self, reason: str) -> None:
+        self.broken += 1
+
+    def wait_for_cause(self) -> str | None:
+        return self.cause
+
+
+def met(engine: Any, *errors: Exception) -> Any:
+    """What comes of builds that fail like this before one succeeds."""
+    left = list(errors)
+
+    def build(members: Any) -> Any:
+        if left:
+            raise left.pop(0)
+        return f"world {members.number}"
+
+    return first_world(engine, build)
+
+
+def test_what_took_too_long_is_tried_again() -> None:
+    engine = Engine()
+    members, world = met(engine, TimeoutError("only 3 of 4 ranks came to build their groups within 5 s"))
+    assert (members.number, world, engine.broken) == (2, "world 2", 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "joined"),
+    [
+        (TimeoutError("slow"), None, 3),
+        (TimeoutError("slow"), "rank 1 was killed by SIGKILL", 1),
+        (ConfigurationError("rank 1 has another version"), None, 1),
+    ],
+)
+def test_what_does_not_help_is_left(error: Exception, cause: str | None, joined: int) -> None:
+    engine = Engine(cause)
+    with pytest.raises(type(error), match=str(error)):
+        met(engine, error, error, error)
+    assert engine.joined == joined
