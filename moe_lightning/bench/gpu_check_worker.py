@@ -18,7 +18,9 @@ from torch import Tensor
 
 from moe_lightning import kernels as ops
 from moe_lightning.comm.reconnection import exchanged_after_abort
+from moe_lightning.modules.losses import load_balancing_loss
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.modules.router import Router, RouterConfig
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest error relative to the largest value."""
@@ -29,7 +31,7 @@ _TIMEOUT = timedelta(seconds=30)
 
 
 def routing(device: torch.device) -> str:
-    """Top-k, counts, sort and order of chunks."""
+    """Top-k, counts, sort and order of chunks; the router of bf16 rows, whose values have the digits of fp32."""
     scores_TE = torch.rand(_TOKENS, _EXPERTS, generator=_generator())
     ids_TK = ops.top_k_routing(scores_TE, _TOP_K)[1]
     ids_TK[::7, 0] = -1
@@ -41,7 +43,19 @@ def routing(device: torch.device) -> str:
         return [chosen, ops.count_by_expert(ids, _EXPERTS), *ops.sort_by_expert(ids, _EXPERTS),
                 ops.chunk_order(sizes_NC, device)]  # fmt: skip
 
-    return _compared(all_of, device)
+    return f"{_compared(all_of, device)}, router {_compared(_routed, device, 1e-5)}"
+
+
+def _routed(device: torch.device) -> list[Tensor]:
+    """Values of a router and of its balancing loss, and the gradient of its weights."""
+    router = Router(_WIDTH, _EXPERTS, RouterConfig(top_k=_TOP_K))
+    with torch.no_grad():
+        router.weight.copy_(_leaf(torch.device("cpu"), torch.float32, _EXPERTS, _WIDTH))
+    router.to(device)
+    found = router(_leaf(device, torch.bfloat16, _TOKENS, _WIDTH).detach())
+    loss = load_balancing_loss(found.scores_TE, found.tokens_per_expert_E)
+    gradient = torch.autograd.grad(loss + found.weights_TK.square().sum(), router.weight)
+    return [found.expert_ids_TK, found.weights_TK, found.scores_TE, found.logits_TE, loss, *gradient]
 
 
 def rows(device: torch.device) -> str:
