@@ -37,11 +37,12 @@ class _Module(_DummyBackendModule):
     def device_count(self) -> int:
         return 2
 
-    def get_rng_state(self, device: int) -> Tensor:
-        assert device == 0, "the other device is another rank's"
+    def get_rng_state(self, device: Any) -> Tensor:
+        index = device if isinstance(device, int) else device.index
+        assert index == 0, "the other device is another rank's"
         return torch.zeros(1, dtype=torch.uint8)
 
-    def set_rng_state(self, state: Tensor, device: int) -> None: ...
+    def set_rng_state(self, state: Tensor, device: Any) -> None: ...
 
 
 class _Event:
@@ -92,6 +93,15 @@ class OnDevice(Tensor):
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, other: OnDevice) -> None:
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.host = other.host
 
     def tolist(self) -> Any:
         _active().counts.waits.append("tolist")
