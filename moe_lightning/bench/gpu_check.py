@@ -5,6 +5,8 @@ Every check has a process of its own, so that none dies of another: a context th
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from moe_lightning.arguments import option
 from moe_lightning.bench.measure import table
 from moe_lightning.errors import ConfigurationError
 
-NAMES = ("routing", "rows", "matmul", "experts", "buffers", "pinned_copy", "training", "communicators")
+NAMES = ("routing", "rows", "matmul", "grouped", "experts", "buffers", "pinned_copy", "training", "communicators")
 _TIMEOUT_S = 100.0
 _AT_ONCE = 4
 _PROBE = """
@@ -85,14 +87,27 @@ def outcomes_of(commands: Mapping[str, Sequence[str]], timeout_s: float = _TIMEO
 def _outcome(name: str, command: Sequence[str], timeout_s: float) -> Outcome:
     began = time.perf_counter()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-        verdict = "FAIL" if done.returncode else "pass"
-        note = _last_line(done.stderr if done.returncode else done.stdout)
-        if done.returncode < 0:
-            note = f"ended by signal {-done.returncode}: {note}"
-    except subprocess.TimeoutExpired:
-        verdict, note = "FAIL", f"no end after {timeout_s:.0f} s"
+        verdict, note = _ended(command, timeout_s)
+    except OSError as error:  # no process could be made
+        verdict, note = "FAIL", str(error)
     return Outcome(name=name, verdict=verdict, seconds=time.perf_counter() - began, note=note[:160])
+
+
+def _ended(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+    """Verdict and note of a process, which is ended with all that it has started where it takes too long."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+    ) as process:
+        try:
+            told, complaint = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "FAIL", f"no end after {timeout_s:.0f} s"
+    note = _last_line(complaint if process.returncode else told)
+    if process.returncode < 0:
+        note = f"ended by signal {-process.returncode}: {note}"
+    return "FAIL" if process.returncode else "pass", note
 
 
 def _last_line(text: str) -> str:
