@@ -29,7 +29,7 @@ def _xor_kernel(a, b, c, d, out, length, COUNT: tl.constexpr, BLOCK: tl.constexp
     tl.store(out + place, parity, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _sum_kernel(parts, out, num_parts, length, stride_part, stride, stride_out, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < length

@@ -1,4 +1,4 @@
-"""Tiles of the grouped matmuls: their sizes by what the device has, a list of them built on the device, descriptors.
+"""Tiles of the grouped matmuls: their sizes by table and device, a list of them built on the device, descriptors.
 
 Legend: M rows, S slots, R row tiles.
 """
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_lightning.kernels import tile_table
 from moe_lightning.kernels.triton_launch import INTERPRETED, ceil_div, launch, power_of_two
 
 
@@ -49,15 +50,6 @@ class Tiles:
 
 _SMALLEST = Tiles(m=16, n=16, k=16, warps=4, stages=1)
 _SINGLE = Tiles(m=64, n=64, k=32, warps=4, stages=3)
-_HALF = (
-    Tiles(m=128, n=256, k=64, warps=8, stages=4),
-    Tiles(m=128, n=256, k=64, warps=8, stages=3),
-    Tiles(m=128, n=128, k=64, warps=8, stages=3),
-    Tiles(m=128, n=128, k=32, warps=8, stages=3),
-)
-"""From the fastest down: the first that fits is taken."""
-_LOW = (Tiles(m=64, n=128, k=64, warps=4, stages=4), Tiles(m=64, n=128, k=32, warps=4, stages=3))
-_FEW_ROWS = 96
 
 
 @functools.cache
@@ -74,17 +66,16 @@ def limits(device: torch.device) -> Limits:
 
 
 def tiles_for(dtype: torch.dtype, rows_per_slot: int, found: Limits) -> Tiles:
-    """The fastest tiles that a device has the shared memory for; low ones where a slot has few rows."""
+    """Those of the table, where the device has the shared memory for them; else the first that it has it for."""
     if INTERPRETED:
         return _SMALLEST
     if dtype == torch.float32:
         return _SINGLE
-    wide = (
-        _HALF if found.capability in (90, 100, 103) else _HALF[2:]
-    )  # elsewhere sums of a wide tile fill the registers
-    return next(
-        tile for tile in (_LOW if rows_per_slot <= _FEW_ROWS else wide) if tile.shared(dtype.itemsize) <= found.shared
-    )
+    rows = tile_table.rows_class(rows_per_slot)
+    chosen = tile_table.chosen(found.capability, dtype.itemsize, rows)
+    wanted = (() if chosen is None else (chosen,)) + tile_table.candidates(found.capability, rows)
+    tiles = (Tiles(m=m, n=n, k=k, warps=warps, stages=stages) for m, n, k, warps, stages in wanted)
+    return next(tile for tile in tiles if tile.shared(dtype.itemsize) <= found.shared)
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity"])

@@ -5,11 +5,14 @@ Every check has a process of its own, so that none dies of another: a context th
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +20,7 @@ from moe_lightning.arguments import option
 from moe_lightning.bench.measure import table
 from moe_lightning.errors import ConfigurationError
 
-NAMES = ("routing", "rows", "matmul", "experts", "buffers", "pinned_copy", "training", "communicators")
+NAMES = ("routing", "rows", "matmul", "grouped", "experts", "buffers", "pinned_copy", "training", "communicators")
 _TIMEOUT_S = 100.0
 _AT_ONCE = 4
 _PROBE = """
@@ -78,21 +81,51 @@ def run(options: Options) -> int:
 
 def outcomes_of(commands: Mapping[str, Sequence[str]], timeout_s: float = _TIMEOUT_S) -> list[Outcome]:
     """Run each command in a process of its own, some at once; one that ends well prints its note last."""
+    running: set[subprocess.Popen[str]] = set()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(partial(_outcome, timeout_s=timeout_s), commands, commands.values()))
+        try:
+            outcome = partial(_outcome, timeout_s=timeout_s, running=running)
+            return list(pool.map(outcome, commands, commands.values()))
+        except BaseException:  # a Ctrl-C does not reach processes of other sessions
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(running):
+                _end(process)
+            raise
 
 
-def _outcome(name: str, command: Sequence[str], timeout_s: float) -> Outcome:
+def _outcome(name: str, command: Sequence[str], timeout_s: float, running: set[subprocess.Popen[str]]) -> Outcome:
     began = time.perf_counter()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-        verdict = "FAIL" if done.returncode else "pass"
-        note = _last_line(done.stderr if done.returncode else done.stdout)
-        if done.returncode < 0:
-            note = f"ended by signal {-done.returncode}: {note}"
-    except subprocess.TimeoutExpired:
-        verdict, note = "FAIL", f"no end after {timeout_s:.0f} s"
+        verdict, note = _ended(command, timeout_s, running)
+    except OSError as error:  # no process could be made
+        verdict, note = "FAIL", str(error)
     return Outcome(name=name, verdict=verdict, seconds=time.perf_counter() - began, note=note[:160])
+
+
+def _ended(command: Sequence[str], timeout_s: float, running: set[subprocess.Popen[str]]) -> tuple[str, str]:
+    """Verdict and note of a process, which is ended with all that it has started where it takes too long."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+    ) as process:
+        running.add(process)
+        try:
+            told, complaint = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return "FAIL", f"no end after {timeout_s:.0f} s"
+        finally:
+            running.discard(process)
+    note = _last_line(complaint if process.returncode else told)
+    if process.returncode < 0:
+        note = f"ended by signal {-process.returncode}: {note}"
+    return "FAIL" if process.returncode else "pass", note
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """With all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_line(text: str) -> str:

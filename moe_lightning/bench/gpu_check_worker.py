@@ -84,6 +84,12 @@ def matmul(device: torch.device) -> str:
     return _compared_in_all_dtypes(all_of, device)
 
 
+def grouped(device: torch.device) -> str:
+    """The same with torch's own grouped matmul."""
+    with ops.backend("grouped"):
+        return matmul(device)
+
+
 def experts(device: torch.device) -> str:
     """Both projections with what is fused into them, by tokens, and all gradients."""
 
@@ -159,7 +165,8 @@ def communicators(device: torch.device) -> str:
 
 
 CHECKS: dict[str, Callable[[torch.device], str]] = {
-    check.__name__: check for check in (routing, rows, matmul, experts, buffers, pinned_copy, training, communicators)
+    check.__name__: check
+    for check in (routing, rows, matmul, grouped, experts, buffers, pinned_copy, training, communicators)
 }
 
 

@@ -73,6 +73,17 @@ def ours(up_EDH: Tensor, down_EFD: Tensor) -> Contender:
     return Contender(forward=forward, parameters=(up_EDH, down_EFD))
 
 
+def ours_grouped(up_EDH: Tensor, down_EFD: Tensor) -> Contender:
+    """The same, but torch's own grouped matmul for the experts."""
+    own = ours(up_EDH, down_EFD)
+
+    def forward(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        with ops.backend("grouped"):
+            return own.forward(x_TD, ids_TK, weights_TK)
+
+    return Contender(forward=forward, parameters=own.parameters)
+
+
 def loop(up_EDH: Tensor, down_EFD: Tensor) -> Contender:
     """What a tutorial does: for each expert select its tokens, compute, add the results up."""
 
@@ -162,6 +173,7 @@ def contenders(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[
 def _builders(up_EDH: Tensor, down_EFD: Tensor, top_k: int) -> dict[str, Callable[[], Contender]]:
     builders: dict[str, Callable[[], Contender]] = {
         "ours": lambda: ours(up_EDH, down_EFD),
+        "ours, grouped": lambda: ours_grouped(up_EDH, down_EFD),
         "loop": lambda: loop(up_EDH, down_EFD),
         "torch grouped_mm": lambda: torch_grouped(up_EDH, down_EFD),
         "hf grouped_mm": lambda: hugging_face(up_EDH, down_EFD),

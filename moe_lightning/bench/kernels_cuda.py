@@ -35,17 +35,49 @@ _MOST_ERROR = 0.02
 
 
 def run(rounds: int) -> None:
-    """Print all GPU tables."""
-    device = torch.device("cuda")
-    peak = _matmul_flops(device, rounds)
-    bandwidth = _copy_bytes(device, rounds)
-    print(f"dense bf16 matmul {peak / 1e12:.0f} TFLOP/s, copy {bandwidth / 1e9:.0f} GB/s (read + written)")
+    """Print all GPU tables, each from a process of its own: an illegal access in one leaves no device to the others."""
+    apart("limits of the device", print_limits, rounds)
     for shape in SHAPES:
-        print(layer_table(shape, device, rounds, peak))
-        torch.cuda.empty_cache()
-    print(_rows_table(device, rounds, bandwidth))
+        apart(shape.name, print_layer, shape, rounds)
+    apart("row movement", print_rows, rounds)
     if torch.cuda.device_count() > 1:
-        print(exchange_table(torch.cuda.device_count(), rounds))
+        print_or_say("exchange", lambda: print(exchange_table(torch.cuda.device_count(), rounds)))
+
+
+def apart(name: str, function: Callable[..., None], *arguments: object) -> None:
+    """Call a function in a process of its own, and say so where it does not come back."""
+    process = torch.multiprocessing.get_context("spawn").Process(target=print_or_say, args=(name, function, *arguments))
+    process.start()
+    process.join()
+    if process.exitcode:
+        print(f"{name} left out: its process ended with {process.exitcode}")
+
+
+def print_or_say(name: str, function: Callable[..., None], *arguments: object) -> None:
+    """Call what prints, or say in a line why it did not."""
+    try:
+        function(*arguments)
+    except Exception as error:  # whatever a device raises
+        print(f"{name} left out: {reason(error)}", flush=True)
+
+
+def print_limits(rounds: int) -> None:
+    """Of this device, as torch's own kernels reach them."""
+    device = torch.device("cuda")
+    peak, bandwidth = _matmul_flops(device, rounds), _copy_bytes(device, rounds)
+    print(f"dense bf16 matmul {peak / 1e12:.0f} TFLOP/s, copy {bandwidth / 1e9:.0f} GB/s (read + written)")
+
+
+def print_layer(shape: Shape, rounds: int) -> None:
+    """Of one shape, in percent of what a dense product reaches."""
+    device = torch.device("cuda")
+    print(layer_table(shape, device, rounds, _matmul_flops(device, rounds)))
+
+
+def print_rows(rounds: int) -> None:
+    """Of one device, in percent of a copy."""
+    device = torch.device("cuda")
+    print(_rows_table(device, rounds, _copy_bytes(device, rounds)))
 
 
 def _matmul_flops(device: torch.device, rounds: int) -> float:
@@ -80,8 +112,11 @@ def layer_table(shape: Shape, device: torch.device, rounds: int, peak: float) ->
         return [y_TD.detach(), *layer.backward(y_TD, x_TD, grad_TD)[:2]]  # of x and of the router, alike for all
 
     checked = {name: partial(both, layer) for name, layer in layers.items() if layer.is_comparable}
-    if _JUDGE in checked:
+    judge = f"values checked against {_JUDGE}"
+    try:
         left_out |= disagreements(checked, both(layers[_JUDGE]), _MOST_ERROR)
+    except Exception as error:  # the judge is a stranger's, too
+        judge = f"values not checked, for {_JUDGE} said {reason(error)}"
     measures, sizes = {}, {}
     for name, layer in layers.items():
         if name in left_out:
@@ -103,7 +138,7 @@ def layer_table(shape: Shape, device: torch.device, rounds: int, peak: float) ->
         rows.append((name, *cells, f"{kept_mib:.0f}", str(syncs)))
     headers = ("layer", "fwd ms", "TFLOP/s", "% of mm", "bwd ms", "TFLOP/s", "% of mm", "kept MiB", "host syncs")
     notes = [f"{shape.name}: {name} left out: {why}" for name, why in {**left_out, **ended.left_out}.items()]
-    title = f"{shape.name}: {shape}, bf16, router and cast included; values checked against {_JUDGE}"
+    title = f"{shape.name}: {shape}, bf16, router and cast included; {judge}"
     return "\n".join([table(headers, rows, title), *notes])
 
 

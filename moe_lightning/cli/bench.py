@@ -36,6 +36,7 @@ BENCHMARKS = {
     "kernels": "every kernel against its reference and its competitors",
     "gpu-check": "whether everything that needs a GPU works on this machine: a table of pass and fail",
     "roofline": "a model of the layer's kernels on GPUs: percent of peak and what bounds each; needs no GPU",
+    "tiles": "the table of the matmuls' tiles: by the model, or measured on this machine's GPU for this user",
 }
 
 

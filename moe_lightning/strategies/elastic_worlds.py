@@ -5,9 +5,8 @@ its update. So survivors of a fault differ by at most one update, and those that
 
 A recovery does not leave `trainer.fit`: the fit loop is run again with the progress of the last committed step, in the
 same process, with the same module, optimizers, loggers and callbacks, as Lightning does on a resume. Retrying inside
-the strategy could not bring back the micro-batches before a failed one, and calling `trainer.fit` again would run the
-user's setup hooks once more, close the loggers and move the model. Sources: Lazarus 4.3 and REFT 4; ours keeps
-live state in the place of a checkpoint.
+the strategy could not bring back the micro-batches before a failed one, and `trainer.fit` would run the user's setup
+hooks once more. Sources: Lazarus 4.3 and REFT 4; ours keeps live state in the place of a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.warm_up import warm_up
 from moe_lightning.strategies.brought_state import (
     brought_progress,
     enter_experts,
@@ -74,8 +74,7 @@ class ElasticWorlds:
         parting: why this rank shall leave after the present step; None: only if it is given notice.
         planner: chooses what to go on from.
         has_rolled_back: the last change of the world went back to a saved state.
-        listeners: have a part in recoveries.
-        report: of the last recovery; None before the first.
+        listeners, report: have a part in recoveries; of the last one, None before the first.
     """
 
     def __init__(
@@ -205,13 +204,15 @@ class ElasticWorlds:
         Raises:
             Preempted: this process shall leave.
             RunFinished: this process comes too late.
-            WorldTooSmall: fewer than `min_ranks` ranks are left, and no others came; the state is saved.
+            WorldTooSmall: fewer than `min_ranks` are left, and no others came; the state is saved.
         """
         self._state.remember_forward()
         fault: BaseException | None = None
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
         trainer = self._state.trainer
         set_up_data(trainer)
+        with trainer.precision_plugin.forward_context():  # once others know of this rank, they wait for it
+            warm_up(self._state.module, self._state.experts.layers, self._device)
         is_first, self._progress = not self.is_newcomer, None
         self.version, loop = trainer.global_step, trainer.fit_loop
         while True:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,13 +31,16 @@ def test_every_check_passes_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> No
     assert "no check failed" in told
 
 
-def test_a_check_that_dies_or_hangs_ends_no_other() -> None:
+def test_a_check_that_dies_or_hangs_ends_no_other(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    holds = f"import fcntl, signal; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); signal.pause()"
+    starts = f"import signal, subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {holds!r}]); signal.pause()"
     python = (sys.executable, "-c")
     outcomes = outcomes_of(
         {
             "killed": (*python, "import os; os.kill(os.getpid(), 9)"),
             "raises": (*python, "raise ValueError('a wrong value')"),
-            "hangs": (*python, "import signal; signal.pause()"),
+            "hangs": (*python, starts),
             "fine": (*python, "print('within 1e-7')"),
         },
         timeout_s=20.0,
@@ -45,3 +50,5 @@ def test_a_check_that_dies_or_hangs_ends_no_other() -> None:
     assert notes["raises"] == ("FAIL", "ValueError: a wrong value")
     assert notes["hangs"] == ("FAIL", "no end after 20 s")
     assert notes["fine"] == ("pass", "within 1e-7")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # waits for ever where what a check has started outlives it

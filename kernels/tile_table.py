@@ -1,0 +1,145 @@
+"""Tiles of the grouped matmuls by device, dtype and number of rows: tables that are read, never tuned in a step.
+
+The package ships one (`tiles.json`); one in the user's cache, which `moe-bench tiles --measure` writes, goes before it.
+A table is data: JSON whose every entry is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+Rows = Literal["few", "many"]
+Tile = tuple[int, int, int, int, int]
+"""Block sizes m, n and k, warps, and stages of the pipeline."""
+
+FEW_ROWS = 96
+"""Of a slot on average; beyond they are many."""
+
+CANDIDATES: Mapping[Rows, tuple[Tile, ...]] = {
+    "few": ((64, 128, 64, 4, 4), (64, 128, 32, 4, 3)),
+    "many": ((128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 32, 8, 3)),
+}
+"""For operands of 16 bits, whose machine code is held to budgets; deep pipelines first."""
+
+SHIPPED = Path(__file__).with_name("tiles.json")
+
+_KEY = re.compile(r"sm_\d{2,3} 2 (few|many)")
+_SIZES = (16, 32, 64, 128, 256)
+_MOST_BYTES = 1 << 16
+_log = logging.getLogger(__name__)
+_forced: dict[str, Tile] = {}
+
+
+def key(capability: int, element_bytes: int, rows: Rows) -> str:
+    """Of an entry: the device by its compute capability times ten, the dtype by its size, the number of rows."""
+    return f"sm_{capability} {element_bytes} {rows}"
+
+
+def rows_class(rows_per_slot: int) -> Rows:
+    """Few or many."""
+    return "few" if rows_per_slot <= FEW_ROWS else "many"
+
+
+def candidates(capability: int, rows: Rows) -> tuple[Tile, ...]:
+    """What a device may take, where its shared memory has room: sums of a wide tile fill the registers of most."""
+    return tuple(tile for tile in CANDIDATES[rows] if tile[1] <= 128 or capability in (90, 100, 103))
+
+
+def user_file() -> Path:
+    """Where this user's own table lies."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-lightning" / "tiles.json"
+
+
+def chosen(capability: int, element_bytes: int, rows: Rows) -> Tile | None:
+    """The entry of the user's table, else of the shipped one; None: neither has one."""
+    wanted = key(capability, element_bytes, rows)
+    return _forced.get(wanted) or _tables(user_file()).get(wanted)
+
+
+@contextmanager
+def forced(tiles: Mapping[str, Tile]) -> Iterator[None]:
+    """Let entries go before those of all tables: to measure them."""
+    _forced.update(tiles)
+    try:
+        yield
+    finally:
+        for name in tiles:
+            del _forced[name]
+
+
+def write(path: Path, how: str, tiles: Mapping[str, Tile]) -> None:
+    """Write a table that only this user may change, whole or not at all.
+
+    Args:
+        how: where its choices come from, in words.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lines = ",\n".join(f'    "{name}": {json.dumps(tile)}' for name, tile in sorted(tiles.items()))
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh.write_text(f'{{\n  "how": {json.dumps(how)},\n  "tiles": {{\n{lines}\n  }}\n}}\n')
+    fresh.chmod(0o644)
+    fresh.replace(path)
+
+
+@functools.cache
+def _tables(own: Path) -> dict[str, Tile]:
+    """Both, read once."""
+    return read(SHIPPED) | of_user(own)
+
+
+def of_user(path: Path) -> dict[str, Tile]:
+    """The entries of a user's table; none, and a warning, where anything in it is wrong."""
+    try:
+        return _read_private(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        cure = "delete it, or write it anew with moe-bench tiles --measure"
+        _log.warning("the table of tiles %s is left out (%s): %s", path, error, cure)
+        return {}
+
+
+def _read_private(path: Path) -> dict[str, Tile]:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ValueError("others may change it")
+    return read(path)
+
+
+def read(path: Path) -> dict[str, Tile]:
+    """The entries of a table.
+
+    Raises:
+        ValueError: anything in it that is no such entry.
+    """
+    with path.open("rb") as file:
+        text = file.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    try:
+        table = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    tiles = table.get("tiles") if isinstance(table, dict) else None
+    if not isinstance(tiles, dict):
+        raise ValueError("it has no tiles")
+    return {name: _checked(name, tile) for name, tile in tiles.items()}
+
+
+def _checked(name: str, tile: Any) -> Tile:
+    is_tile = isinstance(tile, list) and len(tile) == 5 and all(type(number) is int for number in tile)
+    if not _KEY.fullmatch(name) or not is_tile:
+        raise ValueError(f"{name!r}: {str(tile)[:60]} is no entry")
+    m, n, k, warps, stages = tile
+    if not (m in _SIZES and n in _SIZES and k in _SIZES and warps in (4, 8) and 1 <= stages <= 8):
+        raise ValueError(f"{name!r}: {tile} are no sizes of a tile")
+    return m, n, k, warps, stages

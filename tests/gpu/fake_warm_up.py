@@ -1,0 +1,86 @@
+"""python -m tests.gpu.fake_warm_up: two ranks warm up before they meet, then compute a step, on fake devices.
+
+Prints which variants of kernels each rank's step launched that its warm-up had not, as JSON; run with
+TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_lightning import kernels as ops
+from moe_lightning.algorithms.placement import uniform_placement
+from moe_lightning.comm.dispatcher import Dispatcher
+from moe_lightning.comm.world import World
+from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.modules.warm_up import warm_up
+from tests.distributed.harness import connect, run_ranks
+from tests.gpu.fake_device import FakeDevice, OnDevice, on_hosts, set_up
+from tests.gpu.rooms import rooms
+
+RANKS, EXPERTS, WIDTH, HIDDEN, TOKENS = 2, 4, 16, 32, 48
+
+
+class Variants(FakeDevice):
+    """Notes what Triton would compile: a kernel for the dtypes, alignments, constants and special sizes it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: set[str] = set()
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], data: Any, *arguments: Any, **meta: Any) -> None:
+        if all(grid):
+            plain = kernel.kwargs["do_not_specialize"] or ()
+            seen = [variant(value, name in plain) for name, value in zip(kernel.arg_names, arguments, strict=False)]
+            self.launched.add(f"{kernel.__name__} {seen} {sorted(meta.items())}")
+        super().launch(kernel, grid, data, *arguments, **meta)
+
+
+def variant(value: Any, is_plain: bool) -> str:
+    if isinstance(value, torch.Tensor):
+        host = value.host if isinstance(value, OnDevice) else value
+        return f"{host.dtype}{'' if host.data_ptr() % 16 else ' aligned'}"
+    if hasattr(value, "block_shape"):
+        return f"{value.base.dtype} {value.block_shape}"
+    if isinstance(value, int) and not is_plain:
+        return "1" if value == 1 else f"int {value % 16 == 0}"
+    return type(value).__name__
+
+
+def run(rank: int, _: int) -> list[str]:
+    device = set_up()
+    torch.manual_seed(0)
+    module = nn.ModuleList([MoELayer(WIDTH, HIDDEN, EXPERTS, {"top_k": 2}, activation="swiglu"), StreamDropout(0.1)])
+    layer: Any = module[0]
+    placement, groups = uniform_placement(EXPERTS, RANKS, 2), [tuple(range(RANKS))]
+    layer.place(Dispatcher(placement, World.offline(rank, RANKS, torch.device("cpu")), groups), torch.device("cpu"))
+    fake = Variants()
+    for room in rooms():
+        room.launch = fake.launch  # type: ignore[assignment]
+    with fake, ops.backend("triton"):
+        module.to(device)
+        state, numbers = torch.get_rng_state(), {name: p.host.clone() for name, p in layer.named_parameters()}
+        warm_up(module, [layer], device)
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(torch.equal(p.host, numbers[name]) and p.grad is None for name, p in layer.named_parameters())
+        warmed, fake.launched = fake.launched, set()
+        layer.dispatcher = Dispatcher(placement, connect(), groups)
+        on_hosts()
+        x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank)).to(device).requires_grad_()
+        y = module[1](layer(x))
+        torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+        gradients = torch.zeros(2, 500, device=device)
+        ops.sum_in_rank_order(gradients, out=gradients[0].clone())
+    assert fake.launched
+    return sorted(fake.launched - warmed)
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_ranks(RANKS, run)), flush=True)
+    os._exit(0)  # as in fake_layer
