@@ -103,9 +103,13 @@ class Console(ProgressBar):
         line = f"{_position(trainer)}  validation loss {float(loss):.4f}"
         if "val/accuracy" in trainer.callback_metrics:
             line += f", accuracy {float(trainer.callback_metrics['val/accuracy']):.1%}"
+        self.tell(line)
+
+    def tell(self, line: str) -> None:
+        """Print a line, above the bar where there is one."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
-        else:
+        elif self._enabled:
             print(line, flush=True)
 
     @override

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.algorithms.expert_edits import ExpertEdit, ScheduledEdit, edit_tables, layer_edits
+from moe_lightning.callbacks.console import Console
 from moe_lightning.callbacks.parity_doctor import ParityDoctor
 from moe_lightning.callbacks.routing_recorder import RoutingRecorder
 from moe_lightning.callbacks.routing_replay import RoutingReplay
@@ -112,10 +113,10 @@ class ExpertEdits(Callback):
         self._counts_LE = None
         after = strategy.editing.num_experts
         self.reports.append(LiveEditReport(step=step, experts=(before, after), losses=(losses[0], losses[1])))
-        rank_zero_info(
-            f"step {step}: {before} -> {after} experts a layer, loss of the next batch {losses[0]:.4f} -> "
-            f"{losses[1]:.4f}"
-        )
+        change = f"{losses[0]:.4f} -> {losses[1]:.4f}"
+        line = f"step {step}  {before} -> {after} experts a layer, loss of the next batch {change}"
+        console = next((c for c in trainer.callbacks if isinstance(c, Console)), None)  # type: ignore[attr-defined]
+        (rank_zero_info if console is None else console.tell)(line)
         metrics = {"experts/loss_before": losses[0], "experts/loss_after": losses[1], "experts/count": float(after)}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)

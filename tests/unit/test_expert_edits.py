@@ -9,16 +9,19 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from moe_lightning import GPTModule
-from moe_lightning.algorithms.expert_edits import ExpertEdit, least_loaded
+from moe_lightning import ExpertParallelStrategy, GPTModule
+from moe_lightning.algorithms.expert_edits import ExpertEdit, ScheduledEdit, layer_edits, least_loaded
+from moe_lightning.callbacks.expert_edits import ExpertEdits
 from moe_lightning.checkpoint.files import read_file, write_file
 from moe_lightning.cli import expert_edits
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.expert_edits import edit_file, parse_edits
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.router import Router, RouterConfig
 from tests.distributed.training import TINY, RandomTokens, quiet
 
 E = TINY["num_experts"]
@@ -173,3 +176,73 @@ def test_more_experts_than_memory_holds_are_refused(whole: Path, monkeypatch: py
     monkeypatch.setattr(expert_edits, "machine_memory", lambda: 3 * whole.stat().st_size)
     with pytest.raises(ConfigurationError, match=r"24 experts in place of 6 .* lower --fold"):
         edited(whole, "large.ckpt", fold=4)
+
+
+def rules(**words: Any) -> ScheduledEdit:
+    return ScheduledEdit(step=1, **words)
+
+
+def test_rules_choose_among_experts_that_no_name_mentions() -> None:
+    loads_LE = np.array([[3, 5, 7, 1, 2, 9], [1, 1, 1, 1, 1, 1]])
+    similarity_LEE = np.zeros((2, 6, 6))
+    similarity_LEE[0, 1, 4] = similarity_LEE[0, 4, 1] = 0.5
+    edits = [rules(layers=[0], prune_least=1, merge_similar=1, duplicate_most=1, duplicate=[5]), rules(prune=[0])]
+    first, second = layer_edits(edits, loads_LE, similarity_LEE)
+    assert first == ExpertEdit(prune=(0, 3), merge=((1, 4),), duplicate=(5, 2))
+    assert second == ExpertEdit(prune=(0,))
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (rules(layers=[2], prune=[0]), "names layer 2: use 0 to 1"),
+        (rules(prune=[0], merge_similar=3), "need 6 experts, and 5 of 6 are not named already"),
+    ],
+)
+def test_rules_that_cannot_be(edit: ScheduledEdit, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        layer_edits([edit], np.zeros((2, 6), dtype=np.int64), np.zeros((2, 6, 6)))
+
+
+@pytest.mark.parametrize(
+    ("options", "edits", "sentence"),
+    [
+        ({}, [{"step": 1, "layers": [0], "prune": [0]}], r"the layers would have \[5, 6\] experts"),
+        ({}, [{"step": 1, "prune": [0, 1, 2, 3, 4]}], "top_k=2 is more than the 1 experts"),
+        ({}, [{"step": 1, "prune": [0]}, {"step": 2, "prune": [5]}], "expert 5 is not in the layer"),
+        ({"dense": "fsdp"}, [{"step": 1, "prune": [0]}], "dense=fsdp or hsdp"),
+        ({}, [{"step": 0, "prune": [0]}], "step=0"),
+        ({}, [{"step": 1, "prun": [0]}], "did you mean 'prune'"),
+    ],
+)
+def test_live_edits_that_cannot_be(options: dict[str, Any], edits: list[dict[str, Any]], sentence: str) -> None:
+    quiet()
+    unseen = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    strategy, loader = ExpertParallelStrategy(**options), DataLoader(RandomTokens(8), batch_size=8)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, strategy=strategy, **unseen)
+    with pytest.raises(ConfigurationError, match=sentence):
+        _fit(trainer, edits, loader)
+
+
+def _fit(trainer: pl.Trainer, edits: list[dict[str, Any]], loader: DataLoader[Any]) -> None:
+    trainer.callbacks.append(ExpertEdits(edits))  # type: ignore[attr-defined]
+    trainer.fit(GPTModule(TINY), loader)
+
+
+def test_twins_have_one_score_until_they_learn() -> None:
+    router = Router(32, 7, RouterConfig())
+    with torch.no_grad():
+        router.weight[6] = router.weight[2]
+    x_TD = torch.randn(64, 32, requires_grad=True)
+    apart = router.logits(x_TD)
+    router.find_twins()
+    logits_TE = router.logits(x_TD)
+    assert torch.equal(logits_TE[:, 6], logits_TE[:, 2])
+    torch.testing.assert_close(logits_TE, apart, rtol=0, atol=1e-6)
+    (gradient,) = torch.autograd.grad(logits_TE[:, 6].sum(), router.weight)
+    assert gradient[6].any()
+    assert not gradient[:6].any()
+    with torch.no_grad():
+        router.weight[6] += 1
+    router.update_bias()
+    assert torch.equal(router.logits(x_TD), F.linear(x_TD, router.weight))
