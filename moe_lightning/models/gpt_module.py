@@ -156,7 +156,9 @@ class SupervisedModule(pl.LightningModule):
         context, length = getattr(self.model, "context", None) or ContextParallel(), batch[0].shape[-1]
         self._attended = self._num_tokens * context.whole(length)
         if len(batch) > 3:  # the places 0 to n - 1 of a document of n tokens, doubled and one more, sum to n * n
-            self._attended = ((2 * context.positions(length, batch[3]) + 1) * batch[2]).sum()
+            places = context.positions(length, batch[3])
+            assert isinstance(places, Tensor)
+            self._attended = ((2 * places + 1) * batch[2]).sum()
         loss, count = self.loss(batch), num_targets(batch[1])
         if self.training:
             shared = global_mean(self, loss, count)

@@ -14,7 +14,7 @@ from moe_lightning import GPTModule, OptimizerConfig, PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_optimizer_runs import STEPS, Move
-from tests.distributed.training import TINY, RandomTokens, make_trainer
+from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 
 HALF = STEPS // 2
 
@@ -30,9 +30,10 @@ def fit(
     directory: bool = False,
     accumulate: int = 1,
     model: dict[str, Any] | None = None,
+    moves: bool = True,
 ) -> dict[str, Any]:
     """Train with a validation in the middle and at the end; in a folder, save at the middle and the end."""
-    recorder, saving = Move(), list[pl.Callback]()
+    recorder, saving = Move() if moves else Recorder(), list[pl.Callback]()
     if folder and directory:
         saving = [PartialExpertsCheckpoint(folder, every_n_steps=1, k_persist=2)]
     elif folder:
@@ -113,14 +114,17 @@ def test_meshes_and_shards(ranks: int, strategy: dict[str, Any], tmp_path: Path)
         assert whole[name] == pytest.approx(values, abs=1e-5)
     assert run(ranks, strategy, validates=False)["losses"] == whole["losses"]
     middle = str(tmp_path / f"step={HALF}.ckpt")
-    assert run(ranks, strategy, load=middle)["losses"] == whole["losses"][HALF:]
+    resumed = run(ranks, strategy, load=middle)["losses"]
+    assert resumed == pytest.approx(
+        whole["losses"][HALF:], abs=1e-5 if ranks > 2 else 0
+    )  # in which order three are summed
     assert run(1, load=middle)["losses"] == pytest.approx(alone["losses"][HALF:], abs=1e-5)
 
 
 @pytest.mark.slow
 def test_stages_of_a_pipeline() -> None:
-    model = {"tie_embeddings": False}
-    alone, two = run(1, model=model), run(2, {"mesh": {"pp": 2}}, model=model)
+    model = {"tie_embeddings": False, "router": {"aux_loss_coef": 0.0}}  # which is one of each micro-batch
+    alone, two = run(1, model=model), run(2, {"mesh": {"pp": 2}}, model=model, moves=False)
     for name, values in alone.items():
         assert two[name] == pytest.approx(values, abs=1e-5)
 
