@@ -71,6 +71,7 @@ def test_random_faults(tmp_path: Path, seed: int) -> None:
     run_schedule(tmp_path, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "dense"), [(102, "hsdp")])  # from two copies to one and back, and from snapshots
 def test_random_faults_of_ranks_that_share_dense_state(tmp_path: Path, seed: int, dense: str) -> None:
     run_schedule(tmp_path, seed, dense)

@@ -51,6 +51,7 @@ def test_ranks_leave_and_come_back(tmp_path: Path, undisturbed: dict[int, float]
         assert all(report["steps_lost"] == 0 for report in run.reports())
 
 
+@pytest.mark.slow
 def test_snapshots_replace_the_only_copy(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     """One slice of two ranks, of which one is lost and comes back."""
     kills = [Kill(worker=1, step=5, place="backward")]

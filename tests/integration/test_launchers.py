@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_script
+from tests.parameters import slow
 from tests.programs import TESTS, run_program
 
 SCRIPT = """
@@ -79,11 +80,11 @@ def run(folder: Path, launcher: str) -> list[list[str]]:
     return [(folder / f"rank{rank}.txt").read_text().rsplit(" ", 1) for rank in range(devices)]
 
 
-def test_every_launcher_trains_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["torchrun", slow("popen")])
+def test_every_launcher_trains_the_same(launcher: str, tmp_path: Path) -> None:
     ((alone, loss),) = run(tmp_path / "slurm", "slurm")
     assert alone == "1 (0, 1, 2, 3, 4, 5)"
-    for launcher in ("popen", "torchrun"):
-        first, second = run(tmp_path / launcher, launcher)
-        assert (first[0], second[0]) == ("2 (0, 1, 2)", "2 (3, 4, 5)"), launcher
-        assert float(first[1]) == pytest.approx(float(loss), abs=2e-5), launcher
-        assert first[1] == second[1], launcher
+    first, second = run(tmp_path / launcher, launcher)
+    assert (first[0], second[0]) == ("2 (0, 1, 2)", "2 (3, 4, 5)")
+    assert float(first[1]) == pytest.approx(float(loss), abs=2e-5)
+    assert first[1] == second[1]

@@ -33,9 +33,6 @@ def test_a_run_lives_in_a_store(faults: Faults, tmp_path: Path, capsys: pytest.C
     root = place_of(url)
     assert checkpoints(root)[0][1].step == 12
     assert not list(tmp_path.glob("outputs/stored/checkpoints/*"))
-    elsewhere = moe_train(tmp_path, *SMALL, "run_name=other", f"resume={url}", "trainer.max_steps=14")
-    assert elsewhere.returncode == 0, elsewhere.stderr
-    assert checkpoints(tmp_path / "outputs/other/checkpoints")[0][1].step == 14
 
     assert moe_ckpt(["verify", url]) == 0
     assert moe_ckpt(["inspect", url]) == 0
@@ -50,7 +47,22 @@ def test_a_run_lives_in_a_store(faults: Faults, tmp_path: Path, capsys: pytest.C
     assert moe_ckpt(["verify", "s4://x/y"]) == 2
     capsys.readouterr()
 
-    wrong = dirpath.replace(BUCKET, "nowhere")
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_store_elsewhere(faults: Faults, tmp_path: Path) -> None:
+    write_words(tmp_path, 2000)
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}/checkpoints"
+    dirpath = f"callbacks.partial_experts_checkpoint.dirpath={url}"
+    first = moe_train(tmp_path, *SMALL, "run_name=stored", dirpath, "trainer.max_steps=8")
+    assert first.returncode == 0, first.stderr
+    elsewhere = moe_train(tmp_path, *SMALL, "run_name=other", f"resume={url}", "trainer.max_steps=14")
+    assert elsewhere.returncode == 0, elsewhere.stderr
+    assert checkpoints(tmp_path / "outputs/other/checkpoints")[0][1].step == 14
+
+
+def test_a_store_that_is_not_there_is_one_sentence(faults: Faults, tmp_path: Path) -> None:
+    write_words(tmp_path, 2000)
+    wrong = "callbacks.partial_experts_checkpoint.dirpath=s3://nowhere/checkpoints"
     failed = moe_train(tmp_path, *SMALL, "run_name=lost", wrong, "trainer.max_steps=4")
     assert failed.returncode == 2
     assert "there is no such bucket: make it first, or correct the URL" in failed.stderr
