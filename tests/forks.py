@@ -24,7 +24,9 @@ FORKS.set_forkserver_preload(
         "moe_lightning.elastic.engine",
         "moe_lightning.elastic.launcher",
         "moe_lightning.strategies",
+        "s3fs",  # Lightning looks for it when it saves
         "tests.chaos.elastic_worker",
+        "transformers.modeling_utils",
     ]
 )
 PATIENCE_S = 240.0
