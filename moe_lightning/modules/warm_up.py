@@ -18,8 +18,9 @@ from moe_lightning.comm.device_plan import DevicePlan
 from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend
 from moe_lightning.comm.dispatcher import Dispatcher
 from moe_lightning.comm.exchange import Meanwhile
+from moe_lightning.modules.expert_limits import drop_overflow
 from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.router import Router, drop_overflow
+from moe_lightning.modules.router import Router
 from moe_lightning.modules.stream import StreamDropout
 
 ROWS_PER_SLOT = (16, 128)
