@@ -235,7 +235,7 @@ class Router(nn.Module):
         """Choose experts for every row that is a token; None: all are."""
         config = self.config
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE, scores_TE, weights_TK, expert_ids_TK = self._routed(x_TD)
+            logits_TE, scores_TE, weights_TK, expert_ids_TK = self.routed(x_TD)
         if self.stream.is_stand_in:
             expert_ids_TK = torch.full_like(expert_ids_TK, -1)
         elif is_token_T is not None:
@@ -254,8 +254,9 @@ class Router(nn.Module):
             tokens_per_expert_E=tokens_E,
         )
 
-    def _routed(self, x_TD: Tensor) -> ops.Routed:
-        if self._is_plain and ops.fuses_router(x_TD, self.num_experts):
+    def routed(self, x_TD: Tensor) -> ops.Routed:
+        """What rows choose, be they tokens or not."""
+        if self.is_plain and ops.fuses_router(x_TD, self.num_experts):
             choice = ops.Choice(
                 top_k=self.config.top_k,
                 is_sigmoid=self.config.score == "sigmoid",
@@ -271,7 +272,7 @@ class Router(nn.Module):
         return ops.Routed(logits_TE=logits_TE, scores_TE=scores_TE, weights_TK=weights_TK, ids_TK=ids_TK)
 
     @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Nothing stands between rows, logits, scores and choice that `kernels.route` does not have."""
         config, kind = self.config, type(self)
         return (

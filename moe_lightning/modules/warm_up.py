@@ -19,6 +19,7 @@ from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend
 from moe_lightning.comm.dispatcher import Dispatcher
 from moe_lightning.comm.exchange import Meanwhile
 from moe_lightning.modules.expert_limits import drop_overflow
+from moe_lightning.modules.losses import load_balancing_loss
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import Router
 from moe_lightning.modules.stream import StreamDropout
@@ -71,12 +72,14 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
     scores_TE = torch.rand(num_tokens, layer.num_experts, generator=generator).to(device)
     x_TD = torch.randn(num_tokens, experts.width, generator=generator).to(device, dtype).requires_grad_()
     router = layer.router
-    ids_TK = router.choose(scores_TE) if isinstance(router, Router) else ops.top_k_experts(scores_TE, config.top_k)
-    weights_TK = scores_TE.gather(-1, ids_TK)
+    if isinstance(router, Router) and router.is_plain:
+        _, scores_TE, weights_TK, ids_TK = router.routed(x_TD)
+    else:
+        ids_TK = router.choose(scores_TE) if isinstance(router, Router) else ops.top_k_experts(scores_TE, config.top_k)
+        weights_TK = scores_TE.requires_grad_().gather(-1, ids_TK)
     if config.capacity_factor is not None:
         limit = config.capacity(ids_TK.numel(), layer.num_experts)
         ids_TK = drop_overflow(ids_TK, weights_TK, limit, layer.num_experts, config.drop_policy)
-    weights_TK.requires_grad_()
     counts_E = ops.count_by_expert(ids_TK, layer.num_experts)
     if dispatcher.world.size > 1:
         planner = Dispatcher(
@@ -92,8 +95,11 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
         y_TD = dispatcher.combine(experts(sent.rows_MD, sent.tokens_per_slot_S), sent, weights_TK)
     if dropout:  # keys fill 64 bits
         y_TD = ops.keyed_dropout(y_TD, dropout, ops.Draw(key=1 << 62, first=0, here=1, parts=1, part=0))
-    leaves = [x_TD, weights_TK, *(p for p in experts.stacked_parameters().values() if p.requires_grad)]
-    torch.autograd.grad(y_TD, leaves, torch.ones_like(y_TD), allow_unused=True)
+    result = y_TD.sum()
+    if config.aux_loss_coef:
+        result = result + load_balancing_loss(scores_TE, counts_E)
+    leaves = [x_TD, *(p for p in layer.parameters() if p.requires_grad)]
+    torch.autograd.grad(result, leaves, allow_unused=True)
 
 
 class _Alone(ExchangeBackend):
