@@ -181,12 +181,12 @@ def _of_rows(
             seen.note(name, here, there, max(here.norm, there.norm))
         else:
             apart.append(sample)
-    extra = [sample for sample in ours if sample not in theirs]
+    is_input = name.startswith("input ")  # an output's other samples have their digests under other shapes
+    extra = [sample for sample in ours if sample not in theirs] if is_input else []
     if not apart and not extra:
         return
     sample = (apart or extra)[0]
     here, there = ours.get(sample, nothing), theirs.get(sample, nothing)
-    is_input = name.startswith("input ")
     yield Parting(
         step=step,
         kind="inputs" if is_input else "activation",

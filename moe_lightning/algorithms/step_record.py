@@ -75,7 +75,7 @@ def merged(notes: Sequence[Mapping[str, Any]]) -> StepRecord:
                 for place, (projection, square) in zip(micro["samples"], digests, strict=True):
                     sample = samples.setdefault(place, [0.0, 0.0])
                     sample[0], sample[1] = sample[0] + projection, sample[1] + square
-                    ranks[place] = note["rank"]
+                    ranks.setdefault(place, note["rank"])
             for layer, *found in micro["counts"]:
                 if micro["is_of_rank"] or counted.setdefault(layer, note["rank"]) == note["rank"]:
                     known = counts.setdefault(layer, [[0] * len(found[0]) for _ in found])

@@ -4,11 +4,11 @@ and updates, and counts of assignments.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,13 +21,26 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.algorithms.run_comparison import NOISE
 from moe_lightning.algorithms.step_record import tensors_of
+from moe_lightning.callbacks.doctor_digests import (
+    Layout,
+    Sharing,
+    columns_of,
+    digests_of,
+    projection,
+    samples_in,
+    square,
+    tensors_in,
+)
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
+from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.modules.absent_block import AbsentBlock
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.row_blocks import blocks_of, cut_of, local
 from moe_lightning.state.table import State
+from moe_lightning.strategies.stage_cut import StageCut
 
 Note = list[Any]
 """Of a block of a tensor: name, offsets, projection, squared norm, size, slack."""
@@ -53,10 +66,35 @@ class Block:
 
 @dataclass
 class _Micro:
-    """A micro-batch: what `step_record.merged` reads, while it grows."""
+    """A micro-batch: what `step_record.merged` reads, while it grows.
 
-    rows: list[tuple[str, list[Any]]] = field(default_factory=list)
-    names: dict[str, int] = field(default_factory=dict)
+    Attributes:
+        count: its samples, stand-ins among them; None: it is one.
+        rows: (name, shape of the whole, digests of samples).
+        calls: of each name.
+    """
+
+    count: int | None
+    rows: list[tuple[str, list[int], list[list[float]]]] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, tensor: Tensor, layouts: Callable[[Sequence[int]], Iterable[Layout]]) -> None:
+        """An input or output, in all ways in which a sample of this shape may lie in the whole of it."""
+        self.calls[name] += 1
+        name = f"{name} (call {self.calls[name]})" if self.calls[name] > 1 else name
+        samples = samples_in(tensor, self.count)
+        if samples is not None:
+            self.rows += [(name, layout.shape, digests_of(samples, layout)) for layout in layouts(samples.shape[1:])]
+
+    def told(self, samples: Sequence[int | None]) -> dict[str, Any]:
+        """Without stand-ins.
+
+        Args:
+            samples: their positions in the step; None of a stand-in.
+        """
+        real = {row: sample for row, sample in enumerate(samples) if sample is not None}
+        rows = [[name, shape, [digests[row] for row in real]] for name, shape, digests in self.rows]
+        return {"samples": list(real.values()), "rows": rows, "loss": None, "counts": [], "is_of_rank": False}
 
 
 class Recorder(Callback):
@@ -77,19 +115,19 @@ class Recorder(Callback):
         self._handles: list[RemovableHandle] = []
         self._note: dict[str, Any] = {}
         self._micro: _Micro | None = None
+        self._pieces: dict[StepSlice, _Micro] = {}
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
-        self._batch_rows = 0
+        self._running: Callable[[nn.Module], StepSlice | None] | None = None
 
     # ------------------------------------------------------------------ hooks of modules
 
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen to the modules whose outputs are whole on a rank."""
-        names = {id(part): name for name, part in pl_module.named_modules()}
-        inside = {id(p) for m in pl_module.modules() if isinstance(m, Experts) for p in m.modules()}
-        if places_of(trainer).sees_activations:
-            for part in pl_module.modules():
-                if part is not pl_module and id(part) not in inside:
-                    self._handles.append(part.register_forward_hook(partial(self._saw, names[id(part)])))
+        """Listen to the modules, but for those of experts and of other stages of a pipeline."""
+        inside = {p for m in pl_module.modules() if isinstance(m, Experts) for p in m.modules()}
+        self._running = _running(trainer, pl_module) if places_of(trainer).stages > 1 else None
+        for name, part in pl_module.named_modules():
+            if part is not pl_module and part not in inside and not isinstance(part, AbsentBlock):
+                self._handles.append(part.register_forward_hook(partial(self._saw, name)))
 
     def end(self) -> None:
         """Listen no more."""
@@ -98,21 +136,15 @@ class Recorder(Callback):
         self._handles = []
 
     def _saw(self, name: str, part: nn.Module, arguments: Any, output: Any) -> None:
-        if self._micro is None:
-            return
-        for suffix, tensor in _tensors_in(output):
-            self._add(f"{name}{suffix}", tensor)
-
-    def _add(self, name: str, tensor: Tensor) -> None:
         micro = self._micro
-        assert micro is not None
-        calls = micro.names[name] = micro.names.get(name, -1) + 1
-        name = f"{name} (call {calls + 1})" if calls else name
-        place = self._place
-        count = self._batch_rows if place.knows_samples else 1
-        digests = rows_of(tensor, count, place.part, place.parts, whole=not place.knows_samples)
-        if digests is not None:
-            micro.rows.append((name, list(digests)))
+        if micro is not None and self._running is not None:
+            piece = self._running(part)
+            micro = None if piece is None else self._pieces.setdefault(piece, _Micro(piece.rows))
+        if micro is None:
+            return
+        layouts = partial(self._place.sharing.layouts, columns=columns_of(part))
+        for suffix, tensor in tensors_in(output):
+            micro.add(f"{name}{suffix}", tensor, layouts)
 
     # ------------------------------------------------------------------ hooks of the trainer
 
@@ -120,15 +152,17 @@ class Recorder(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._place = places_of(trainer)
+        self._place = place = places_of(trainer)
         if not self._note:
             self._note = {"rank": self.world.rank, "micros": [], "gradients": [], "clipped": [], "updates": []}
             self._note["weights"] = [note_of(b, b.of(local(b.parameter.detach()))) for b in blocks(trainer, pl_module)]
         leaves = [leaf for leaf in seams.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-        self._batch_rows = len(leaves[0]) if leaves else 1
-        self._micro = _Micro()
+        self._micro, self._pieces = _Micro(None), {}
+        if place.knows_samples:
+            self._micro.count = len(leaves[0]) if leaves else 1
+        copies = place.sharing.tensors * place.stages
         for number, leaf in enumerate(leaves):
-            self._add(f"input {number}", leaf)
+            self._micro.add(f"input {number}", leaf, lambda here: [place.sharing.whole(here, copies)])
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -136,23 +170,19 @@ class Recorder(Callback):
         if micro is None:
             return
         place, samples = self._place, samples_of(trainer, self._place, len(self._note["micros"]))
+        of_rank = loss.detach() / place.ranks
+        if place.stages > 1:
+            of_rank = trainer.strategy.steps.stage_loss  # type: ignore[attr-defined]
         names = {id(part): name for name, part in pl_module.named_modules()}
         counts = [
             [names[id(m)], m.statistics.tokens_NE.sum(0).tolist(), m.statistics.computed_NE.sum(0).tolist()]
             for m in pl_module.modules()
             if isinstance(m, MoELayer) and m.statistics is not None
         ]
-        real = {row: sample for row, sample in enumerate(samples) if sample is not None}
-        rows = [[name, shape, [found[row] for row in real]] for name, (shape, found) in micro.rows]
-        self._note["micros"].append(
-            {
-                "samples": list(real.values()),
-                "loss": float(loss.detach()) / place.ranks if place.has_loss and real else None,
-                "rows": rows if place.speaks else [],
-                "counts": counts,
-                "is_of_rank": not place.knows_samples,
-            }
-        )
+        told = micro.told(samples)
+        told |= {"counts": counts, "is_of_rank": not place.knows_samples}
+        told["loss"] = float(of_rank) if told["samples"] and of_rank is not None else None
+        self._note["micros"] += [told, *(piece.told(_samples_in(at)) for at, piece in self._pieces.items())]
 
     @override
     @torch.no_grad()
@@ -196,6 +226,12 @@ class Recorder(Callback):
         self._note, self._before = {}, {}
 
 
+def note_of(block: Block, values: Tensor, slack: float = 0.0) -> Note:
+    """The digest of a block."""
+    values = values.detach()
+    return [block.name, list(block.offsets), projection(values, block.offsets), square(values), values.numel(), slack]
+
+
 def _key(block: Block) -> str:
     return f"{block.name} {block.offsets}"
 
@@ -214,21 +250,16 @@ class Place:
 
     Attributes:
         knows_samples: the strategy tells of each sample where it is in the global batch; else a rank's batch is one.
-        sees_activations: outputs of modules are whole on a rank, but for their positions.
-        speaks: no other rank notes the same of these samples.
-        part, parts: of each sample's positions.
+        sharing: with whom it computes them.
+        stages: ranks that compute them one after the other.
         rank, ranks: among those with other batches, where the strategy tells nothing.
-        has_loss: what is differentiated is this rank's part of the loss of the step.
     """
 
     knows_samples: bool = False
-    sees_activations: bool = True
-    speaks: bool = True
-    part: int = 0
-    parts: int = 1
+    sharing: Sharing = field(default_factory=Sharing)
+    stages: int = 1
     rank: int = 0
     ranks: int = 1
-    has_loss: bool = True
 
 
 def samples_of(trainer: pl.Trainer, place: Place, micro: int) -> list[int | None]:
@@ -240,10 +271,11 @@ def samples_of(trainer: pl.Trainer, place: Place, micro: int) -> list[int | None
     if not place.knows_samples:
         return [micro * place.ranks + place.rank]
     batch = trainer.strategy.steps.batch  # type: ignore[attr-defined]
-    found: list[int | None] = []
-    for piece in batch.pieces or (batch,):
-        found += [*range(piece.offset, piece.offset + piece.count), *[None] * (piece.rows - piece.count)]
-    return found
+    return [sample for piece in batch.pieces or (batch,) for sample in _samples_in(piece)]
+
+
+def _samples_in(piece: StepSlice) -> list[int | None]:
+    return [*range(piece.offset, piece.offset + piece.count), *[None] * (piece.rows - piece.count)]
 
 
 def places_of(trainer: pl.Trainer) -> Place:
@@ -252,15 +284,24 @@ def places_of(trainer: pl.Trainer) -> Place:
     if worlds is None:
         return Place(rank=trainer.global_rank, ranks=trainer.world_size)
     mesh = worlds.mesh
-    part, parts = mesh.shape.place(mesh.whole.rank, {"cp"})
-    return Place(
-        knows_samples=True,
-        sees_activations=mesh.shape.tp == mesh.shape.pp == 1,
-        speaks=mesh.shape.index(mesh.whole.rank, "tp") == mesh.shape.index(mesh.whole.rank, "pp") == 0,
-        part=part,
-        parts=parts,
-        has_loss=mesh.shape.pp == 1,
-    )
+    (part, parts), (tensor, tensors) = (mesh.shape.place(mesh.whole.rank, {axis}) for axis in ("cp", "tp"))
+    sharing = Sharing(part=part, parts=parts, tensor=tensor, tensors=tensors)
+    return Place(knows_samples=True, sharing=sharing, stages=mesh.shape.pp)
+
+
+def _running(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[nn.Module], StepSlice | None]:
+    """What tells the micro-batch of which a module is computed; None where its output belongs to another stage."""
+    cut: StageCut = trainer.strategy.state.stages.cut  # type: ignore[attr-defined]
+    stage_of: dict[nn.Module, int] = {}
+    for part in module.modules():
+        if not isinstance(part, AbsentBlock):
+            holds_blocks = any(cut.number_of(inner) is not None for inner in part.modules() if inner is not part)
+            stage_of[part] = cut.num_stages - 1 if holds_blocks else cut.stage_of(part)
+
+    def running(part: nn.Module) -> StepSlice | None:
+        return trainer.strategy.steps.batch if cut.flow.stage == stage_of[part] else None  # type: ignore[attr-defined]
+
+    return running
 
 
 def blocks(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[Block]:
@@ -292,75 +333,3 @@ def _row(slot: int, tensor: Tensor) -> Tensor:
 
 def _slices(here: tuple[slice, ...], tensor: Tensor) -> Tensor:
     return tensor[here]
-
-
-# ---------------------------------------------------------------------- digests
-
-
-def note_of(block: Block, values: Tensor, slack: float = 0.0) -> Note:
-    """The digest of a block."""
-    values = values.detach()
-    return [block.name, list(block.offsets), _projected(values, block.offsets), _square(values), values.numel(), slack]
-
-
-def rows_of(
-    tensor: Tensor, count: int, part: int, parts: int, *, whole: bool
-) -> tuple[list[int], list[list[float]]] | None:
-    """The shape of a sample, and (projection, squared norm) of each; None where the first dimension is not samples.
-
-    Args:
-        tensor: of `count` samples, or of tokens one sample after the other.
-        part, parts: of the positions of each sample, which are its first dimension.
-        whole: the tensor is one sample.
-    """
-    if not tensor.ndim and not whole:
-        return None
-    values = tensor.detach()
-    values = values.double() if not values.is_floating_point() else values.float()
-    if whole:
-        values = values[None]
-    elif not count or len(values) % count or not len(values):
-        return None
-    elif len(values) != count:
-        values = values.reshape(count, len(values) // count, *values.shape[1:])
-    positions = values.shape[1] if values.ndim > 1 else 1
-    squares = values.double().square().flatten(1).sum(1) if values.ndim > 1 else values.double().square()
-    projected = values
-    for dim in range(values.ndim - 1, 0, -1):
-        first = part * positions if dim == 1 else 0
-        projected = projected @ _wave(first, values.shape[dim], dim).to(projected)
-    shape = [positions * parts, *values.shape[2:]] if values.ndim > 1 else []
-    return shape, torch.stack([projected.double(), squares], dim=1).tolist()
-
-
-def _projected(values: Tensor, offsets: Sequence[int]) -> float:
-    values = values.float() if values.element_size() < 4 else values
-    for dim in range(values.ndim - 1, -1, -1):
-        values = values @ _wave(offsets[dim], values.shape[dim], dim).to(values)
-    return float(values)
-
-
-def _square(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values.double())) ** 2
-
-
-@lru_cache(maxsize=1024)
-def _wave(first: int, size: int, dim: int) -> Tensor:
-    """Fixed numbers in [-1, 1] for places along a dimension, float64."""
-    places = torch.arange(first, first + size, dtype=torch.float64)
-    return 2.0 * torch.frac((torch.sin((places + 1.0) * 12.9898 * (dim + 1)) * 43758.5453).abs()) - 1.0
-
-
-def _tensors_in(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module's output that have as many rows as the first one."""
-    named: list[tuple[str, Any]] = []
-    if isinstance(output, Tensor):
-        named = [("", output)]
-    elif isinstance(output, tuple | list):
-        named = [(f"[{number}]", item) for number, item in enumerate(output)]
-    elif isinstance(output, Mapping):
-        named = [(f"[{key}]", value) for key, value in output.items()]
-    elif dataclasses.is_dataclass(output):
-        named = [(f".{item.name}", getattr(output, item.name)) for item in dataclasses.fields(output)]
-    tensors = [(suffix, value) for suffix, value in named if isinstance(value, Tensor)]
-    return ((suffix, value) for suffix, value in tensors if value.shape[:1] == tensors[0][1].shape[:1])

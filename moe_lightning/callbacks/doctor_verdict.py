@@ -99,7 +99,8 @@ def _cause(partings: Sequence[Parting], num_ranks: int) -> str:
 def _of_activation(first: Parting, num_ranks: int) -> str:
     if 0 < len(first.ranks) < num_ranks and len(first.samples) < first.total:
         return f"what comes in is the same, and only samples{_on(first)} part: weights, dropout or rows of that rank"
-    return f"what comes in is the same, but not what the layer makes of it ({first.hint}): precision, eps, weights"
+    likely = "precision, eps, weights, or a sum over ranks"
+    return f"what comes in is the same, but not what the layer makes of it ({first.hint}): {likely}"
 
 
 def _of_gradient(first: Parting, alike: Sequence[Parting], num_ranks: int) -> str:

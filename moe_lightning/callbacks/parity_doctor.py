@@ -35,9 +35,8 @@ class ParityDoctor(Callback):
     Each step of the reference begins with the weights of the run and takes the same samples. Under
     ExpertParallelStrategy it reads them itself; under stock strategies (one device, DDP) it takes what the ranks got,
     as micro-batches. Inputs, outputs of modules, assignments of experts, losses, gradients before and after clipping,
-    and updates are compared by digests that add up over ranks. Along tp and pp outputs of modules are left out. torch's
-    own dropout is turned off. Rank 0 needs room for a second copy of the whole model with its optimizer, and on the
-    host for `steps` times its weights.
+    and updates are compared by digests that add up over ranks. torch's own dropout is turned off. Rank 0 needs room for
+    a second copy of the whole model with its optimizer, and on the host for `steps` times its weights.
 
     Args:
         steps: to compare; fewer where the training, or under stock strategies its first epoch, ends before.

@@ -54,6 +54,7 @@ class _Run:
         wire: numbers that travel of a micro-batch.
         is_watched: the first run of its kind is looked at closely.
         outcomes, weights, logs: of the last stage.
+        losses: of the last stage, as they are differentiated.
         statistics: of the layers here, of each micro-batch.
     """
 
@@ -65,6 +66,7 @@ class _Run:
     wire: int = 0
     is_watched: bool = True
     outcomes: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     logs: StepLogs = field(default_factory=StepLogs)
     statistics: dict[MoELayer, list[LayerStatistics]] = field(default_factory=lambda: defaultdict(list))
@@ -176,6 +178,7 @@ class Pipeline:
             finally:
                 self._run = None
                 steps.enter(batch)
+        steps.stage_loss = torch.stack(run.losses).sum() if run.losses else None
         for layer, seen in run.statistics.items():
             layer.statistics = LayerStatistics(
                 tokens_NE=torch.stack([one.tokens_NE for one in seen]).sum(0),
@@ -284,7 +287,9 @@ class Pipeline:
         share = torch.as_tensor(self._steps.share(), dtype=loss.dtype, device=loss.device)
         weight = self._steps.weight_of_batch
         run.weights += [] if weight is None else [weight]
-        return loss * share + 0.0 * auxiliary.squeeze(0)  # every stage gets a gradient back
+        loss, batch = loss * share, self._steps.batch
+        run.losses += [loss.detach()] if batch is not None and batch.count else []
+        return loss + 0.0 * auxiliary.squeeze(0)  # every stage gets a gradient back
 
 
 @torch.no_grad()

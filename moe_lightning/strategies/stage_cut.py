@@ -293,11 +293,11 @@ def is_gated(part: nn.Module) -> bool:
 
 
 class _Flow:
-    """What the blocks do with hidden states while a step runs for one stage."""
+    """What the blocks do with hidden states while a step runs for `stage`."""
 
     def __init__(self, stages: StageCut) -> None:
         self._stages = stages
-        self._stage: int | None = None
+        self.stage: int | None = None
         self._arrived: Tensor | None = None
         self._next = 0
         self._is_probe = False
@@ -310,12 +310,12 @@ class _Flow:
         Args:
             arrived: flat hidden states of the stage before, and perhaps more numbers behind them.
         """
-        self._stage, self._arrived, self._next = stage, arrived, self._stages.bounds[stage]
+        self.stage, self._arrived, self._next = stage, arrived, self._stages.bounds[stage]
         self.is_inside = False
         try:
             yield
         finally:
-            self._stage = self._arrived = None
+            self.stage = self._arrived = None
 
     @contextmanager
     def probing(self) -> Generator[None, None, None]:
@@ -346,12 +346,12 @@ class _Flow:
             hidden = self._stages.entering[index](hidden)
         if self._is_probe:
             raise Left(hidden)
-        if self._stage is None:
+        if self.stage is None:
             raise ConfigurationError(
                 "a block was called outside of the forward pass of a step (activation checkpointing, or a call between "
                 "steps), where mesh.pp has no hidden states for it: drop that, or mesh.pp"
             )
-        chunk = self._stages.chunk(self._stage)
+        chunk = self._stages.chunk(self.stage)
         if index == chunk.stop:
             raise Left(hidden)
         if index not in chunk:

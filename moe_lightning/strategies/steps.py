@@ -41,6 +41,8 @@ class Steps:
         batch: which samples the running batch holds; None where the loader does not know, and between batches.
         is_blocked: others follow the running micro-batch in its step: nothing is summed over ranks yet.
         is_stand_in: the batch that runs, or ran last, is no sample of this rank.
+        stage_loss: of the batch that ran last, what the last stage of a pipeline differentiates on this rank; None
+            elsewhere.
         last_gradient_norm: of the last clipped step, over the whole model.
     """
 
@@ -53,6 +55,7 @@ class Steps:
         self.sequences = SequenceParts(worlds)
         self.batch: StepSlice | None = None
         self.is_stand_in = False
+        self.stage_loss: Tensor | None = None
         self.last_gradient_norm: Tensor | None = None
 
     def leave_world(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moe_lightning.modules.moe_layer import moe_layers
 
 REPLICATED = {"copies": 2}
+STAGED = {"strategy": {"mesh": {"pp": 2}}, "model": {"tie_embeddings": False}}
 
 
 class Seed(pl.Callback):
@@ -132,6 +133,18 @@ def _output_of(find: Callable[[Any], nn.Module], change: Callable[[Any], Any], *
     return Seed(at_start=install)
 
 
+def _unsummed() -> Seed:
+    def install(trainer: pl.Trainer, module: Any, rank: int) -> None:
+        parted: Any = module.model.blocks[1].attention.out.forward
+
+        def own_part(part: Any, own: Any, ranks: Any, x: Tensor) -> Any:
+            return ranks.own(nn.functional.linear(x, part.weight, part.bias), 1)
+
+        parted.style = own_part
+
+    return Seed(at_start=install)
+
+
 def _first_dropped(routing: Any) -> Any:
     ids, counts = routing.expert_ids_TK.clone(), routing.tokens_per_expert_E.clone()
     counts[ids[0, 0]] -= 1
@@ -203,6 +216,12 @@ def _part_of_embedding(trainer: pl.Trainer, module: Any, rank: int) -> None:
         module.model.token_embedding.weight.grad.mul_(0.5)
 
 
+def _heavier_last_micro(trainer: pl.Trainer, module: Any, rank: int) -> None:
+    steps: Any = trainer.strategy.steps
+    own = steps.share
+    steps.share = lambda: own() * (2 if steps.batch.micro == steps.batch.num_micros - 1 else 1)
+
+
 def _flip_head(trainer: pl.Trainer, module: Any, rank: int) -> None:
     module.model.norm.weight.grad.neg_()
 
@@ -245,6 +264,18 @@ BUGS: dict[str, SeededBug] = {
         "activation",
         "0.attention.qkv",
         "precision",
+    ),
+    "rows_not_summed": SeededBug(
+        _unsummed, "activation", "1.attention.out", "a sum over ranks", options={"strategy": {"mesh": {"tp": 2}}}
+    ),
+    "scaled_stage": SeededBug(
+        lambda: _output_of(lambda m: m.model.blocks[1], lambda y: 1.01 * y, 1),
+        "activation",
+        "blocks.1 ",
+        options=STAGED,
+    ),
+    "loss_of_a_stage": SeededBug(
+        lambda: Seed(at_start=_heavier_last_micro), "loss", "", "the mean over", options=STAGED
     ),
     "sign": SeededBug(lambda: Seed(at_gradients=_flip_head), "gradient", "model.norm.weight", "sign"),
 }

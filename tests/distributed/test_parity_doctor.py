@@ -21,8 +21,11 @@ from tests.distributed.training import RandomTokens, make_trainer, train
 from tests.parameters import slow
 
 QUICK = ["expert_gradient_times_ranks", "replicas_not_summed", "dropped_token", "learning_rate_of_a_group"]
+QUICK += ["rows_not_summed", "scaled_stage"]
 HERE: dict[str, dict[str, Any]] = {
     "untied": {"model": {"tie_embeddings": False}},
+    "deep": {"model": {"tie_embeddings": False, "num_layers": 4, "dropout": 0.1}},
+    "accumulated": {"model": {"tie_embeddings": False}, "batch_size": 16, "trainer": {"accumulate_grad_batches": 2}},
     "a_sample_an_expert": {"batch_size": 6},  # numbers per expert are no rows of samples
 }
 MESHES: list[tuple[int, str, dict[str, Any]]] = [
@@ -38,7 +41,12 @@ MESHES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "skewed", {}),
     (2, "plain", {"mesh": {"cp": 2}}),
     (2, "plain", {"mesh": {"tp": 2}}),
+    (2, "noisy", {"mesh": {"tp": 2}}),
+    (2, "llama", {"mesh": {"tp": 2}, "dense": "fsdp"}),
+    (2, "bf16", {"mesh": {"tp": 2}}),
     (2, "untied", {"mesh": {"pp": 2}}),
+    (2, "deep", {"mesh": {"pp": 2}, "schedule": "interleaved"}),
+    (2, "accumulated", {"mesh": {"pp": 2}}),
     (3, "uneven", {"dense": "fsdp"}),
     (3, "noisy", {"dense": "zero1"}),
     (4, "plain", {"dense": "hsdp", "shard_size": 2}),
@@ -153,5 +161,12 @@ def test_a_healthy_run_is_the_same(world_size: int, case: str, strategy: dict[st
     steps, tensors, losses = run_ranks(world_size, healthy, case, strategy)[0]
     assert steps == 3
     assert tensors > 20
-    micros = CASES.get(case, {}).get("trainer", {}).get("accumulate_grad_batches", 1)
+    micros = (HERE | CASES)[case].get("trainer", {}).get("accumulate_grad_batches", 1)
     assert losses == steps * micros, "the training ends with the doctor"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "mesh"), [("swiglu", {"tp": 2}), ("untied", {"pp": 2})])
+def test_nothing_is_left_out(case: str, mesh: dict[str, int]) -> None:
+    several, alone = (run_ranks(n, healthy, case, strategy)[0] for n, strategy in ((2, {"mesh": mesh}), (1, {})))
+    assert several == alone

@@ -44,14 +44,21 @@ def test_no_false_alarm_over_recipes(recipe: str, tmp_path: Path) -> None:
     examine(tmp_path, f"recipes={recipe}", *reduced(recipe, 4), *fitted)
 
 
-@pytest.mark.parametrize("recipe", PRETRAINED)
-def test_no_false_alarm_over_recipes_of_pretrained_models(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "mesh"),
+    [
+        *((recipe, []) for recipe in PRETRAINED),
+        ("olmoe_finetune", ["strategy.mesh.tp=2"]),
+        ("olmoe_finetune", ["strategy.mesh.pp=2", "callbacks.huggingface_export=null"]),
+    ],
+)
+def test_no_false_alarm_over_recipes_of_pretrained_models(recipe: str, mesh: list[str], tmp_path: Path) -> None:
     write_data(tmp_path)
     lines = [{"prompt": f"{i} + 1", "response": str(i + 1)} for i in range(60)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = PRETRAINED[recipe][0].partition("=")[2]
     make_checkpoint(model, tmp_path / model, vocab_size=256)
-    examine(tmp_path, f"recipes={recipe}", *PRETRAINED[recipe], *SMALL_PRETRAINED)
+    examine(tmp_path, f"recipes={recipe}", *PRETRAINED[recipe], *SMALL_PRETRAINED, *mesh)
 
 
 @pytest.mark.parametrize(
