@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -41,8 +39,7 @@ def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float) 
 
 
 def log_committed(trainer: pl.Trainer, path: str | None) -> None:
-    """Tell W&B's loggers of the newest whole checkpoint, where there is one; a store's is not uploaded once more."""
-    place = place_of(path) if path else None
+    """Tell W&B's loggers of the newest whole checkpoint, where there is one."""
     for logger in trainer.loggers:
-        if isinstance(logger, QuietWandbLogger) and isinstance(place, Path):
-            logger.log_checkpoint(place)
+        if isinstance(logger, QuietWandbLogger) and path:
+            logger.log_checkpoint(place_of(path))

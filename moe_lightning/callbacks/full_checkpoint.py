@@ -38,4 +38,5 @@ class LatestCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        seams.save_as_last(self, trainer)
+        if not getattr(trainer, "fast_dev_run", False):
+            seams.save_as_last(self, trainer)

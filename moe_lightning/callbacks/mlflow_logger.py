@@ -14,7 +14,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import MLFlowLogger
 from typing_extensions import override
 
-from moe_lightning.mistakes import missing_for_logger
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.mistakes import missing_for_logger, one_line
 from moe_lightning.values import validated
 
 _RUN_ID = "mlflow_run_id"
@@ -66,12 +67,25 @@ class MLflow(MLFlowLogger):
     @override
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """MLflow's client; only the rank that logs opens the database, which several would make at once."""
-        if not self._is_open:
-            self._is_open = True
-            run_id = self._file.read_text().strip() if self._file.is_file() else None
+        """MLflow's client; only the rank that logs opens the database, which several would make at once.
+
+        Raises:
+            ConfigurationError: MLflow cannot keep its records there.
+        """
+        if self._is_open:
+            return super().experiment
+        from mlflow.exceptions import MlflowException
+
+        self._is_open = True
+        run_id = self._file.read_text().strip() if self._file.is_file() else None
+        try:
             super().__init__(**self._arguments, run_id=run_id)
-        return super().experiment
+            return super().experiment  # opens it
+        except MlflowException as error:
+            raise ConfigurationError(
+                f"MLflow keeps no records at tracking_uri={self._arguments['tracking_uri']!r} "
+                f"({one_line(error).split('. ')[0]}); give sqlite:///FILE.db or the address of a server"
+            ) from error
 
     @override
     @rank_zero_only

@@ -2,7 +2,7 @@
 
 Hashing, copying and logging happen in one thread of their own. A checkpoint that is asked for while that thread is
 behind takes the place of the one that waits. A directory of `PartialExpertsCheckpoint` keeps its name in the artifact,
-so that a downloaded one is resumed from as it is.
+so that a downloaded one is resumed from as it is. Of one in a store the artifact holds references to its objects.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest
 from moe_lightning.checkpoint.reader import oldest_versions
+from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.store import read_manifest
 from moe_lightning.mistakes import one_line
 
@@ -64,19 +65,24 @@ def ages(manifest: Manifest) -> dict[str, Any]:
     return told | ({"plt": manifest.extra["plt"]} if "plt" in manifest.extra else {})
 
 
-def files_of(checkpoint: Path) -> tuple[dict[str, Path], dict[str, Any]]:
-    """The files of an artifact by their names in it, and what is said of a checkpoint, a file or a directory.
+def files_of(checkpoint: Place) -> tuple[dict[str, Place], dict[str, Any]]:
+    """The files of an artifact by their names in it, and what is said of a checkpoint: a file, a directory, or one in a
+    store.
 
     Raises:
         CheckpointError, OSError: it is damaged, or has been pruned meanwhile.
     """
-    if checkpoint.is_file():
+    if isinstance(checkpoint, Path) and checkpoint.is_file():
         found = re.search(r"step[-=](\d+)", checkpoint.name)
         return {checkpoint.name: checkpoint}, {"step": int(found[1]) if found else 0}
-    manifest, root = read_manifest(checkpoint), checkpoint.parent.resolve()
+    manifest, root = read_manifest(checkpoint), _straight(checkpoint.parent)
     names = [MANIFEST, *(record.path for record in manifest.files.values())]
-    places = [(checkpoint / name).resolve() for name in names]  # ../step-.../file where links cannot be made
-    return {str(place.relative_to(root)): place for place in places}, ages(manifest)
+    places = [_straight(checkpoint / name) for name in names]  # ../step-.../file where links cannot be made
+    return {"/".join(place.parts[len(root.parts) :]): place for place in places}, ages(manifest)
+
+
+def _straight(place: Place) -> Place:
+    return place.resolve() if isinstance(place, Path) else place
 
 
 class CheckpointUploads:
@@ -92,7 +98,7 @@ class CheckpointUploads:
         self._waiting: Future[None] | None = None
         self._asked: set[str] = set()
 
-    def log(self, checkpoint: Path, aliases: list[str], metadata: Mapping[str, Any]) -> None:
+    def log(self, checkpoint: Place, aliases: list[str], metadata: Mapping[str, Any]) -> None:
         """Log a checkpoint, unless that has been asked for; returns at once."""
         if str(checkpoint) in self._asked:
             return
@@ -118,18 +124,17 @@ class CheckpointUploads:
 
         return self._thread.submit(told)
 
-    def _log(self, checkpoint: Path, aliases: list[str], metadata: Mapping[str, Any]) -> None:
+    def _log(self, checkpoint: Place, aliases: list[str], metadata: Mapping[str, Any]) -> None:
         import wandb
 
         run = self._run
         files, told = files_of(checkpoint)
         artifact = wandb.Artifact(artifact_name(run.id), type="model", metadata={**told, **metadata})
-        with tempfile.TemporaryDirectory(dir=checkpoint.parent.parent) as folder:
-            links = {name: Path(folder) / str(index) for index, name in enumerate(files)}
-            for name, link in links.items():  # all at once: then pruning may go on
-                _link(files[name], link)
-            for name, link in links.items():
-                artifact.add_file(str(link), name=name)  # copied, which W&B undoes after the upload
+        if isinstance(checkpoint, Path):
+            _add_copies(artifact, {name: Path(place) for name, place in files.items()}, checkpoint.parent.parent)
+        else:
+            for name, place in files.items():
+                artifact.add_reference(str(place), name=name, checksum=False)  # ours are in the manifest
         run.log_artifact(artifact, aliases=["latest", step_alias(told["step"]), *aliases])
 
     def _use(self, artifact: str) -> None:
@@ -137,6 +142,15 @@ class CheckpointUploads:
         run.config.update({"resumed_from": artifact}, allow_val_change=True)
         if not run.offline:
             run.use_artifact(artifact)
+
+
+def _add_copies(artifact: Any, files: Mapping[str, Path], folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        links = {name: Path(temporary) / str(index) for index, name in enumerate(files)}
+        for name, link in links.items():  # all at once: then pruning may go on
+            _link(files[name], link)
+        for name, link in links.items():
+            artifact.add_file(str(link), name=name)  # copied, which W&B undoes after the upload
 
 
 def _link(place: Path, name: Path) -> None:

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.callbacks.wandb_artifacts import RUN_ID, CheckpointUploads, resumed_artifact
+from moe_lightning.checkpoint.storage import Place
 from moe_lightning.values import validated
 
 _MOST_BINS = 512
@@ -67,7 +68,7 @@ class QuietWandbLogger(WandbLogger):
         seams.drop_wandb_option(self, "anonymous")
         self._parameters: list[dict[str, Any] | Namespace] = []
         self._log_checkpoints = log_model
-        self._checkpoint: Path | None = None
+        self._checkpoint: Place | None = None
         self._losses = {"last": math.inf, "best": math.inf}
         self._uploads: CheckpointUploads | None = None
 
@@ -104,8 +105,8 @@ class QuietWandbLogger(WandbLogger):
             self.log_checkpoint(Path(path))
 
     @rank_zero_only
-    def log_checkpoint(self, path: Path) -> None:
-        """A checkpoint, a file or a directory, has been written whole; returns at once."""
+    def log_checkpoint(self, path: Place) -> None:
+        """A checkpoint, a file, a directory or one in a store, has been written whole; returns at once."""
         self._checkpoint = path
         if self._log_checkpoints == "all":
             self._upload(path)
@@ -126,7 +127,7 @@ class QuietWandbLogger(WandbLogger):
         if self._uploads is not None:
             self._uploads.finish()
 
-    def _upload(self, path: Path) -> None:
+    def _upload(self, path: Place) -> None:
         last, best = self._losses["last"], self._losses["best"]
         self._losses["best"] = min(last, best)
         metadata = {"val/loss": last} if math.isfinite(last) else {}

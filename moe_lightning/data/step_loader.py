@@ -109,7 +109,7 @@ class StepLoader:
             world_size=world_size,
             pieces=pieces,
             seed=seed,
-            shuffle=bool(shuffle),
+            shuffle=shuffle is not False,
             drop_last=batches.drop_last,
             evaluation=not training,
             order=order,

@@ -86,12 +86,12 @@ class StepSampler(Sampler[list[int]]):
         rank, world_size: whose slices are drawn.
         pieces: micro-batches that a rank gets at once, as a pipeline wants them; each is cut over the ranks by itself.
         seed: with the epoch's number it decides the permutation.
-        shuffle: permute each epoch; otherwise samples come in their order.
+        shuffle: permute each epoch; otherwise samples come in their order, the same in all of them.
         drop_last: whole steps only, so an epoch leaves out up to `global_batch_size - 1` samples; else they are its
             last step.
         evaluation: one epoch from its first sample, whenever it is iterated.
-        order: the indices of an epoch, int64 [num_samples], by its number and the same on every rank; None: those of
-            the data set, shuffled or not.
+        order: the indices of an epoch, int64 [num_samples], by its number and the same on every rank; without
+            `shuffle` those of the first one. None: those of the data set.
 
     Iterating yields this rank's index lists from `consumed` to the end of its epoch and moves nothing, because the
     workers of a DataLoader draw ahead of the training: whoever consumes a batch adds its `micro_total` to `consumed`
@@ -258,7 +258,9 @@ class StepSampler(Sampler[list[int]]):
         return self._cuts[key]
 
     def _order(self, epoch: int) -> torch.Tensor:
-        """The order of `epoch`, kept until another epoch is asked for."""
+        """The order of `epoch`, kept until another epoch is asked for; one that is given is not shuffled by taking
+        that of the first epoch again."""
+        epoch = epoch if self.shuffle else 0
         if self._permutation is not None and self._permutation[0] == epoch:
             return self._permutation[1]
         if self._given_order is not None:

@@ -2,17 +2,19 @@
 
 Step t of a training takes the samples [t * B, (t + 1) * B) of the stream's endless row of passes (see `stream_reader`),
 whatever ranks there are and wherever epochs end. Data sets of litdata and MosaicML, which divide themselves among the
-ranks when they are iterated, are taken by their indices instead, as map-style ones.
+ranks when they are iterated, are taken by their indices instead, as map-style ones, in an order in which a rank reads
+its part of the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from moe_lightning import seams
@@ -176,6 +178,30 @@ class ByIndex(Dataset[Any]):
         return self._stream[index]
 
 
+class PartwiseShuffle(Sampler[int]):
+    """Indices in a random order in which place i of every batch comes from the i-th part of the data set, so that a
+    rank, whose places stay the same, reads its own parts of the files alone. Drawn from torch's global generator.
+
+    Args:
+        size: of the data set.
+        batch_size: parts, runs of neighbours of the same length but for a sample.
+    """
+
+    def __init__(self, size: int, batch_size: int) -> None:
+        self._size, self._parts = size, max(1, min(size, batch_size))
+
+    def __len__(self) -> int:
+        return self._size
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        parts = torch.arange(self._size).tensor_split(self._parts)  # the first ones are longer by a sample
+        shuffled = [part[torch.randperm(len(part))] for part in parts]
+        least = self._size // self._parts
+        batches = torch.stack([part[:least] for part in shuffled], dim=1).flatten()
+        yield from torch.cat([batches, *(part[least:] for part in shuffled)]).tolist()
+
+
 def by_index(loader: DataLoader[Any]) -> DataLoader[Any]:
     """The loader of a StreamingDataset of litdata or MosaicML as one of indices; any other as it is."""
     stream: Any = loader.dataset
@@ -185,10 +211,9 @@ def by_index(loader: DataLoader[Any]) -> DataLoader[Any]:
     if package not in ("litdata", "streaming") or loader.batch_size is None:
         return loader
     whole = ByIndex(stream, _size_of_litdata(stream) if package == "litdata" else stream.size)
+    order = PartwiseShuffle(len(whole), loader.batch_size) if stream.shuffle else None
     options = kept_options(loader)
-    return DataLoader(
-        whole, batch_size=loader.batch_size, shuffle=stream.shuffle, drop_last=loader.drop_last, **options
-    )
+    return DataLoader(whole, batch_size=loader.batch_size, sampler=order, drop_last=loader.drop_last, **options)
 
 
 def _size_of_litdata(stream: Any) -> int:

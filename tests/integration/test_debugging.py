@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from moe_lightning.callbacks.full_checkpoint import LatestCheckpoint
 from tests.commands import TINY, moe_train, write_words
 
 
@@ -19,3 +22,10 @@ def test_a_try_leaves_no_checkpoint_that_a_run_would_go_on_from(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
     assert not list(tmp_path.glob("outputs/tiny/checkpoints/step-*"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_try_leaves_no_file_either(tmp_path: Path) -> None:
+    saver = LatestCheckpoint(tmp_path, every_n_train_steps=1)
+    pl.Trainer(accelerator="cpu", fast_dev_run=1, enable_progress_bar=False, callbacks=saver).fit(BoringModel())
+    assert not list(tmp_path.iterdir())

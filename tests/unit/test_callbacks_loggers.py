@@ -20,3 +20,11 @@ def test_a_missing_package_names_its_extra(
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=rf"pip install 'moe-lightning\[{extra}\]'"):
         kind(save_dir=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_place_that_mlflow_does_not_know_is_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="needs moe-lightning[mlflow]")
+    logger = mlflow_logger.MLflow(tmp_path, tracking_uri="nowhere://x")
+    with pytest.raises(ConfigurationError, match=r"no records at tracking_uri='nowhere://x' .*give sqlite:///FILE\.db"):
+        _ = logger.experiment

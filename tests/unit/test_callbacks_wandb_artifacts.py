@@ -11,7 +11,8 @@ import pytest
 
 from moe_lightning.callbacks.wandb_artifacts import CheckpointUploads, ages, resumed_artifact
 from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
-from moe_lightning.checkpoint.manifest import Manifest
+from moe_lightning.checkpoint.manifest import FileRecord, Manifest
+from moe_lightning.checkpoint.storages import place_of, storage_of
 from moe_lightning.state.pieces import Block, Piece
 
 
@@ -25,10 +26,12 @@ class Run:
         self.config: dict[str, Any] = {}
         self.logged: list[tuple[str, list[str], dict[str, Any], list[str]]] = []
         self.used: list[str] = []
+        self.references: list[str] = []
         self.config = SimpleNamespace(told={}, update=lambda values, **_: self.config.told.update(values))
 
     def log_artifact(self, artifact: Any, aliases: list[str]) -> None:
         assert self.may_log.wait(60)
+        self.references = [entry.ref for _, entry in sorted(artifact.manifest.entries.items()) if entry.ref]
         self.logged.append((artifact.name, aliases, artifact.metadata, sorted(artifact.manifest.entries)))
 
     def use_artifact(self, name: str) -> None:
@@ -101,6 +104,25 @@ def test_a_resumed_run_uses_what_it_goes_on_from(tmp_path: Path) -> None:
         uploads.finish()
         assert run.used == used
         assert run.config.told == {"resumed_from": "checkpoint-xyz987:step-20"}
+
+
+def test_an_artifact_refers_to_a_checkpoint_in_a_store(tmp_path: Path) -> None:
+    root = place_of(f"memory://{tmp_path.name}")
+    place = root / "step-00000010-w1-s"
+    record = FileRecord(path="../step-00000008-w1-s/a.distcp", nbytes=1, xxh3="0" * 16)
+    manifest = Manifest(
+        run="r", session="s", step=10, world_size=1, files={"a.distcp": record}, sequence=3, created_s=0.0,
+        previous=None, stored=(), extra={},
+    )  # fmt: skip
+    storage_of(place).put(place / "MANIFEST.json", manifest.dump())
+    run = Run()
+    uploads = CheckpointUploads(run)
+    uploads.log(place, [], {})
+    uploads.finish()
+    ((_, aliases, _, files),) = run.logged
+    assert aliases == ["latest", "step-10"]
+    assert files == ["step-00000008-w1-s/a.distcp", "step-00000010-w1-s/MANIFEST.json"]
+    assert run.references == [f"{root}/{name}" for name in files]
 
 
 def test_ages_of_partial_experts() -> None:

@@ -16,8 +16,9 @@ from lightning import Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from moe_lightning.data import stream_reader
+from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.stream_reader import StreamReader, fingerprint
-from moe_lightning.data.streams import StreamLoader, reason_not_to_stream, samples_of_epoch
+from moe_lightning.data.streams import PartwiseShuffle, StreamLoader, reason_not_to_stream, samples_of_epoch
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.step_data import StepData
 
@@ -189,6 +190,52 @@ def test_a_stream_without_a_state_is_read_again_and_says_so(monkeypatch: pytest.
     assert ["400 samples of pass 0 are read again" in line for line in said] == [True]
 
 
+def test_a_rank_collates_its_own_samples_alone() -> None:
+    collated: list[int] = []
+
+    def collate(numbers: list[int]) -> list[int]:
+        collated.extend(numbers)
+        return numbers
+
+    stock = DataLoader(Stateful(), batch_size=4, collate_fn=collate)
+    place = {"rank": 1, "world_size": 2, "pieces": 1, "num_micros": 1, "num_samples": 8}
+    assert list(StreamLoader.of_stream(stock, seed=3, training=True, **place)) == [[2, 3], [6, 7]]
+    assert collated == [2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6])
+def test_a_rank_reads_its_parts_of_a_set_that_has_indices(world: int) -> None:
+    size, batch, chunk = 602, 6, 10
+    stock = DataLoader(Numbers(size), batch_size=batch, sampler=PartwiseShuffle(size, batch), drop_last=True)
+    ranks = [
+        StepLoader.from_dataloader(stock, rank=rank, world_size=world, seed=3, training=True) for rank in range(world)
+    ]
+    epochs = [[[batch.tolist() for batch in cut] for cut in ranks] for _ in range(2)]
+    seen = [[[n for part in parts for n in part] for parts in zip(*read, strict=True)] for read in epochs]
+    alone = StepLoader.from_dataloader(stock, rank=0, world_size=1, seed=3, training=True)
+    assert seen == [[batch.tolist() for batch in alone] for _ in range(2)]
+    assert seen[0] != seen[1]
+    for read in epochs:
+        assert len({number for batches in read for numbers in batches for number in numbers}) == size - size % batch
+    for rank in range(world):
+        chunks = {number // chunk for read in epochs for numbers in read[rank] for number in numbers}
+        assert len(chunks) <= size / chunk / world + 2
+
+
+@pytest.mark.parametrize(("size", "batch"), [(11, 4), (12, 4), (3, 4), (1, 1)])
+def test_a_partwise_shuffle_takes_every_index_once(size: int, batch: int) -> None:
+    assert sorted(PartwiseShuffle(size, batch)) == list(range(size))
+
+
+def test_overfitting_takes_the_first_batches_of_an_order_again() -> None:
+    stock = DataLoader(Numbers(), batch_size=4, sampler=PartwiseShuffle(SIZE, 4))
+    cut = StepLoader.from_dataloader(stock, rank=0, world_size=1, seed=3, training=True)
+    cut.bind_to(trainer(overfit_batches=2))
+    first, again = ([batch.tolist() for batch in cut] for _ in range(2))
+    assert first == again
+    assert len(first) == 2
+
+
 def test_evaluation_sees_each_sample_once_from_the_first_on() -> None:
     ranks = [loader(Stateful(), rank=rank, world=3, training=False) for rank in range(3)]
     for _ in range(2):
@@ -264,8 +311,11 @@ class Sized(Plain):
 
 
 class Numbers(Dataset[int]):
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+
     def __len__(self) -> int:
-        return SIZE
+        return self.size
 
     def __getitem__(self, index: int) -> int:
         return index
