@@ -110,6 +110,13 @@ def test_wrong_operands_are_one_sentence(change, sentence):
         ops.balance(randn(3, 6), torch.ones(2, dtype=torch.int64))
 
 
+def test_gradients_are_not_differentiated_in_silence():
+    weight = randn(6, WIDTH).requires_grad_()
+    loss = ops.route(rows(3), weight, PLAIN).weights_TK.square().sum() + weight.square().sum()
+    with pytest.raises(ConfigurationError, match="kernels have no second derivatives"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+
+
 def test_ties_go_to_the_lower_expert_and_no_tokens_to_none():
     weight = torch.zeros(4, WIDTH, device=DEVICE)
     assert ops.route(rows(3), weight, PLAIN).ids_TK.tolist() == [[0, 1, 2]] * 3
