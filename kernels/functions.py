@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.bodies import (
     ActivationBodies,
     Choice,
@@ -28,6 +29,18 @@ Grads = tuple[Tensor | None, ...]
 def apply(function: Any, *arguments: object) -> Any:
     """`function.apply`, which torch leaves untyped."""
     return function.apply(*arguments)
+
+
+def _require_first_derivative() -> None:
+    """
+    Raises:
+        ConfigurationError: somebody wants to differentiate the gradients, which kernels compute outside of any graph.
+    """
+    if torch.is_grad_enabled():
+        raise ConfigurationError(
+            "kernels have no second derivatives, but create_graph=True asks for them: leave it out, or set the kernel "
+            "backend 'reference'"
+        )
 
 
 class TopK(torch.autograd.Function):
@@ -66,6 +79,7 @@ class Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
+        _require_first_derivative()
         if all(grad is None for grad in grads[:3]):
             return (None,) * 6
         x_TD, terms_3ED, scores_TE, ids_TK = ctx.saved_tensors
@@ -88,6 +102,7 @@ class Balance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
+        _require_first_derivative()
         return ctx.room.balance_gradient(*ctx.saved_tensors, grads[0]), None, None
 
 
@@ -100,6 +115,7 @@ class Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
+        _require_first_derivative()
         (inverse_TK,) = ctx.saved_tensors
         return ctx.room.combine(grads[0].contiguous(), inverse_TK, None), None, None, None
 
@@ -116,6 +132,7 @@ class Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
+        _require_first_derivative()
         inverse_TK, order_M, weights_TK, rows_MD = ctx.saved_tensors
         grad_TD = grads[0].contiguous()
         if weights_TK is None:
@@ -183,6 +200,7 @@ class GroupedMM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
+        _require_first_derivative()
         x, weight_SDF, tokens_S, order_M, inverse_TK = ctx.saved_tensors
         matmul, rows = ctx.rooms
         grad_MF = grads[0].contiguous()
@@ -240,6 +258,7 @@ class ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
+        _require_first_derivative()
         x, up_SDH, down_SFD, tokens_S, order_M, inverse_TK, weights_TK, h_MH = ctx.saved_tensors
         matmul, fused, rows = ctx.rooms
         grad = grads[0].contiguous()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import backends, buffers, checks, functions
 from moe_lightning.kernels.bodies import Choice, Routed
 
@@ -35,16 +36,29 @@ def route(
         weight_ED: floats [E, D].
         choice: how to choose.
         bias_E: added to the logits.
-        selection_E: fp32, added to the scores for the choice alone.
+        selection_E: added to the scores for the choice alone.
+
+    Raises:
+        ConfigurationError: what does not fit together, or rows that `fuses_router` does not take.
     """
     checks.matrix("x", x_TD)
     checks.matrix("weight", weight_ED)
-    checks.require(
-        x_TD.shape[1] == weight_ED.shape[1], f"x {list(x_TD.shape)} does not fit weight {list(weight_ED.shape)}"
-    )
+    checks.same_device("weight", weight_ED, x_TD.device)
+    num_experts, width = weight_ED.shape
+    checks.require(x_TD.shape[1] == width, f"x {list(x_TD.shape)} does not fit weight {list(weight_ED.shape)}")
+    checks.require(1 <= choice.top_k <= num_experts, f"top_k={choice.top_k} must be from 1 to {num_experts} experts")
+    for name, value_E in (("bias", bias_E), ("selection", selection_E)):
+        if value_E is not None:
+            checks.matrix(name, value_E, 1)
+            checks.same_device(name, value_E, x_TD.device)
+            checks.require(len(value_E) == num_experts, f"{name} has {len(value_E)} values for {num_experts} experts")
     rooms = backends.bodies(x_TD.device, x_TD.dtype)
-    assert rooms is not None
-    assert rooms.router is not None
+    if rooms is None or rooms.router is None or not fuses_router(x_TD, num_experts):
+        raise ConfigurationError(
+            f"no kernel routes {x_TD.dtype} rows on {x_TD.device.type} to {num_experts} experts in one operation: ask "
+            "fuses_router first, or take top_k_routing"
+        )
+    bias_E, selection_E = (None if value is None else value.contiguous() for value in (bias_E, selection_E))
     routed = functions.apply(
         functions.Route, x_TD.contiguous(), weight_ED.contiguous(), bias_E, selection_E, choice, rooms.router
     )
@@ -59,7 +73,16 @@ def balance(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor | None:
     Args:
         scores_TE: fp32, at least 0. Differentiable.
         tokens_per_expert_E: int64, on the host or the device.
+
+    Raises:
+        ConfigurationError: counts of other experts.
     """
+    checks.matrix("scores", scores_TE)
+    checks.index("tokens_per_expert", tokens_per_expert_E, 1, tokens_per_expert_E.device)
+    checks.require(
+        len(tokens_per_expert_E) == scores_TE.shape[1],
+        f"tokens_per_expert counts {len(tokens_per_expert_E)} experts, but scores have {scores_TE.shape[1]}",
+    )
     rooms = backends.bodies(scores_TE.device, scores_TE.dtype)
     if rooms is None or rooms.router is None or scores_TE.dtype != torch.float32:
         return None

@@ -105,6 +105,7 @@ class Matmul:
         tile: of the kernel.
         is_wgrad: the groups cut K and have one result each.
         is_persistent: programs walk over tiles and fetch the next one's operands under the present one.
+        tiles_of_program: that one program computes whatever the others do; 1 also where programs share all tiles out.
         gathers: rows of the left operand lie where an index says.
         hides_epilogue: by a second group of warps, or a second block of the multiprocessor.
         shares_loads: two blocks take the right operand from one load (clusters).
@@ -121,6 +122,7 @@ class Matmul:
     tile: Tile
     is_wgrad: bool = False
     is_persistent: bool = False
+    tiles_of_program: int = 1
     gathers: bool = False
     hides_epilogue: bool = False
     shares_loads: bool = False
@@ -168,7 +170,7 @@ def matmul_cost(matmul: Matmul, device: Device) -> Cost:
     store_s = EPILOGUE_S + 2 * tile.m * tile.n * matmul.output_factor / STORE_BYTES
     loop_s = max(multiply_s, fetch_s)
     tile_s = max(loop_s + prologue_s, store_s) if matmul.hides_epilogue else loop_s + prologue_s + store_s
-    rounds = ceil(tiles / device.multiprocessors)
+    rounds = ceil(tiles / matmul.tiles_of_program / device.multiprocessors) * matmul.tiles_of_program
     compute_s = rounds * tile_s
     moved = matmul.element_bytes * operands + 2 * results * matmul.output_factor + matmul.extra_bytes
     memory_s = moved / (MEMORY_SHARE * device.memory)

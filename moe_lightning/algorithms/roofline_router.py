@@ -30,6 +30,9 @@ _PIECES = 128
 _CHOICE_STEPS = 6
 """Instructions for each score and choice: a maximum, a comparison and a minimum of ids, and taking the winner out."""
 
+_GRADIENT_STEPS = 3
+"""Instructions for each score and choice on the way back: a comparison of ids, a selection and a sum."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
@@ -77,11 +80,10 @@ def router_forward(shape: LayerShape, device: Device, *, is_fused: bool) -> list
         ),
         device,
     )  # fmt: skip
-    choice_s = _CHOICE_STEPS * shape.top_k * scores / (FP32_SHARE * device.fp32_flops / 2)
     weights = shape.experts * shape.d_model * (SINGLE + _TERMS * HALF)
     return [
         Kernel(name="router's weights in terms", cost=rows_cost(weights, device)),
-        Kernel(name="router and choice", cost=Cost(seconds=product.seconds + choice_s, bound=product.bound)),
+        Kernel(name="router and choice", cost=_with_choice(product, shape, device, _CHOICE_STEPS)),
     ]
 
 
@@ -96,6 +98,7 @@ def router_backward(shape: LayerShape, device: Device, *, is_fused: bool) -> lis
         held = Tile(m=64, n=64 if device.shared > 208 << 10 else 16, k=tile.n)
     rows = Matmul(
         rows=tokens, width=width, inner=experts, tile=held, terms=_TERMS, is_persistent=True,
+        tiles_of_program=ceil(width / held.n),
         extra_bytes=tokens * experts * (2.0 * SINGLE + _TERMS * HALF),
     )  # fmt: skip
     pieces = max(1, _PIECES // ceil(width / columns))
@@ -103,9 +106,10 @@ def router_backward(shape: LayerShape, device: Device, *, is_fused: bool) -> lis
         rows=width, width=experts, inner=tokens, groups=pieces, tile=Tile(m=columns, n=tile.n, k=tile.k), terms=_TERMS,
         is_wgrad=True, output_factor=SINGLE / HALF,
     )  # fmt: skip
+    grad_x = _with_choice(matmul_cost(rows, device), shape, device, _GRADIENT_STEPS)
     summed = (pieces + 1) * experts * width * SINGLE
     return [
-        Kernel(name="gradient of router's input", cost=matmul_cost(rows, device)),
+        Kernel(name="gradient of router's input", cost=grad_x),
         Kernel(name="gradient of router's weights", cost=matmul_cost(weights, device)),
         Kernel(name="sum of its pieces", cost=rows_cost(summed, device)),
     ]
@@ -116,6 +120,12 @@ def _tile(shape: LayerShape, device: Device) -> Tile:
     experts = max(16, 1 << (shape.experts - 1).bit_length())
     is_large = device.shared > 128 << 10
     return Tile(m=128 if is_large else 64, n=experts, k=64 if is_large and experts <= 128 else 32)
+
+
+def _with_choice(product: Cost, shape: LayerShape, device: Device, steps: int) -> Cost:
+    """With so many instructions for each score and choice beside a product."""
+    seconds = steps * shape.tokens * shape.experts * shape.top_k / (FP32_SHARE * device.fp32_flops / 2)
+    return Cost(seconds=product.seconds + seconds, bound=product.bound)
 
 
 def _in_fp32(shape: LayerShape, device: Device, products: int = 1) -> Cost:

@@ -351,7 +351,8 @@ class Router(nn.Module):
         """With those of an expert's first twin, and gradients of its own."""
         if self._twins_E is None:
             return values_TE
-        return values_TE + (values_TE[:, self._twins_E] - values_TE).detach()
+        constant_TE = values_TE.detach()
+        return constant_TE[:, self._twins_E] + (values_TE - constant_TE)  # of which the second is exactly zero
 
     @torch.no_grad()
     def count_for_bias(self, tokens_per_expert_E: Tensor) -> None:

@@ -238,6 +238,7 @@ def test_twins_have_one_score_until_they_learn() -> None:
     router.find_twins()
     logits_TE = router.logits(x_TD)
     assert torch.equal(logits_TE[:, 6], logits_TE[:, 2])
+    assert router._alike(torch.tensor([[0, 0, 1e-10, 0, 0, 0, 1.0]]))[0, 6] == torch.tensor(1e-10), "to the last bit"
     torch.testing.assert_close(logits_TE, apart, rtol=0, atol=1e-6)
     (gradient,) = torch.autograd.grad(logits_TE[:, 6].sum(), router.weight)
     assert gradient[6].any()

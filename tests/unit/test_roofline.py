@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moe_lightning.algorithms.published_rates import PUBLISHED
-from moe_lightning.algorithms.roofline import DEVICES, Matmul, Tile, matmul_cost, shared_bytes, tile_for
+from moe_lightning.algorithms.roofline import DEVICES, LAUNCH_S, Matmul, Tile, matmul_cost, shared_bytes, tile_for
 from moe_lightning.algorithms.roofline_layer import (
     DESIGNS,
     backward_kernels,
@@ -15,6 +15,7 @@ from moe_lightning.algorithms.roofline_layer import (
     share_of_peak,
     total_seconds,
 )
+from moe_lightning.algorithms.roofline_router import router_backward
 from moe_lightning.bench.roofline import SHAPES
 from moe_lightning.cli.bench import main
 
@@ -62,6 +63,15 @@ def test_a_layer_gains_from_fusion(shape) -> None:
         assert total_seconds(rows) < 1.02 * total_seconds(separate)
         assert sum(kernel.flops for kernel in fused) == pytest.approx(factor * shape.forward_flops)
         assert 0 < share_of_peak(separate, H100) < share_of_peak(fused, H100) < H100.sustained
+
+
+def test_a_program_that_computes_all_columns_of_its_rows_is_rounded_up_whole() -> None:
+    def seconds(tokens: int) -> float:
+        kernels = router_backward(replace(SHAPES[0], tokens=tokens), H100, is_fused=True)
+        return next(kernel.cost.seconds for kernel in kernels if kernel.name == "gradient of router's input") - LAUNCH_S
+
+    full = 128 * H100.multiprocessors
+    assert seconds(full + 1) == pytest.approx(2 * seconds(full), rel=0.02)
 
 
 def test_shared_memory_of_a_tile() -> None:

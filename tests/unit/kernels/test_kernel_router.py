@@ -6,6 +6,7 @@ from kernel_cases import DEVICE, INTERPRETED, randn
 from torch import Tensor
 
 from moe_lightning import kernels as ops
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.losses import load_balancing_loss
 from moe_lightning.modules.router import Router, RouterConfig
 
@@ -81,6 +82,39 @@ def test_a_row_does_not_see_its_batch():
     whole, part = ops.route(x, weight, PLAIN), ops.route(x[16:41], weight, PLAIN)
     for found, wanted in zip(part, whole, strict=True):
         assert torch.equal(found, wanted[16:41])
+
+
+def test_biases_may_have_gaps():
+    x, weight, gaps = rows(9), randn(6, WIDTH, seed=1), randn(12, seed=2)[::2]
+    found = ops.route(x, weight, PLAIN, bias_E=gaps, selection_E=gaps)
+    wanted = ops.route(x, weight, PLAIN, bias_E=gaps.contiguous(), selection_E=gaps.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"x_TD": rows(3).float()}, "no kernel routes torch.float32 rows"),
+        ({"weight_ED": randn(300, WIDTH)}, "to 300 experts in one operation"),
+        ({"weight_ED": randn(6, WIDTH + 1)}, "does not fit weight"),
+        ({"choice": PLAIN._replace(top_k=7)}, "top_k=7 must be from 1 to 6 experts"),
+        ({"bias_E": randn(2)}, "bias has 2 values for 6 experts"),
+        ({"selection_E": randn(6, 1)}, r"selection has shape \[6, 1\]"),
+    ],
+)
+def test_wrong_operands_are_one_sentence(change, sentence):
+    right = {"x_TD": rows(3), "weight_ED": randn(6, WIDTH), "choice": PLAIN}
+    with pytest.raises(ConfigurationError, match=sentence):
+        ops.route(**right | change)
+    with pytest.raises(ConfigurationError, match="counts 2 experts, but scores have 6"):
+        ops.balance(randn(3, 6), torch.ones(2, dtype=torch.int64))
+
+
+def test_gradients_are_not_differentiated_in_silence():
+    weight = randn(6, WIDTH).requires_grad_()
+    loss = ops.route(rows(3), weight, PLAIN).weights_TK.square().sum() + weight.square().sum()
+    with pytest.raises(ConfigurationError, match="kernels have no second derivatives"):
+        torch.autograd.grad(loss, weight, create_graph=True)
 
 
 def test_ties_go_to_the_lower_expert_and_no_tokens_to_none():
