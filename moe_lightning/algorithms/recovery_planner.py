@@ -12,7 +12,8 @@ The rule, with points ordered live > (session, step):
     choose whole, unless it is older than the checkpoint on storage; then choose newest, memory before storage.
 So all ranks rather repeat a few steps than lose tokens, but never more steps than storage would cost.
 Within a point the order of sources is live > arena > copy > parity > storage (MoC-System 5.1, REFT 4.3). Snapshots
-of one session only are combined: an older session's later steps may have been rolled back.
+of one session only are combined: an older session's later steps may have been rolled back. Nor are states combined
+between which experts were edited: their experts are others, and so may be their number.
 
 Shapes: L MoE layers, E experts, N ranks of the new world, W writers (ranks of the session that wrote a snapshot).
 """
@@ -55,17 +56,23 @@ _LIVE_SESSION = "\x7f"  # sorts behind the digits and letters of every session
 
 
 def plan_recovery(
-    inventories: Sequence[RankInventory], storage: StorageInventory | None, *, num_layers: int, num_experts: int
+    inventories: Sequence[RankInventory],
+    storage: StorageInventory | None,
+    *,
+    num_layers: int,
+    num_experts: int,
+    edits: int = 0,
 ) -> RecoveryPlan:
     """Choose the version to restore and the source of every unit; pure, so that all ranks decide alike.
 
     Args:
         inventories: one of every rank of the new world, in rank order.
         storage: the newest whole checkpoint; None where there is none.
-        num_layers, num_experts: L and E; 0 layers for a dense model.
+        num_layers, num_experts: L and E of the live state; 0 layers for a dense model.
+        edits: how often its experts were edited.
     """
     assert [inventory.rank for inventory in inventories] == list(range(len(inventories)))
-    search = _Search(inventories, storage, (num_layers, num_experts))
+    search = _Search(inventories, storage, (num_layers, num_experts), edits)
     newest: _Candidate | None = None
     for candidate in search.candidates():
         newest = newest or candidate
@@ -98,6 +105,7 @@ class _Candidate:
     session: str | None
     rests: Mapping[int, _Source]
     experts: Mapping[Expert, _Source]
+    shape: tuple[int, int]
 
     @property
     def version(self) -> int:
@@ -110,9 +118,15 @@ class _Candidate:
 
 class _Search:
     def __init__(
-        self, inventories: Sequence[RankInventory], storage: StorageInventory | None, shape: tuple[int, int]
+        self,
+        inventories: Sequence[RankInventory],
+        storage: StorageInventory | None,
+        shape: tuple[int, int],
+        edits: int,
     ) -> None:
-        self._ranks, self._storage, self._shape = inventories, storage, shape
+        self._ranks, self._storage, self._shape, self._edits = inventories, storage, shape, edits
+        snapshots = [snapshot for inventory in inventories for snapshot in inventory.snapshots]
+        self._experts_in = {s.session: (s.edits, s.num_experts or shape[1]) for s in snapshots}
         self._nodes: dict[str, list[int]] = defaultdict(list)
         self._whole: dict[tuple[str, int, int], list[tuple[Origin, str, SnapshotInventory]]] = defaultdict(list)
         self._parity: dict[tuple[str, int, int], dict[int, tuple[str, SnapshotInventory]]] = defaultdict(dict)
@@ -140,7 +154,7 @@ class _Search:
         """Every point at which all units have a source, the newest first; none that is older than storage, where all
         have one."""
         worlds = {(s.session, s.step): (s.world_size, s.resumes_at) for i in self._ranks for s in i.snapshots}
-        newest_session = max((session for session, _ in worlds), default=None)
+        newest_session = max((session for session, _ in worlds if self._is_as_live(session)), default=None)
         if self._live:
             yield from self._live_point(newest_session, worlds)
         stored = (self._storage.session, self._storage.step) if self._storage is not None else None
@@ -149,9 +163,14 @@ class _Search:
                 break
             rests = self._rests(*key, world_size)
             if rests is not None:
-                yield from self._point("memory", key, resumes_at, rests)
+                yield from self._point("memory", key, resumes_at, rests, *self._experts_in[key[0]])
         if stored is not None and self._storage is not None:
-            yield from self._point("storage", stored, self._storage.resumes_at, {})
+            num_experts = max((len(row) for row in self._storage.versions), default=self._shape[1])
+            yield from self._point("storage", stored, self._storage.resumes_at, {}, self._storage.edits, num_experts)
+
+    def _is_as_live(self, session: str) -> bool:
+        """Whether its experts are those of the live state."""
+        return self._experts_in[session][0] == self._edits
 
     def _live_point(
         self, session: str | None, worlds: Mapping[tuple[str, int], tuple[int, int]]
@@ -167,12 +186,20 @@ class _Search:
         for pairs in self._live_pairs.values():
             live[pairs[:, 0], pairs[:, 1]] = True
         source = _Source(version=self._live_version, origin=Origin.LIVE)
-        fallback = self._expert_sources(session, self._live_version, np.argwhere(~live))
+        fallback = self._expert_sources(session, self._live_version, np.argwhere(~live), self._edits)
         if fallback is not None:
             alive: list[Expert] = [(layer, expert) for layer, expert in np.argwhere(live).tolist()]
             experts = dict.fromkeys(alive, source) | fallback
             key = (_LIVE_SESSION, self._live_version)
-            yield _Candidate(level="live", key=key, resumes_at=key[1], session=session, rests=rests, experts=experts)
+            yield _Candidate(
+                level="live",
+                key=key,
+                resumes_at=key[1],
+                session=session,
+                rests=rests,
+                experts=experts,
+                shape=self._shape,
+            )
 
     @cached_property
     def _live_pairs(self) -> dict[int, IntArray]:
@@ -180,11 +207,26 @@ class _Search:
         return {r: np.array(self._ranks[r].experts, dtype=np.int64).reshape(-1, 2) for r in self._live}
 
     def _point(
-        self, level: str, key: tuple[str, int], resumes_at: int, rests: Mapping[int, _Source]
+        self,
+        level: str,
+        key: tuple[str, int],
+        resumes_at: int,
+        rests: Mapping[int, _Source],
+        edits: int,
+        num_experts: int,
     ) -> Iterator[_Candidate]:
-        experts = self._expert_sources(*key, np.argwhere(np.ones(self._shape, dtype=np.bool_)))
+        shape = self._shape[0], num_experts
+        experts = self._expert_sources(*key, np.argwhere(np.ones(shape, dtype=np.bool_)), edits)
         if experts is not None:
-            yield _Candidate(level=level, key=key, resumes_at=resumes_at, session=key[0], rests=rests, experts=experts)
+            yield _Candidate(
+                level=level,
+                key=key,
+                resumes_at=resumes_at,
+                session=key[0],
+                rests=rests,
+                experts=experts,
+                shape=shape,
+            )
 
     def shards(self) -> tuple[tuple[str, int], ...]:
         """(name, rank) of every dense parameter whose state only one rank keeps: who has it at the live version."""
@@ -234,10 +276,13 @@ class _Search:
             assembler=readers[0][1],
         )
 
-    def _expert_sources(self, session: str | None, version: int, wanted: IntArray) -> dict[Expert, _Source] | None:
+    def _expert_sources(
+        self, session: str | None, version: int, wanted: IntArray, edits: int
+    ) -> dict[Expert, _Source] | None:
         """The newest version, not younger than the point, of the (layer, expert) rows; None where one has none."""
         known = self._experts_of(session) if session is not None and len(wanted) else {}
-        stored = self._storage.versions if self._storage is not None and self._storage.step <= version else None
+        storage = self._storage
+        stored = storage.versions if storage and storage.step <= version and storage.edits == edits else None
         chosen = {}
         for layer, expert in wanted.tolist():
             options = [source for source, newest in known.get((layer, expert), []) if newest <= version]
@@ -297,7 +342,7 @@ class _Search:
                 )
             )
         live = chosen.level == "live"
-        origins, versions, held = self._empty()
+        origins, versions, held = self._empty(chosen.shape)
         for pair, source in chosen.experts.items():
             origins[pair], versions[pair] = source.origin, source.version
         for rank in self._live if live else ():
@@ -320,7 +365,7 @@ class _Search:
         )
 
     def nothing(self) -> RecoveryPlan:
-        origins, versions, held = self._empty()
+        origins, versions, held = self._empty(self._shape)
         return RecoveryPlan(
             level="nothing",
             version=0,
@@ -337,6 +382,6 @@ class _Search:
             nodes=tuple(inventory.node for inventory in self._ranks),
         )
 
-    def _empty(self) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
-        origins = np.full(self._shape, -1, dtype=np.int64)
-        return origins, origins.copy(), np.zeros((*self._shape, len(self._ranks)), dtype=np.bool_)
+    def _empty(self, shape: tuple[int, int]) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
+        origins = np.full(shape, -1, dtype=np.int64)
+        return origins, origins.copy(), np.zeros((*shape, len(self._ranks)), dtype=np.bool_)

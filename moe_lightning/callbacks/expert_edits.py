@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from moe_lightning.algorithms.expert_edits import ExpertEdit, ScheduledEdit, edit_tables, layer_edits
 from moe_lightning.callbacks.console import Console
+from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.callbacks.parity_doctor import ParityDoctor
 from moe_lightning.callbacks.routing_recorder import RoutingRecorder
 from moe_lightning.callbacks.routing_replay import RoutingReplay
@@ -27,6 +28,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.module import HuggingFaceModule
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import Router
+from moe_lightning.strategies.expert_editing import EditListener
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.values import validated
 
@@ -47,7 +49,7 @@ class LiveEditReport:
 
 
 @validated
-class ExpertEdits(Callback):
+class ExpertEdits(Callback, EditListener):
     """Edits experts between two steps, on any number of ranks with the same result: what `moe-ckpt edit` would make of
     a checkpoint of that step. Which edits a run has had stands in its checkpoints, so a resumed run makes each once.
 
@@ -70,6 +72,8 @@ class ExpertEdits(Callback):
         self._edits = {step: list(of) for step, of in groupby(sorted(found, key=_step), _step)}
         self.reports: list[LiveEditReport] = []
         self._counts_LE: Tensor | None = None
+        self._fresh: dict[tuple[int, int], Tensor] = {}  # of micro-batches, by step: one that fails is made again
+        self._before: tuple[int, float] | None = None  # experts and loss before the edit that is to be reported
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -97,24 +101,30 @@ class ExpertEdits(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         strategy, step = _strategy(trainer), trainer.global_step
+        self._count(step)
         history = strategy.editing.history
-        if step not in self._edits or (history is not None and step in history.steps):
+        if step not in self._edits:
             return
-        layers = strategy.experts.layers
-        before = strategy.editing.num_experts
-        loads_LE = (
-            np.zeros((len(layers), before), np.int64) if self._counts_LE is None else self._counts_LE.cpu().numpy()
-        )
-        own = layer_edits(self._edits[step], loads_LE, _similarities(layers))
-        told = all_gather_json([asdict(edit) for edit in own], strategy.world)[0]  # cosines may differ in a bit
-        losses = [strategy.loss_of(batch, batch_idx)]
-        strategy.edit_experts([_edit(edit) for edit in told], loads_LE)
-        losses.append(strategy.loss_of(batch, batch_idx))
-        self._counts_LE = None
-        after = strategy.editing.num_experts
-        self.reports.append(LiveEditReport(step=step, experts=(before, after), losses=(losses[0], losses[1])))
+        if history is None or step not in history.steps:
+            layers, num_experts = strategy.experts.layers, strategy.editing.num_experts
+            loads_LE = np.zeros((len(layers), num_experts), np.int64)
+            if self._counts_LE is not None:
+                loads_LE += self._counts_LE.cpu().numpy()
+            own = layer_edits(self._edits[step], loads_LE, _similarities(layers))
+            told = all_gather_json([asdict(edit) for edit in own], strategy.world)[0]  # cosines may differ in a bit
+            self._before = num_experts, strategy.loss_of(batch, batch_idx)
+            strategy.edit_experts([_edit(edit) for edit in told], loads_LE)
+        if any(all_gather_json(self._before is not None, strategy.world)):  # in a recovered world not all may know
+            loss = strategy.loss_of(batch, batch_idx)
+            if self._before is not None:
+                self._report(trainer, self._before, loss)
+            self._before = None
+
+    def _report(self, trainer: pl.Trainer, before: tuple[int, float], loss: float) -> None:
+        step, after, losses = trainer.global_step, _strategy(trainer).editing.num_experts, (before[1], loss)
+        self.reports.append(LiveEditReport(step=step, experts=(before[0], after), losses=losses))
         change = f"{losses[0]:.4f} -> {losses[1]:.4f}"
-        line = f"step {step}  {before} -> {after} experts a layer, loss of the next batch {change}"
+        line = f"step {step}  {before[0]} -> {after} experts a layer, loss of the next batch {change}"
         console = next((c for c in trainer.callbacks if isinstance(c, Console)), None)  # type: ignore[attr-defined]
         (rank_zero_info if console is None else console.tell)(line)
         metrics = {"experts/loss_before": losses[0], "experts/loss_after": losses[1], "experts/count": float(after)}
@@ -122,27 +132,46 @@ class ExpertEdits(Callback):
             logger.log_metrics(metrics, step)
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         counts = [
             layer.statistics.computed_NE.sum(dim=0) for layer in _strategy(trainer).experts.layers if layer.statistics
         ]
         if counts:
-            counts_LE = torch.stack(counts)
+            self._fresh[trainer.global_step, trainer.fit_loop.batch_idx] = torch.stack(counts)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._count(trainer.global_step)
+
+    def _count(self, step: int) -> None:
+        """Take over the counts of the steps up to this one, which are committed."""
+        for at in sorted(at for at in self._fresh if at[0] < step):
+            counts_LE = self._fresh.pop(at)
             self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
 
     @override
+    def forget_experts(self, trainer: pl.Trainer) -> None:
+        self._counts_LE, self._fresh = None, {}
+
+    @override
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": self._counts_LE}
+        fresh = [[*at, counts_LE] for at, counts_LE in self._fresh.items()]
+        return {"counts": self._counts_LE, "fresh": fresh, "before": self._before and list(self._before)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._counts_LE = state_dict["counts"]
+        self._fresh = {(step, batch): counts_LE for step, batch, counts_LE in state_dict.get("fresh", [])}
+        before = state_dict.get("before")
+        self._before = before and (before[0], before[1])
 
 
 def _require_followers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     """Refuse what keeps to the number of experts that it began with."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     found = [type(c).__name__ for c in callbacks if isinstance(c, RoutingRecorder | RoutingReplay | ParityDoctor)]
+    if any(isinstance(c, FaultRecovery) and c.replays for c in callbacks):
+        found.append("optimizer_replay")
     if isinstance(pl_module, HuggingFaceModule):
         found.append("a model from Hugging Face")
     if found:

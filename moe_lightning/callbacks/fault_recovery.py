@@ -53,6 +53,7 @@ class FaultRecovery(Callback, RecoveryListener):
 
     Attributes:
         reports: of the recoveries of this process.
+        replays: whether ranks repeat each other's updates.
 
     Raises:
         ConfigurationError: a value outside its range, another strategy, dispatch groups, manual optimization,
@@ -82,7 +83,7 @@ class FaultRecovery(Callback, RecoveryListener):
                 raise ConfigurationError(f"{name}={value!r} must be an integer of at least 1")
         self._min_replicas = min_replicas
         self._protection, self._failures = protection, failures
-        self._replays, self._verify_every = optimizer_replay, verify_replay_every
+        self.replays, self._verify_every = optimizer_replay, verify_replay_every
         self._max_recoveries = max_recoveries
         self._committed = -1
         self._trainer: pl.Trainer | None = None  # whose fit recovers
@@ -153,7 +154,7 @@ class FaultRecovery(Callback, RecoveryListener):
             return
         elastic.keep_progress(after_step=False)
         self._committed = trainer.global_step
-        if self._replays:
+        if self.replays:
             self._replay_next_rank(trainer)
 
     def _replay_next_rank(self, trainer: pl.Trainer) -> None:
@@ -188,7 +189,7 @@ class FaultRecovery(Callback, RecoveryListener):
             return
         elastic.keep_progress(after_step=True)
         self._committed = trainer.global_step
-        if self._replays and trainer.global_step % self._verify_every == 0:
+        if self.replays and trainer.global_step % self._verify_every == 0:
             strategy = _strategy(trainer)
             corrections = verify_replay(strategy.state, trainer.global_step, strategy.world)
             pl_module.log("recovery/replay_corrections", float(corrections))

@@ -32,7 +32,7 @@ from moe_lightning.comm.shadow_exchange import StepVisits
 from moe_lightning.comm.world import any_says
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.strategies.editing import EditListener
+from moe_lightning.strategies.expert_editing import EditListener
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.strategies.steps import Steps
@@ -169,11 +169,8 @@ class LoadBalancer(Callback, EditListener):
         total, numbers = len(strategy.state.layers), range(len(layers)) if stages is None else stages.numbers
         self._layers = OwnLayers(numbers=tuple(numbers), total=total)
         costs = self._costs(strategy) if known is None else [known[number] for number in numbers]
-        self._take_planner(
-            BalancePlanner(
-                policy, cluster, strategy.experts.placements, costs, strategy.collectives_timeout.total_seconds()
-            )
-        )
+        timeout_s = strategy.collectives_timeout.total_seconds()
+        self._take_planner(BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s))
         assert self.planner is not None
         if self._restored is not None:
             self.planner.load_state_dict(self._layers.part(self._restored))
@@ -185,8 +182,12 @@ class LoadBalancer(Callback, EditListener):
             layer.during_dispatch = partial(self._observe, index, layer, None if stages is None else strategy.steps)
 
     @override
-    def experts_edited(self, trainer: pl.Trainer) -> None:
+    def forget_experts(self, trainer: pl.Trainer) -> None:
         self._take_planner(None)
+        self._restored = None
+
+    @override
+    def experts_edited(self, trainer: pl.Trainer) -> None:
         self.on_train_start(trainer, trainer.lightning_module)
         self.on_train_batch_start(trainer, trainer.lightning_module, None, self._micro_batch)
 

@@ -203,7 +203,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedChec
         self._is_interrupted = True
         elastic = self._strategy.elastic if self._strategy is not None else None
         if elastic is not None and elastic.has_rolled_back:
-            self.checkpoint_ledger, self._counts, self._lost_plt = None, budget.TokenCounts(), 0.0
+            self.checkpoint_ledger, self._counts, self._lost_plt, self._lost = None, budget.TokenCounts(), 0.0, None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedChec
             self._world_number = self.session.world_number
         if self.checkpoint_ledger is not None:
             if restored is not None and restored.keys("ledger"):
-                self._lost_plt += budget.count_losses(self.checkpoint_ledger, restored)
+                self._lost_plt += budget.count_losses(self.checkpoint_ledger, restored, self._lost)
             budget.choose_k(trainer, self.session, self.settings, interval=self._interval(), lost=self._lost_plt)
             self._lost_plt = 0.0
         strategy.checkpoints.release()

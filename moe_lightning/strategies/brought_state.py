@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.algorithms.inventory import RankInventory
@@ -120,6 +121,26 @@ def enter_experts(state: RankState, plan: RecoveryPlan, repair: Repair, world: W
         state.moves.enter_world(world, repair.placements, plan.held, plan.nodes)
     else:
         state.experts.enter_world(world, repair.placements, plan.held, state.optimizers, plan.nodes)
+
+
+def restore_missing(state: RankState, plan: RecoveryPlan, saved: MemoryCheckpoint | None) -> None:
+    """Read what the plan takes from snapshots and storage into the live state.
+
+    Args:
+        saved: what was fetched of it.
+    """
+    if saved is None:
+        return
+    own = state.training_state()
+    if plan.level == "live":
+        if plan.lacks_dense:
+            own.restore_dense(saved)
+        own.restore_experts(saved, {(la, e) for la, e in np.argwhere(~plan.held.any(axis=2)).tolist()})
+        return
+    own.restore_model(saved)
+    own.restore_optimizers(saved)
+    state.restored = saved
+    state.go_on_from(saved)
 
 
 def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:

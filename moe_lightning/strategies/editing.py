@@ -7,7 +7,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,17 +15,10 @@ from typing_extensions import override
 from moe_lightning.algorithms.expert_edits import ExpertEdit, edit_tables
 from moe_lightning.modules.router import Router
 from moe_lightning.strategies.evaluating import EvaluatingStrategy
-from moe_lightning.strategies.expert_editing import ExpertEditing
+from moe_lightning.strategies.expert_editing import EditListener, ExpertEditing
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stand_ins import without_traces
 from moe_lightning.strategies.step_logs import StepLogs
-
-
-class EditListener:
-    """A callback that keeps something for each expert of a layer."""
-
-    def experts_edited(self, trainer: pl.Trainer) -> None:
-        """The layers have other experts from now on. Collective."""
 
 
 class EditingStrategy(EvaluatingStrategy):

@@ -1,13 +1,19 @@
 """Experts pruned, merged and duplicated while a run goes on: weights, moments, router rows and placements of every
 layer become those of another number of experts, at a step boundary.
+
+Like a step, an edit has two phases: when every rank has all that it needs, each changes by itself. A rank that a fault
+keeps from hearing that all are ready learns in the next world whether others have changed, and then changes, too, or
+the edit is made again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,10 +21,13 @@ from torch.optim import Optimizer
 
 from moe_lightning.algorithms.migration import Transfer
 from moe_lightning.algorithms.placement import Placement, uniform_placement
+from moe_lightning.checkpoint.reader import CheckpointSource
+from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
-from moe_lightning.comm.world import agree
+from moe_lightning.comm.world import World, agree
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import Router
 from moe_lightning.state.expert_mixing import mixed, mixed_slots
@@ -52,6 +61,23 @@ class EditHistory:
         """With one more edit."""
         return replace(self, steps=(*self.steps, step), num_experts=num_experts)
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"steps": list(self.steps)}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> EditHistory:
+        return cls(**{**told, "steps": tuple(told["steps"])})
+
+
+class EditListener:
+    """A callback that keeps something for each expert of a layer."""
+
+    def forget_experts(self, trainer: pl.Trainer) -> None:
+        """The layers have other experts from now on: what was kept for those before is void."""
+
+    def experts_edited(self, trainer: pl.Trainer) -> None:
+        """Begin anew with the experts that there are; not called where a recovery follows on the edit. Collective."""
+
 
 class ExpertEditing:
     """Edits the experts of a run, and remembers it.
@@ -67,6 +93,7 @@ class ExpertEditing:
     def __init__(self, worlds: Worlds, state: RankState) -> None:
         self._worlds, self._state = worlds, state
         self.history: EditHistory | None = None
+        self._prepared: Callable[[], None] | None = None
 
     @property
     def num_experts(self) -> int:
@@ -84,7 +111,6 @@ class ExpertEditing:
             "layers with different numbers of experts": len({layer.num_experts for layer in layers}) > 1,
             f"mesh.pp={axes.pp} or mesh.tp={axes.tp}": axes.pp > 1 or axes.tp > 1,
             "dense=fsdp or hsdp, which cut router rows,": self._state.is_shared,
-            "an elastic run, whose newcomers bring the experts that it began with,": self._worlds.is_elastic,
             "dispatch groups (ep_size)": any(len(layer.dispatcher.groups) > 1 for layer in layers),
             "adapters or frozen experts": any(m.experts.adapter or m.experts.base_names for m in layers),
             "a router of one's own": any(not isinstance(layer.router, Router) for layer in layers),
@@ -112,14 +138,14 @@ class ExpertEditing:
             tables: of each layer, all for equally many new experts.
             step: after which this happens.
         """
-        self._apply(tables)
         known = self.history or EditHistory(built=tables[0].shape[1], num_experts=0)
-        self.history = known.after(step, len(tables[0]))
+        self._apply(tables, known.after(step, len(tables[0])))
+        self._tell_callbacks()
 
     def tell(self, checkpoint: dict[str, Any]) -> None:
         """Put the history into a checkpoint."""
         if self.history is not None:
-            checkpoint[EDITS_KEY] = asdict(self.history) | {"steps": list(self.history.steps)}
+            checkpoint[EDITS_KEY] = self.history.to_json()
 
     def follow(self, checkpoint: Mapping[str, Any]) -> bool:
         """Have as many experts as a checkpoint's run, whose values are loaded next; collective where there is
@@ -129,10 +155,9 @@ class ExpertEditing:
             ConfigurationError: the module has neither the experts that the checkpoint's run began with nor those that
                 it had.
         """
-        told = checkpoint.get(EDITS_KEY)
-        if told is None:
+        history = _history(checkpoint.get(EDITS_KEY))
+        if history is None:
             return False
-        history = EditHistory(**told | {"steps": tuple(told["steps"])})
         here, wanted = self.num_experts, history.num_experts
         if here not in (wanted, history.built):
             raise ConfigurationError(
@@ -141,12 +166,63 @@ class ExpertEditing:
             )
         if here != wanted:
             self.require_editable()
-            self._apply([np.eye(here)[np.arange(wanted) % here]] * len(self._state.experts.layers))
-        self.history = history
+            self._apply([_repeated(here, wanted)] * len(self._state.experts.layers), history)
+        self._remember(history)
         return here != wanted
 
+    # ------------------------------------------------------------------ recovering
+
+    def meet(self, world: World, version: int) -> None:
+        """In a new world, before anybody says what it holds: have the experts of the newest state that lives. Whoever
+        was ready for the last edit makes it where others have; whoever has nothing gets room. Collective.
+
+        Args:
+            version: committed steps of this rank's live state; -1: it does not count.
+        """
+        told = all_gather_json([version, None if self.history is None else self.history.to_json()], world)
+        prepared, self._prepared = self._prepared, None
+        newest = max(told, key=lambda one: (one[0], 0 if one[1] is None else len(one[1]["steps"])))
+        if newest[0] < 0:
+            return  # nothing lives
+        history = _history(newest[1])
+        if prepared is not None and version >= 0 and self.history != history:
+            prepared()
+            self._tell_callbacks()
+        self._make_room(history)
+
+    def go_back(self, restored: CheckpointSource) -> None:
+        """Have room for the experts of a saved state, which come next."""
+        self._make_room(_history(restored.read_object("trainer").get(EDITS_KEY)))
+
+    def find_twins(self) -> None:
+        """Rows of routers have arrived: where experts are copies of each other, every rank knows it."""
+        for layer in self._state.experts.layers if self.history is not None else ():
+            if isinstance(layer.router, Router):
+                layer.router.find_twins()
+
     @torch.no_grad()
-    def _apply(self, tables: Sequence[Table]) -> None:
+    def _make_room(self, history: EditHistory | None) -> None:
+        """Have as many experts as this history has left, none of which is here, where it is another one."""
+        if history == self.history:
+            return
+        known = history or self.history
+        assert known is not None
+        num_experts = known.built if history is None else known.num_experts
+        experts, table = self._state.experts, _repeated(self.num_experts, num_experts)
+        experts.forget_step()
+        for layer in experts.layers:
+            layer.experts.num_experts = num_experts
+            layer.experts.slot_experts = (VACANT,) * layer.experts.num_slots
+            _edit_router(layer, table, self._state.optimizers)
+        experts.hold(experts.layers, [uniform_placement(num_experts, p.num_ranks) for p in experts.placements])
+        self._remember(history)
+        self._tell_module(num_experts)
+        self._tell_callbacks()
+
+    # ------------------------------------------------------------------ changing
+
+    @torch.no_grad()
+    def _apply(self, tables: Sequence[Table], history: EditHistory) -> None:
         experts, world, optimizers = self._state.experts, self._worlds.mesh.world, self._state.optimizers
         check_agreement(fingerprint(*(table.view(np.int64) for table in tables)), "the edit of experts", world)
         placements = self._placements(len(tables[0]))
@@ -169,16 +245,49 @@ class ExpertEditing:
             for stack, coming in zip(before, arriving, strict=True)
         ]
         migrate_rows(before, after, optimizers, transfers, world)
+        self._prepared = partial(self._change, tables, placements, [s.slot_experts for s in after], slots, history)
         agree(world)  # from here on nobody waits for anybody: all ranks change, or none
-        for layer, stack, wanted, table in zip(experts.layers, after, slots, tables, strict=True):
-            _edit_experts(layer, stack.slot_experts, wanted, table, optimizers)
+        prepared, self._prepared = self._prepared, None
+        prepared()
+
+    @torch.no_grad()
+    def _change(
+        self,
+        tables: Sequence[Table],
+        placements: Sequence[Placement],
+        slots: Sequence[tuple[int, ...]],
+        wanted: Sequence[tuple[int, ...]],
+        history: EditHistory,
+    ) -> None:
+        """The second phase: this rank has all old experts that its new ones are made of.
+
+        Args:
+            slots, wanted: the old experts, and the new ones, in the slots of each layer.
+        """
+        experts, optimizers = self._state.experts, self._state.optimizers
+        for layer, old, new, table in zip(experts.layers, slots, wanted, tables, strict=True):
+            _edit_experts(layer, old, new, table, optimizers)
             _edit_router(layer, table, optimizers)
         experts.forget_step()
-        experts.settle(experts.layers, placements, world)
+        experts.settle(experts.layers, placements, experts.world)
         experts.take_speeds(experts.speeds)
+        self._remember(history)
+        self._tell_module(len(tables[0]))
+
+    def _remember(self, history: EditHistory | None) -> None:
+        self.history = history
+        self._state.edits = 0 if history is None else len(history.steps)
+
+    def _tell_module(self, num_experts: int) -> None:
         told = getattr(self._state.module, "experts_edited", None)
         if told is not None:
-            told(len(tables[0]))
+            told(num_experts)
+
+    def _tell_callbacks(self) -> None:
+        trainer = self._state.trainer
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EditListener):
+                callback.forget_experts(trainer)
 
     def _placements(self, num_experts: int) -> list[Placement]:
         """Of each layer: uniform, with as many copies as every expert has so far. A balancer goes on from there."""
@@ -190,6 +299,16 @@ class ExpertEditing:
         """Slots of every rank: all have equally many."""
         most = max(len(placement.experts_on(rank)) for rank in range(placement.num_ranks))
         return most if self._state.max_slots is None else self._state.max_slots
+
+
+def _history(told: Mapping[str, Any] | None) -> EditHistory | None:
+    return None if told is None else EditHistory.from_json(told)
+
+
+def _repeated(num_experts: int, wanted: int) -> Table:
+    """For so many experts, whose values come next, in the place of others."""
+    table: Table = np.eye(num_experts)[np.arange(wanted) % num_experts]
+    return table
 
 
 def _lacking(layer: int, table: Table, now: Placement, then: Placement) -> list[Transfer]:

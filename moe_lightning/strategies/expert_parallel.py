@@ -149,7 +149,7 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def elastic_worlds(self, engine: Membership) -> ElasticWorlds:
         groups = self.root_device, self.process_group_backend, self.collectives_timeout
-        return ElasticWorlds(self.worlds, self.state, self, self.take_place, engine, *groups)
+        return ElasticWorlds(self.worlds, self.state, self.editing, self, self.take_place, engine, *groups)
 
     def leave(self) -> None:
         """Let go of everything that belongs to the groups of the present world; values stay."""

@@ -56,6 +56,7 @@ class RankState:
         replay: of another rank's optimizer shard; None where none is kept.
         restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
         window_replay: the steps that are run again until all of it is whole; None where it is.
+        edits: how often its experts were edited.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class RankState:
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
         self.window_replay: WindowReplay | None = None
+        self.edits = 0
 
     @property
     def module(self) -> pl.LightningModule:
@@ -135,6 +137,7 @@ class RankState:
             cut=ranks.row_cut,
             holders=None if self.stages is None else self.stages.holders,
             on_host=self.updates.on_host,
+            edits=self.edits,
         )
 
     def require_one_stage(self, what: str) -> None:
