@@ -18,7 +18,8 @@ from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.comm.world import agree
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.config import build_config
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import Router
 from moe_lightning.state.expert_mixing import mixed, mixed_slots
@@ -26,6 +27,7 @@ from moe_lightning.state.expert_stacks import stacked_states
 from moe_lightning.strategies.expert_slots import grow, in_slots
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.worlds import Worlds
+from moe_lightning.values import PositiveInt, validated
 
 EDITS_KEY = "expert_edits"
 """In a checkpoint: the `EditHistory` of its run."""
@@ -34,6 +36,7 @@ Table = NDArray[np.float64]
 """Shares [new experts, old experts], see `algorithms.expert_edits`."""
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class EditHistory:
     """What became of a run's experts.
@@ -44,9 +47,9 @@ class EditHistory:
         num_experts: of a layer, now.
     """
 
-    built: int
-    steps: tuple[int, ...] = ()
-    num_experts: int
+    built: PositiveInt
+    steps: Sequence[PositiveInt] = ()
+    num_experts: PositiveInt
 
     def after(self, step: int, num_experts: int) -> EditHistory:
         """With one more edit."""
@@ -89,7 +92,9 @@ class ExpertEditing:
             "adapters or frozen experts": any(m.experts.adapter or m.experts.base_names for m in layers),
             "a router of one's own": any(not isinstance(layer.router, Router) for layer in layers),
             "an adapted router": any(getattr(layer.router, "adapter", None) is not None for layer in layers),
-            "router.num_groups": any(layer.router.config.num_groups > 1 for layer in layers),
+            "router.num_groups": any(
+                isinstance(layer.router, Router) and layer.router.config.num_groups > 1 for layer in layers
+            ),
         }
         for what, is_so in refusals.items():
             if is_so:
@@ -113,7 +118,7 @@ class ExpertEditing:
             step: after which this happens.
         """
         self._apply(tables)
-        known = self.history or EditHistory(built=tables[0].shape[1], num_experts=0)
+        known = self.history or EditHistory(built=tables[0].shape[1], num_experts=tables[0].shape[1])
         self.history = known.after(step, len(tables[0]))
 
     def tell(self, checkpoint: dict[str, Any]) -> None:
@@ -128,11 +133,12 @@ class ExpertEditing:
         Raises:
             ConfigurationError: the module has neither the experts that the checkpoint's run began with nor those that
                 it had.
+            CheckpointError: the checkpoint tells something else.
         """
         told = checkpoint.get(EDITS_KEY)
-        if told is None:
+        if told is None or not self._state.experts.layers:
             return False
-        history = EditHistory(**told | {"steps": tuple(told["steps"])})
+        history = read_history(told)
         here, wanted = self.num_experts, history.num_experts
         if here not in (wanted, history.built):
             raise ConfigurationError(
@@ -190,6 +196,21 @@ class ExpertEditing:
         """Slots of every rank: all have equally many."""
         most = max(len(placement.experts_on(rank)) for rank in range(placement.num_ranks))
         return most if self._state.max_slots is None else self._state.max_slots
+
+
+def read_history(told: Any) -> EditHistory:
+    """What a checkpoint tells of edits.
+
+    Raises:
+        CheckpointError: it is no history.
+    """
+    try:
+        history: EditHistory = build_config(EditHistory, told, key=EDITS_KEY)
+    except ConfigurationError as error:
+        raise CheckpointError(f"the checkpoint is damaged, or nothing of ours wrote it: {error}") from error
+    if not history.steps:
+        raise CheckpointError(f"the checkpoint is damaged, or nothing of ours wrote it: {EDITS_KEY} names no step")
+    return history
 
 
 def _lacking(layer: int, table: Table, now: Placement, then: Placement) -> list[Transfer]:
