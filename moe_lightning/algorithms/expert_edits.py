@@ -84,6 +84,12 @@ class ScheduledEdit:
     merge_similar: NonNegativeInt = 0
     duplicate_most: NonNegativeInt = 0
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether no expert of any layer is named, and no rule names one."""
+        named = (self.prune, self.merge, self.duplicate, self.prune_least, self.merge_similar, self.duplicate_most)
+        return not any(named) or (self.layers is not None and not self.layers)
+
     def resolved(self, loads_E: NDArray[np.int64], similarity_EE: NDArray[np.float64]) -> ExpertEdit:
         """The edit of one layer, rules in the order prune, merge, duplicate.
 

@@ -69,6 +69,12 @@ class ExpertEdits(Callback, EditListener):
 
     def __init__(self, edits: Sequence[Any]) -> None:
         found = [build_config(ScheduledEdit, edit, key="edits") for edit in edits]
+        for edit in found:
+            if edit.changes_nothing:
+                raise ConfigurationError(
+                    f"the edit after step {edit.step} changes no expert: give it prune, merge, duplicate, prune_least, "
+                    "merge_similar or duplicate_most, of one layer at least"
+                )
         self._edits = {step: list(of) for step, of in groupby(sorted(found, key=_step), _step)}
         self.reports: list[LiveEditReport] = []
         self._counts_LE: Tensor | None = None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
+import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -38,6 +39,11 @@ class EvaluatingStrategy(SavingStrategy):
     def evaluation_weights(self) -> EvaluationWeights:
         """What is in the place of the weights that are trained, where those are not the ones to evaluate at."""
         return EvaluationWeights(self.state, self.worlds)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self.evaluation_weights.stay()  # a training may have failed while it evaluated
+        super().setup_optimizers(trainer)
 
     @override
     def on_validation_start(self) -> None:

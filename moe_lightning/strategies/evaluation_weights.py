@@ -21,7 +21,8 @@ from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.worlds import Worlds
 
 TRAINED = "y"
-"""Name of an optimizer's state that holds the weights that are trained, while others are in their place."""
+"""Name of an optimizer's state that holds the weights that are trained, while others are in their place, and those
+that were, once training is over."""
 
 
 class EvaluationWeights:
@@ -51,8 +52,8 @@ class EvaluationWeights:
 
     def put(self) -> None:
         """Put them into the parameters; collective."""
-        optimizers = [] if self._is_in_place else self._switching()
-        if not optimizers:
+        optimizers = [o for o in self._switching() if all(group["train_mode"] for group in o.param_groups)]
+        if self._is_in_place or not optimizers:
             return
         self._worlds.leave()  # nobody reads the parameters from now on
         self._is_in_place = True
@@ -78,16 +79,16 @@ class EvaluationWeights:
                 local(parameter.detach()).copy_(trained)
         for group in (group for optimizer in self._switching() for group in optimizer.param_groups):
             group["train_mode"] = True
+        for state in (state for optimizer in self._switching() for state in optimizer.state.values()):
+            state.pop(TRAINED, None)
         self.stay()
 
     def enter(self, world: World) -> None:
         """Another world begins with the weights that are trained."""
 
     def stay(self) -> None:
-        """Training is over: the weights stay where they are, and what was trained is forgotten."""
+        """Training is over, or another begins: the weights stay where they are."""
         self._trained, self._is_in_place = {}, False
-        for state in (state for optimizer in self._switching() for state in optimizer.state.values()):
-            state.pop(TRAINED, None)
 
     def take_up(self) -> None:
         """Train on from a file, which holds the weights to evaluate at; collective."""

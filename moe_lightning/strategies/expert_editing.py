@@ -26,7 +26,8 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.comm.world import World, agree
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.config import build_config
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import Router
@@ -35,6 +36,7 @@ from moe_lightning.state.expert_stacks import stacked_states
 from moe_lightning.strategies.expert_slots import grow, in_slots
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.worlds import Worlds
+from moe_lightning.values import PositiveInt, validated
 
 EDITS_KEY = "expert_edits"
 """In a checkpoint: the `EditHistory` of its run."""
@@ -43,6 +45,7 @@ Table = NDArray[np.float64]
 """Shares [new experts, old experts], see `algorithms.expert_edits`."""
 
 
+@validated
 @dataclass(frozen=True, kw_only=True)
 class EditHistory:
     """What became of a run's experts.
@@ -53,9 +56,9 @@ class EditHistory:
         num_experts: of a layer, now.
     """
 
-    built: int
-    steps: tuple[int, ...] = ()
-    num_experts: int
+    built: PositiveInt
+    steps: Sequence[PositiveInt] = ()
+    num_experts: PositiveInt
 
     def after(self, step: int, num_experts: int) -> EditHistory:
         """With one more edit."""
@@ -63,10 +66,6 @@ class EditHistory:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"steps": list(self.steps)}
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> EditHistory:
-        return cls(**{**told, "steps": tuple(told["steps"])})
 
 
 class EditListener:
@@ -115,7 +114,9 @@ class ExpertEditing:
             "adapters or frozen experts": any(m.experts.adapter or m.experts.base_names for m in layers),
             "a router of one's own": any(not isinstance(layer.router, Router) for layer in layers),
             "an adapted router": any(getattr(layer.router, "adapter", None) is not None for layer in layers),
-            "router.num_groups": any(layer.router.config.num_groups > 1 for layer in layers),
+            "router.num_groups": any(
+                isinstance(layer.router, Router) and layer.router.config.num_groups > 1 for layer in layers
+            ),
         }
         for what, is_so in refusals.items():
             if is_so:
@@ -138,7 +139,7 @@ class ExpertEditing:
             tables: of each layer, all for equally many new experts.
             step: after which this happens.
         """
-        known = self.history or EditHistory(built=tables[0].shape[1], num_experts=0)
+        known = self.history or EditHistory(built=tables[0].shape[1], num_experts=tables[0].shape[1])
         self._apply(tables, known.after(step, len(tables[0])))
         self._tell_callbacks()
 
@@ -154,9 +155,10 @@ class ExpertEditing:
         Raises:
             ConfigurationError: the module has neither the experts that the checkpoint's run began with nor those that
                 it had.
+            CheckpointError: the checkpoint tells something else.
         """
-        history = _history(checkpoint.get(EDITS_KEY))
-        if history is None:
+        history = read_history(checkpoint.get(EDITS_KEY))
+        if history is None or not self._state.experts.layers:
             return False
         here, wanted = self.num_experts, history.num_experts
         if here not in (wanted, history.built):
@@ -184,7 +186,7 @@ class ExpertEditing:
         newest = max(told, key=lambda one: (one[0], 0 if one[1] is None else len(one[1]["steps"])))
         if newest[0] < 0:
             return  # nothing lives
-        history = _history(newest[1])
+        history = read_history(newest[1])
         if prepared is not None and version >= 0 and self.history != history:
             prepared()
             self._tell_callbacks()
@@ -192,7 +194,7 @@ class ExpertEditing:
 
     def go_back(self, restored: CheckpointSource) -> None:
         """Have room for the experts of a saved state, which come next."""
-        self._make_room(_history(restored.read_object("trainer").get(EDITS_KEY)))
+        self._make_room(read_history(restored.read_object("trainer").get(EDITS_KEY)))
 
     def find_twins(self) -> None:
         """Rows of routers have arrived: where experts are copies of each other, every rank knows it."""
@@ -301,8 +303,21 @@ class ExpertEditing:
         return most if self._state.max_slots is None else self._state.max_slots
 
 
-def _history(told: Mapping[str, Any] | None) -> EditHistory | None:
-    return None if told is None else EditHistory.from_json(told)
+def read_history(told: Any) -> EditHistory | None:
+    """What a checkpoint, or another rank, tells of edits; None: there were none.
+
+    Raises:
+        CheckpointError: it is no history.
+    """
+    if told is None:
+        return None
+    try:
+        history: EditHistory = build_config(EditHistory, told, key=EDITS_KEY)
+    except ConfigurationError as error:
+        raise CheckpointError(f"the checkpoint is damaged, or nothing of ours wrote it: {error}") from error
+    if not history.steps:
+        raise CheckpointError(f"the checkpoint is damaged, or nothing of ours wrote it: {EDITS_KEY} names no step")
+    return replace(history, steps=tuple(history.steps))
 
 
 def _repeated(num_experts: int, wanted: int) -> Table:

@@ -7,10 +7,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig, PartialExpertsCheckpoint
+from moe_lightning.checkpoint.files import read_file
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_optimizer_runs import STEPS, Move
@@ -149,3 +152,39 @@ def test_other_strategies_are_refused() -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     with pytest.raises(ConfigurationError, match="SingleDeviceStrategy does not put in place"):
         trainer.fit(module, DataLoader(RandomTokens(24), batch_size=12))
+
+
+def saved_after(fit: pl.Trainer, path: Path) -> dict[str, Any]:
+    fit.save_checkpoint(path)
+    return read_file(path)
+
+
+def test_files_saved_after_training_are_alike_and_resume_to_the_bit(tmp_path: Path) -> None:
+    def trained(steps: int, path: Path | None = None) -> tuple[pl.Trainer, dict[str, Tensor]]:
+        module = GPTModule(TINY, {"name": "schedule_free", "lr": 1e-2, "warmup_steps": 2, "decay": "constant"})
+        trainer = make_trainer(0, 1, {}, max_steps=steps)
+        trainer.fit(module, DataLoader(RandomTokens(24), batch_size=12), ckpt_path=path)
+        return trainer, module.state_dict()
+
+    trainer, ended = trained(2)
+    for name in ("first", "second"):
+        saved = saved_after(trainer, tmp_path / f"{name}.ckpt")["state_dict"]
+        assert all(torch.equal(value, saved[key]) for key, value in ended.items()), name
+    whole, resumed = trained(4)[1], trained(4, tmp_path / "second.ckpt")[1]
+    assert all(torch.equal(value, resumed[key]) for key, value in whole.items())
+
+
+class Fails(pl.Callback):
+    def on_validation_batch_start(self, *_: Any) -> None:
+        raise RuntimeError("in the middle")
+
+
+def test_a_fit_that_failed_while_it_evaluated_leaves_nothing_to_the_next() -> None:
+    module = GPTModule(TINY, {"name": "schedule_free", "lr": 1e-2, "warmup_steps": 2, "decay": "constant"})
+    trainer = make_trainer(0, 1, {}, max_steps=4, callbacks=[Fails()])
+    with pytest.raises(RuntimeError, match="in the middle"):
+        trainer.fit(module, DataLoader(RandomTokens(24), batch_size=12), DataLoader(RandomTokens(12), batch_size=12))
+    begun = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.strategy.setup_optimizers(trainer)  # of another fit, whose first validation ends
+    trainer.strategy.on_validation_end()
+    assert all(torch.equal(value, begun[name]) for name, value in module.state_dict().items())

@@ -20,8 +20,10 @@ from moe_lightning.checkpoint.files import read_file, write_file
 from moe_lightning.cli import expert_edits
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.expert_edits import edit_file, parse_edits
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.modules.router import Router, RouterConfig
+from moe_lightning.strategies.expert_editing import read_history
 from tests.distributed.training import TINY, RandomTokens, quiet
 
 E = TINY["num_experts"]
@@ -213,6 +215,8 @@ def test_rules_that_cannot_be(edit: ScheduledEdit, sentence: str) -> None:
         ({"dense": "fsdp"}, [{"step": 1, "prune": [0]}], "dense=fsdp or hsdp"),
         ({}, [{"step": 0, "prune": [0]}], "step=0"),
         ({}, [{"step": 1, "prun": [0]}], "did you mean 'prune'"),
+        ({}, [{"step": 1, "layers": [], "prune": [0]}], "the edit after step 1 changes no expert"),
+        ({}, [{"step": 1}], "the edit after step 1 changes no expert"),
     ],
 )
 def test_live_edits_that_cannot_be(options: dict[str, Any], edits: list[dict[str, Any]], sentence: str) -> None:
@@ -227,6 +231,46 @@ def test_live_edits_that_cannot_be(options: dict[str, Any], edits: list[dict[str
 def _fit(trainer: pl.Trainer, edits: list[dict[str, Any]], loader: DataLoader[Any]) -> None:
     trainer.callbacks.append(ExpertEdits(edits))  # type: ignore[attr-defined]
     trainer.fit(GPTModule(TINY), loader)
+
+
+class OwnRouter(torch.nn.Module):
+    """Knows no configuration."""
+
+    adapter = None
+
+
+class RoutedByItsOwn(GPTModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        for layer in moe_layers(self):
+            layer.router = OwnRouter()
+
+
+def test_edits_of_layers_with_a_router_of_ones_own_are_refused() -> None:
+    quiet()
+    unseen = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    edits = ExpertEdits([{"step": 1, "prune": [0]}])
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=1, strategy=ExpertParallelStrategy(), callbacks=[edits], **unseen
+    )
+    with pytest.raises(ConfigurationError, match="a router of one's own cannot be combined with live edits"):
+        trainer.fit(RoutedByItsOwn(TINY), DataLoader(RandomTokens(8), batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        (5, "not from 5"),
+        ({}, "expert_edits lacks built, num_experts"),
+        ({"built": E, "steps": 5, "num_experts": 5}, "expert_edits.steps=5 must be a list"),
+        ({"built": E, "steps": [2], "num_experts": 0}, "expert_edits.num_experts=0 must be an integer of at least 1"),
+        ({"built": E, "steps": [], "num_experts": 9}, "expert_edits names no step"),
+        ({"built": E, "steps": [2], "num_experts": 5, "more": 1}, "expert_edits has no 'more'"),
+    ],
+)
+def test_checkpoints_that_tell_no_history_of_edits(told: Any, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        read_history(told)
 
 
 def test_twins_have_one_score_until_they_learn() -> None:
