@@ -62,7 +62,11 @@ def user_file() -> Path:
 def chosen(capability: int, element_bytes: int, rows: Rows) -> Tile | None:
     """The entry of the user's table, else of the shipped one; None: neither has one."""
     wanted = key(capability, element_bytes, rows)
-    return _forced.get(wanted) or _tables(user_file()).get(wanted)
+    try:
+        own = user_file()
+    except RuntimeError:  # a container's user may have no home
+        own = None
+    return _forced.get(wanted) or _tables(own).get(wanted)
 
 
 @contextmanager
@@ -91,9 +95,9 @@ def write(path: Path, how: str, tiles: Mapping[str, Tile]) -> None:
 
 
 @functools.cache
-def _tables(own: Path) -> dict[str, Tile]:
+def _tables(own: Path | None) -> dict[str, Tile]:
     """Both, read once."""
-    return read(SHIPPED) | of_user(own)
+    return read(SHIPPED) | ({} if own is None else of_user(own))
 
 
 def of_user(path: Path) -> dict[str, Tile]:

@@ -43,6 +43,13 @@ def test_a_users_own_table_goes_first():
     assert tile_table.chosen(75, 2, "few") is None
 
 
+def test_a_user_without_a_home_has_the_shipped_table(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert tile_table.chosen(90, 2, "many") == tile_table.read(tile_table.SHIPPED)["sm_90 2 many"]
+
+
 @pytest.mark.parametrize(
     "content",
     [
