@@ -72,9 +72,13 @@ class Updates:
             if parameter.grad is None or not lies_on_a_device(parameter):
                 continue
             copy = copies[parameter] = self._copy_of(parameter)
+            gradient = local(parameter.grad)
             assert copy.grad is not None
             copy.copy_(local(parameter.detach()), non_blocking=True)
-            copy.grad.copy_(local(parameter.grad), non_blocking=True)
+            if gradient.is_sparse or copy.grad.is_sparse:  # of an embedding; there is no room of a known size for it
+                copy.grad = gradient.cpu()
+            else:
+                copy.grad.copy_(gradient, non_blocking=True)
             state = optimizer.state.get(parameter, {})
             state.update({n: v.cpu() for n, v in state.items() if isinstance(v, Tensor)})  # made at once, as Adagrad's
         for device in {parameter.device for parameter in copies}:

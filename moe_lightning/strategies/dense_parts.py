@@ -21,6 +21,7 @@ from moe_lightning import seams
 from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World, all_reduce_, broadcast_
+from moe_lightning.fsdp_seams import end_backward
 from moe_lightning.state.row_blocks import cuts_of, is_cut, local, mark, whole_shape
 from moe_lightning.state.table import State
 from moe_lightning.strategies.fully_sharded import (
@@ -206,6 +207,13 @@ class DenseParts:
         finally:
             if self.is_in_rows:  # a fault may have undone it
                 sum_gradients(self._state.module, now=True)
+
+    def end_backward(self) -> None:
+        """After a backward pass inside of a step method, whose loss torch has not seen leave that method: gradients of
+        what is in no unit are summed over ranks, where they are not yet; collective.
+        """
+        if self.is_in_rows:
+            end_backward(self._state.module)
 
     def drop_frozen(self) -> None:
         """After a backward pass: no gradients for parameters that were frozen when their values were gathered already,

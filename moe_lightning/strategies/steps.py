@@ -236,6 +236,8 @@ class Steps:
         if experts.visits is not None:
             experts.visits.is_last_backward = not self.is_blocked
         yield
+        if not module.automatic_optimization:
+            self._state.parts.end_backward()
         self._state.parts.drop_frozen()
         if module.automatic_optimization:
             self._leave()

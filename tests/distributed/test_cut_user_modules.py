@@ -116,6 +116,20 @@ class TogglesOptimizers(Blocks):
         return torch.optim.AdamW(list(first), lr=3e-3), torch.optim.SGD(others, lr=0.1)
 
 
+class StepsByHand(OwnModule):
+    """Without units, and with a backward pass before the loss has left training_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -126,10 +140,11 @@ class TogglesOptimizers(Blocks):
         DropsABuffer,
         UsesAdagrad,
         TogglesOptimizers,
+        StepsByHand,
     ],
 )
 def test_it_trains_as_on_one_rank(module: type[pl.LightningModule]) -> None:
-    clip = None if module is TogglesOptimizers else 1.0
+    clip = None if module in (TogglesOptimizers, StepsByHand) else 1.0
     options: dict[str, Any] = {"own_module": module, "steps": 6, "trainer": {"gradient_clip_val": clip}}
     (alone,) = run_ranks(1, partial(train, **options))
     for result in run_ranks(2, partial(train, strategy=FSDP, **options)):
