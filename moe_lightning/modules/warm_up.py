@@ -19,7 +19,7 @@ from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend
 from moe_lightning.comm.dispatcher import Dispatcher
 from moe_lightning.comm.exchange import Meanwhile
 from moe_lightning.modules.expert_limits import drop_overflow
-from moe_lightning.modules.losses import load_balancing_loss
+from moe_lightning.modules.losses import load_balancing_loss, router_z_loss
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import Router
 from moe_lightning.modules.stream import StreamDropout
@@ -73,10 +73,10 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
     x_TD = torch.randn(num_tokens, experts.width, generator=generator).to(device, dtype).requires_grad_()
     router = layer.router
     if isinstance(router, Router) and router.is_plain:
-        _, scores_TE, weights_TK, ids_TK = router.routed(x_TD)
+        logits_TE, scores_TE, weights_TK, ids_TK = router.routed(x_TD)
     else:
         ids_TK = router.choose(scores_TE) if isinstance(router, Router) else ops.top_k_experts(scores_TE, config.top_k)
-        weights_TK = scores_TE.requires_grad_().gather(-1, ids_TK)
+        logits_TE, weights_TK = scores_TE.requires_grad_(), scores_TE.gather(-1, ids_TK)
     if config.capacity_factor is not None:
         limit = config.capacity(ids_TK.numel(), layer.num_experts)
         ids_TK = drop_overflow(ids_TK, weights_TK, limit, layer.num_experts, config.drop_policy)
@@ -98,6 +98,8 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
     result = y_TD.sum()
     if config.aux_loss_coef:
         result = result + load_balancing_loss(scores_TE, counts_E)
+    if config.z_loss_coef:
+        result = result + router_z_loss(logits_TE)
     leaves = [x_TD, *(p for p in layer.parameters() if p.requires_grad)]
     torch.autograd.grad(result, leaves, allow_unused=True)
 
