@@ -5,7 +5,11 @@ from z to x).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
+from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.errors import CheckpointError
@@ -57,3 +61,23 @@ def _iterate_key(key: str) -> str:
         return f"{key.rpartition('/')[0]}/{_ITERATE}"
     layer, expert, _, name = parse_expert_key(key)
     return f"expert/{layer}/{expert}/{_ITERATE}/{name}"
+
+
+def is_schedule_free(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether an optimizer of such groups evaluates at other weights than it trains at."""
+    return all("train_mode" in group for group in groups)
+
+
+def require_same_weights(name: str, optimizer: Optimizer, saved_groups: Iterable[Mapping[str, Any]]) -> None:
+    """
+    Raises:
+        CheckpointError: saved weights are trained ones of a schedule-free optimizer and this one is none, or the other
+            way round.
+    """
+    kinds = ("an optimizer that is not schedule-free", "a schedule-free optimizer")
+    saved, own = is_schedule_free(saved_groups), is_schedule_free(optimizer.param_groups)
+    if saved != own:
+        raise CheckpointError(
+            f"{name} is of {kinds[saved]}, and {type(optimizer).__name__} is {kinds[own]}: use the optimizer that it "
+            "was written with, or load its weights alone"
+        )

@@ -18,7 +18,7 @@ from moe_lightning.algorithms.replay_window import window_bytes
 from moe_lightning.algorithms.selection import full_selection
 from moe_lightning.algorithms.sharding import Module, ShardPlan, balanced_expert_writers, shard_checkpoint
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
-from moe_lightning.checkpoint.evaluation_point import EvaluationPoint
+from moe_lightning.checkpoint.evaluation_point import EvaluationPoint, require_same_weights
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -228,6 +228,7 @@ class TrainingState(State):
                     f"{checkpoint.path.name} has {len(saved['param_groups'])} parameter groups in optimizer {index}, "
                     f"this run has {len(optimizer.param_groups)}: use the configuration it was written with"
                 )
+            require_same_weights(checkpoint.path.name, optimizer, saved["param_groups"])
         for optimizer, _ in self.optimizers:
             optimizer.state.clear()
         self.adopt(objects, checkpoint.shapes())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_lightning.checkpoint.evaluation_point import is_schedule_free
 from moe_lightning.comm.world import World
 from moe_lightning.state.row_blocks import local, updating_blocks
 from moe_lightning.strategies.rank_state import RankState
@@ -102,12 +103,8 @@ class EvaluationWeights:
 
     def _switching(self) -> Sequence[Optimizer]:
         """The optimizers that have other weights to evaluate at by now, the same on every rank."""
-        return [o for o in self._state.optimizers if is_schedule_free(o) and any(g["k"] for g in o.param_groups)]
-
-
-def is_schedule_free(optimizer: Optimizer) -> bool:
-    """Whether it evaluates at other weights than it trains at."""
-    return all("train_mode" in group for group in optimizer.param_groups)
+        told = ((optimizer, optimizer.param_groups) for optimizer in self._state.optimizers)
+        return [o for o, groups in told if is_schedule_free(groups) and any(group["k"] for group in groups)]
 
 
 def _switch(optimizer: Any, mode: str) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig, PartialExpertsCheckpoint
 from moe_lightning.checkpoint.files import read_file
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_optimizer_runs import STEPS, Move
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
@@ -172,6 +172,22 @@ def test_files_saved_after_training_are_alike_and_resume_to_the_bit(tmp_path: Pa
         assert all(torch.equal(value, saved[key]) for key, value in ended.items()), name
     whole, resumed = trained(4)[1], trained(4, tmp_path / "second.ckpt")[1]
     assert all(torch.equal(value, resumed[key]) for key, value in whole.items())
+
+
+@pytest.mark.parametrize(("saved", "own"), [("adamw", "schedule_free"), ("schedule_free", "adamw")])
+def test_states_of_another_kind_of_optimizer_are_refused(saved: str, own: str, tmp_path: Path) -> None:
+    def train(name: str, steps: int, path: Path | None, **saving: Any) -> pl.Trainer:
+        module = GPTModule(TINY, {"name": name, "decay": "constant"})
+        trainer = make_trainer(0, 1, {}, max_steps=steps, **saving)
+        trainer.fit(module, DataLoader(RandomTokens(24), batch_size=12), ckpt_path=path)
+        return trainer
+
+    partial = PartialExpertsCheckpoint(str(tmp_path / "directory"), every_n_steps=1, k_persist=2)
+    trainer = train(saved, 1, None, callbacks=[partial], enable_checkpointing=True)
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    for path in (tmp_path / "file.ckpt", tmp_path / "directory"):
+        with pytest.raises(CheckpointError, match=r"schedule-free.*: use the optimizer that it was written with"):
+            train(own, 2, path)
 
 
 class Fails(pl.Callback):
