@@ -19,6 +19,7 @@ from typing_extensions import override
 from moe_lightning.algorithms.expert_edits import ExpertEdit, ScheduledEdit, edit_tables, layer_edits
 from moe_lightning.callbacks.console import Console
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
+from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.parity_doctor import ParityDoctor
 from moe_lightning.callbacks.routing_recorder import RoutingRecorder
 from moe_lightning.callbacks.routing_replay import RoutingReplay
@@ -206,9 +207,4 @@ def _similarities(layers: Sequence[MoELayer]) -> NDArray[np.float64]:
 
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
-    if not isinstance(trainer.strategy, ExpertParallelStrategy):
-        raise ConfigurationError(
-            f"ExpertEdits edits the experts of ExpertParallelStrategy, but the strategy is "
-            f"{type(trainer.strategy).__name__}: use strategy='expert_parallel', or moe-ckpt edit"
-        )
-    return trainer.strategy
+    return own_strategy(trainer, "ExpertEdits")

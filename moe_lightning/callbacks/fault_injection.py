@@ -34,6 +34,7 @@ from moe_lightning.algorithms.faults import (
     returns_at_s,
     slot_absences,
 )
+from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
@@ -284,11 +285,7 @@ class _Clock:
 
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
-    if not isinstance(trainer.strategy, ExpertParallelStrategy):
-        raise ConfigurationError(
-            f"FaultInjection needs strategy='expert_parallel', not {type(trainer.strategy).__name__}"
-        )
-    return trainer.strategy
+    return own_strategy(trainer, "FaultInjection")
 
 
 def _arenas(trainer: pl.Trainer) -> Path | None:

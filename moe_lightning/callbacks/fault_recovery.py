@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.algorithms.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
+from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.recovery_table import log_table
 from moe_lightning.errors import ConfigurationError
@@ -91,9 +92,7 @@ class FaultRecovery(Callback, RecoveryListener):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, ExpertParallelStrategy):
-            raise ConfigurationError(f"FaultRecovery needs strategy='expert_parallel', not {type(strategy).__name__}")
+        strategy = _strategy(trainer)
         if stage != "fit":
             return
         stage_size = max(1, strategy.world_size // strategy.worlds.axes.pp)
@@ -240,6 +239,4 @@ def _elastic(trainer: pl.Trainer) -> ElasticWorlds | None:
 
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
-    """The strategy that `setup` has checked."""
-    assert isinstance(trainer.strategy, ExpertParallelStrategy)
-    return trainer.strategy
+    return own_strategy(trainer, "FaultRecovery")

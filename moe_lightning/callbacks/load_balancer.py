@@ -25,12 +25,12 @@ from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolic
 from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas
 from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate
 from moe_lightning.callbacks.own_layers import OwnLayers, together
+from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.speed_follower import SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.shadow_exchange import StepVisits
 from moe_lightning.comm.world import any_says
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.strategies.expert_editing import EditListener
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -386,12 +386,7 @@ class LoadBalancer(Callback, EditListener):
 
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
-    if not isinstance(trainer.strategy, ExpertParallelStrategy):
-        raise ConfigurationError(
-            f"LoadBalancer moves the experts of ExpertParallelStrategy, but the strategy is "
-            f"{type(trainer.strategy).__name__}: use strategy='expert_parallel', or drop the callback"
-        )
-    return trainer.strategy
+    return own_strategy(trainer, "LoadBalancer")
 
 
 def _any_moves(strategy: ExpertParallelStrategy, placements: Sequence[Placement]) -> bool:

@@ -22,6 +22,7 @@ from moe_lightning.callbacks import checkpoint_budget as budget
 from moe_lightning.callbacks.checkpoint_metrics import log_checkpoint, log_committed
 from moe_lightning.callbacks.edited_checkpoints import EditedCheckpoints
 from moe_lightning.callbacks.load_balancer import LoadBalancer
+from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.copy_windows import CopyWindows
 from moe_lightning.checkpoint.fence import enter_world, next_world
@@ -33,7 +34,6 @@ from moe_lightning.checkpoint.storage import URL
 from moe_lightning.checkpoint.storages import absolute, shared_place
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.comm.world import World
-from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery_report import RecoveryListener
 from moe_lightning.values import Coefficient, PositiveInt, Seconds, validated
@@ -128,12 +128,9 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedChec
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not isinstance(trainer.strategy, ExpertParallelStrategy):
-            raise ConfigurationError(
-                f"PartialExpertsCheckpoint needs strategy='expert_parallel', not {type(trainer.strategy).__name__}"
-            )
+        strategy = own_strategy(trainer, "PartialExpertsCheckpoint", "use ModelCheckpoint")
         if stage == "fit":  # rank 0 looks for what all load, and does so after this hook
-            self.enter_root(trainer.strategy)
+            self.enter_root(strategy)
 
     def enter_root(self, strategy: ExpertParallelStrategy) -> None:
         """This world may resume from what is in the directory: older ones commit nothing there from now on. Rank 0

@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.router import Router
 from moe_lightning.modules.routing_files import Piece, read_samples, write_piece
 from moe_lightning.modules.routing_replay import Choices, check_expert_ids, choosing, forced, routers_of
 from moe_lightning.modules.stream import SampleStream
-from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.stage_state import StageState, stages_of
 from moe_lightning.values import validated
 
@@ -47,11 +47,7 @@ class RoutingReplay(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(trainer.strategy, ExpertParallelStrategy):
-            raise ConfigurationError(
-                f"RoutingReplay follows samples as ExpertParallelStrategy cuts them, not as "
-                f"{type(trainer.strategy).__name__}: use strategy='expert_parallel', or replay_routing in your step"
-            )
+        own_strategy(trainer, "RoutingReplay", "call replay_routing in your step")
         stages = stages_of(trainer)
         with nullcontext() if stages is None else stages.cut.whole():
             self._routers = routers_of(pl_module)

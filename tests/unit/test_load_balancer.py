@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -24,7 +23,6 @@ from moe_lightning.callbacks.balance_planner import FIRST_REBALANCE, BalancePlan
 from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.moe_layer import MoELayer
 
 EXPERTS, RANKS, LAYERS = 8, 4, 2
 COSTS = BlockCosts(
@@ -258,17 +256,3 @@ def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LoadBalancer(**options)
-
-
-class OneLayer(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = MoELayer(4, 4, 2)
-
-
-def test_another_strategy_is_refused() -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
-    with pytest.raises(
-        ConfigurationError, match="the strategy is SingleDeviceStrategy: use strategy='expert_parallel'"
-    ):
-        LoadBalancer().on_train_start(trainer, OneLayer())

@@ -1,0 +1,45 @@
+"""Callbacks that work through this library's strategy refuse another one in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from moe_lightning import (
+    ConfigurationError,
+    ExpertEdits,
+    FaultRecovery,
+    LoadBalancer,
+    MoELayer,
+    PartialExpertsCheckpoint,
+    RoutingReplay,
+)
+from moe_lightning.callbacks.fault_injection import FaultInjection
+
+
+class OneLayer(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoELayer(4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda path: PartialExpertsCheckpoint(path).setup,
+        lambda path: FaultRecovery().setup,
+        lambda path: FaultInjection(path, kill="rank=0,step=1").setup,
+        lambda path: ExpertEdits([{"step": 1, "prune": [0]}]).on_train_start,
+        lambda path: RoutingReplay(path).on_fit_start,
+        lambda path: LoadBalancer().on_train_start,
+    ],
+)
+def test_another_strategy_is_refused(made: Any, tmp_path: Path) -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    hook = made(str(tmp_path))
+    expected = f"{type(hook.__self__).__name__} needs strategy='expert_parallel', not SingleDeviceStrategy: use that"
+    with pytest.raises(ConfigurationError, match=expected):
+        hook(trainer, OneLayer(), *["fit"] * (hook.__name__ == "setup"))
