@@ -112,7 +112,7 @@ def test_only_known_programs_are_shown() -> None:
             assert not line.strip() or re.match(KNOWN, line.strip()), f"{name}: {line}"
 
 
-@pytest.mark.parametrize("arguments", _trainings())
+@pytest.mark.parametrize("arguments", list(_trainings()))
 def test_trainings_run(arguments: list[str], tmp_path: Path) -> None:
     if "recipes=optuna" in arguments:
         pytest.importorskip(PLUGINS["optuna"])
