@@ -5,8 +5,6 @@ Both ways. Prints what each rank's device was asked to do, as JSON; run with TRI
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from typing import Any
 
@@ -19,7 +17,8 @@ from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.comm.dispatcher import Dispatcher, PlanPlace
 from moe_lightning.comm.world import World
 from moe_lightning.modules.moe_layer import MoELayer
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect
+from tests.gpu.answers import answer
 from tests.gpu.fake_device import Counts, FakeDevice, on_hosts, set_up
 from tests.gpu.interpreter import widen_bf16
 from tests.gpu.rooms import rooms
@@ -81,12 +80,5 @@ def told(counts: Counts) -> dict[str, Any]:
     }
 
 
-def main(ranks: int, *arguments: Any) -> None:
-    results = [run(0, 1, *arguments)] if ranks == 1 else run_ranks(ranks, run, *arguments)
-    print(json.dumps(results), flush=True)
-    # Autograd's thread for the device asks for Python's lock once more after Python has ended: that aborts the process.
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])
+    answer(run, int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])

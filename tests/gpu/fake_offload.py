@@ -5,8 +5,6 @@ Prints what each rank found as JSON; run with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from typing import Any
 
@@ -19,8 +17,8 @@ from moe_lightning import kernels as ops
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.state import host_updates
 from moe_lightning.strategies import world_ddp
-from tests.distributed.harness import run_ranks
 from tests.distributed.training import RandomTokens, Recorder, make_trainer
+from tests.gpu.answers import answer
 from tests.gpu.fake_device import NAME, FakeDevice, on_hosts, set_up
 from tests.gpu.fake_training import FakeAccelerator, Module, SummedGradients
 from tests.gpu.rooms import rooms
@@ -90,11 +88,5 @@ def run(rank: int, ranks: int, dense: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def main(ranks: int, dense: str, folder: str) -> None:
-    results = [run(0, 1, dense, folder)] if ranks == 1 else run_ranks(ranks, run, dense, folder)
-    print(json.dumps(results), flush=True)
-    os._exit(0)  # as in fake_layer
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    answer(run, int(sys.argv[1]), *sys.argv[2:])

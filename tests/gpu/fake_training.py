@@ -6,8 +6,6 @@ TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import weakref
 from typing import Any
@@ -24,8 +22,8 @@ from moe_lightning import kernels as ops
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.strategies import step_weights, world_ddp
-from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
+from tests.gpu.answers import answer
 from tests.gpu.fake_device import NAME, FakeDevice, on_hosts, set_up
 from tests.gpu.fake_layer import told
 from tests.gpu.rooms import rooms
@@ -163,11 +161,5 @@ def run(rank: int, ranks: int, plan: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def main(ranks: int, plan: str, folder: str) -> None:
-    results = [run(0, 1, plan, folder)] if ranks == 1 else run_ranks(ranks, run, plan, folder)
-    print(json.dumps(results), flush=True)
-    os._exit(0)  # as in fake_layer
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    answer(run, int(sys.argv[1]), *sys.argv[2:])
