@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 from moe_lightning.comm.world import World
@@ -24,18 +23,19 @@ def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[
     """
     if engine.world_exists():
         return None
-    for attempt in itertools.count(1):
+    attempts = 0
+    while True:
+        attempts += 1
         members = engine.join()
         if engine.comes_too_early(members):
             return None
         try:
             return members, build(members)
         except Exception as error:
-            if attempt == _ATTEMPTS or not is_worlds_fault(error, engine.reason):
+            if attempts == _ATTEMPTS or not is_worlds_fault(error, engine.reason):
                 raise
             engine.break_up(reason_of(error, engine.reason))
             drop_groups()
             if engine.wait_for_cause() is not None:
                 raise
             scrub(error)
-    raise AssertionError("counts do not end")
