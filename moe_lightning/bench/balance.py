@@ -25,7 +25,7 @@ from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.bench.balance_trace import load_trace
-from moe_lightning.bench.measure import goal, machine, medians_of, table
+from moe_lightning.bench.measure import goal, machine, medians_of
 from moe_lightning.bench.training import ModelOptions, StepClock, gpt, on_ranks, own_cores, quiet_trainer, random_text
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.comm.collect import all_gather_json
@@ -36,6 +36,7 @@ from moe_lightning.modules.forced_routing import ForcedRouting
 from moe_lightning.modules.router import RouterConfig
 from moe_lightning.strategies import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.text_table import table
 
 FloatArray = NDArray[np.float64]
 Medians = Mapping[tuple[str, str], Mapping[str, float]]
@@ -60,7 +61,7 @@ class Options(ModelOptions):
 
     trace: InputFile | None = option("routing trace (.npz) whose most skewed layer is added", None)
     ratios: tuple[Count, ...] = option("loads of the two ranks, as N to 1", [2, 4, 8])
-    strategies: list[str] = option("ways of balancing to compare", list(CONTENDERS))
+    strategies: list[str] = option("ways of balancing to compare", list(CONTENDERS), choices=list(CONTENDERS))
     rounds: Count = option("measurements of each, in turns", 1)
     steps: Count = option("measured steps of each", 12)
     batch: Count = option("sequences of a rank", 4)
@@ -70,9 +71,6 @@ class Options(ModelOptions):
 
 def run(options: Options) -> int:
     """Measure, print one table and the goals beside what was reached; 0 on success."""
-    unknown = [name for name in options.strategies if name not in CONTENDERS]
-    if unknown:
-        raise ConfigurationError(f"--strategies {unknown[0]!r} is unknown: use some of {', '.join(CONTENDERS)}")
     if options.experts % _RANKS or options.slots * _RANKS < options.experts:
         raise ConfigurationError(
             f"{options.experts} experts do not divide over {_RANKS} ranks of {options.slots} slots: "

@@ -25,6 +25,7 @@ from moe_lightning.arguments import Count, InputFile, option
 from moe_lightning.bench.uneven_trace import Speeds, format_speeds, judge_speeds
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_routing_trace
+from moe_lightning.text_table import table
 from moe_lightning.values import NonNegativeInt
 
 _WIDTH = 2048
@@ -112,10 +113,8 @@ def judge(
         ranks_per_node: failure domain.
 
     Raises:
-        ConfigurationError: an unknown strategy, or no sample left to judge.
+        ConfigurationError: no sample is left to judge.
     """
-    if strategy_name not in STRATEGIES:
-        raise ConfigurationError(f"--strategies {strategy_name!r} is unknown: use some of {', '.join(STRATEGIES)}")
     strategy = _with_min_replicas(STRATEGIES[strategy_name], min_replicas)
     num_layers, num_ranks = trace.counts.shape[1:3]
     cluster = Cluster.of(num_ranks, slots_per_rank, ranks_per_node)
@@ -162,38 +161,35 @@ def _with_min_replicas(strategy: Strategy, min_replicas: int) -> Strategy:
 
 
 def format_table(rows: Sequence[TraceRow]) -> str:
-    """The rows as text, one line each under a header."""
-    lines = [
-        f"{'strategy':<14}{'slots':>6}{'max/mean':>10}{'p95':>8}{'RB':>9}{'tokens MB':>11}{'copies MB':>11}"
-        f"{'block ms':>10}{'plan ms':>9}"
-    ]
-    lines += [
-        f"{row.strategy:<14}{row.slots_per_rank:>6}{row.imbalance:>10.3f}{row.worst_imbalance:>8.3f}"
-        f"{row.balance_ratio:>9.2f}{row.exchange_bytes / 1e6:>11.1f}{row.copy_bytes / 1e6:>11.1f}"
-        f"{row.block_s * 1e3:>10.2f}{row.plan_s * 1e3:>9.1f}"
+    """One line for each row."""
+    headers = ("strategy", "slots", "max/mean", "p95", "RB", "tokens MB", "copies MB", "block ms", "plan ms")
+    cells = [
+        (
+            row.strategy,
+            row.slots_per_rank,
+            f"{row.imbalance:.3f}",
+            f"{row.worst_imbalance:.3f}",
+            f"{row.balance_ratio:.2f}",
+            f"{row.exchange_bytes / 1e6:.1f}",
+            f"{row.copy_bytes / 1e6:.1f}",
+            f"{row.block_s * 1e3:.2f}",
+            f"{row.plan_s * 1e3:.1f}",
+        )
         for row in rows
     ]
-    return "\n".join(lines)
+    return table(headers, cells)
 
 
 def format_protection(rows: Sequence[TraceRow]) -> str:
     """What slots and protection do to the balance, one line for each number of slots and nodes: rows of "packed" and of
     "packed+search"."""
-    lines = [
-        f"{'slots':>5}{'nodes':>7}{'max/mean':>10}{'p95':>8}{'with shadows':>14}{'p95':>8}{'copies MB a layer':>19}",
-    ]
+    shadowed = {(row.slots_per_rank, row.min_replicas): row for row in rows if row.strategy == "packed+search"}
+    cells = []
     for row in (row for row in rows if row.strategy == "packed"):
         key = (row.slots_per_rank, row.min_replicas)
-        shadowed = next(
-            other
-            for other in rows
-            if other.strategy == "packed+search" and (other.slots_per_rank, other.min_replicas) == key
-        )
-        lines.append(
-            f"{row.slots_per_rank:>5}{row.min_replicas:>7}{row.imbalance:>10.3f}{row.worst_imbalance:>8.3f}"
-            f"{shadowed.imbalance:>14.3f}{shadowed.worst_imbalance:>8.3f}{shadowed.copy_bytes / 1e6:>19.1f}"
-        )
-    return "\n".join(lines)
+        ratios = [ratio for of in (row, shadowed[key]) for ratio in (of.imbalance, of.worst_imbalance)]
+        cells.append((*key, *(f"{ratio:.3f}" for ratio in ratios), f"{shadowed[key].copy_bytes / 1e6:.1f}"))
+    return table(("slots", "nodes", "max/mean", "p95", "with shadows", "p95", "copies MB a layer"), cells)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +198,7 @@ class Options:
 
     trace: InputFile = option("routing trace (.npz with counts and iteration)")
     slots: list[Count] = option("resident experts per rank", [3, 4])
-    strategies: list[str] = option("names of strategies to compare", list(STRATEGIES))
+    strategies: list[str] = option("names of strategies to compare", list(STRATEGIES), choices=list(STRATEGIES))
     age: Count = option("iterations between a placement and its use", 50)
     first: NonNegativeInt = option("first iteration to judge; routing drifts fast before", 600)
     step: Count = option("samples between two judged ones", 10)

@@ -27,7 +27,6 @@ from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.bench.balance import most_skewed, trace_gpt, train, write_trace
 from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.bench.measure import machine
-from moe_lightning.bench.measure import table as text_table
 from moe_lightning.bench.training import ModelOptions, on_ranks
 from moe_lightning.callbacks.calibration import measure_exchange, measure_experts
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
@@ -41,6 +40,7 @@ from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import RoutingScenario
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import gpt_workload
+from moe_lightning.text_table import table as text_table
 from moe_lightning.values import Range
 
 SAVE_EVERY = 4

@@ -31,7 +31,7 @@ from moe_lightning.algorithms.selection import full_selection, sequential_select
 from moe_lightning.arguments import Count, OutputFolder, option
 from moe_lightning.bench.checkpoint_bubbles import bubble_table
 from moe_lightning.bench.checkpoint_windows import WINDOWS, room_of, window_stalls, window_table
-from moe_lightning.bench.measure import interleaved, machine, table
+from moe_lightning.bench.measure import interleaved, machine
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.arena_location import arena_directory, arena_path
@@ -39,6 +39,7 @@ from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.cli.capacity import check_processes
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.text_table import table
 from moe_lightning.values import Range
 
 _LAYERS, _EXPERTS, _SCOPES = 4, 32, ("weight", "exp_avg", "exp_avg_sq")

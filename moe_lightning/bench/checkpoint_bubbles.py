@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from moe_lightning.bench.measure import table
 from moe_lightning.bench.training import ModelOptions, StepClock, gpt, on_ranks, own_cores, quiet_trainer, random_text
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.copy_windows import Window
@@ -24,6 +23,7 @@ from moe_lightning.checkpoint.snapshotter import SnapshotReport
 from moe_lightning.comm.world import join_local_world
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.strategies import ExpertParallelStrategy
+from moe_lightning.text_table import table
 
 _STAGES = _MICRO_BATCHES = 2
 _BATCH = 8

@@ -15,9 +15,10 @@ from typing import Any
 
 from moe_lightning.arguments import Count, OutputFile, OutputFolder, option
 from moe_lightning.bench.compare_contenders import BASES, SAVINGS, TRAININGS
-from moe_lightning.bench.measure import machine, medians_of, table
+from moe_lightning.bench.measure import machine, medians_of
 from moe_lightning.bench.training import ModelOptions, on_ranks, own_cores
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.text_table import table
 
 PARTS = ("training", "saving")
 _RANKS = 2
@@ -31,7 +32,7 @@ Medians = Mapping[str, Mapping[str, float]]
 class Options(ModelOptions):
     """Of this benchmark."""
 
-    parts: list[str] = option("what to compare", PARTS)
+    parts: list[str] = option("what to compare", PARTS, choices=PARTS)
     rounds: Count = option("trainings of each, in turns", 5)
     steps: Count = option("measured steps of each", 10)
     every: Count = option("steps between stock checkpoints", 5)
@@ -76,9 +77,6 @@ def run(options: Options) -> int:
 
 
 def _check(options: Options) -> None:
-    for part in options.parts:
-        if part not in PARTS:
-            raise ConfigurationError(f"--parts {part!r} is unknown: use some of {', '.join(PARTS)}")
     if options.steps < 2 * options.every or options.steps % options.every:
         raise ConfigurationError(
             f"--steps {options.steps} must be a multiple of --every {options.every}, and at least twice as many"

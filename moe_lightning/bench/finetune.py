@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from moe_lightning.arguments import Count, option
-from moe_lightning.bench.measure import goal, machine, table
+from moe_lightning.bench.measure import goal, machine
 from moe_lightning.bench.training import on_ranks
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.text_table import table
 from moe_lightning.values import Range
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -52,7 +52,9 @@ class Options:
     """Of this benchmark."""
 
     shape: Literal["small", "olmoe"] = option("sizes of the model: small, or olmoe as OLMoE-1B-7B", "small")
-    contenders: list[str] = option("what to train: qlora and lora of this project, peft", CONTENDERS)
+    contenders: list[str] = option(
+        "what to train: qlora and lora of this project, peft", CONTENDERS, choices=CONTENDERS
+    )
     ranks: Annotated[int, Range(least=1, most=64)] = option("processes of our own contenders", 1)
     steps: Count = option("measured steps, after one that is not", 4)
     batch: Count = option("sequences of all ranks", 4)
@@ -63,9 +65,6 @@ class Options:
 
 def run(options: Options) -> int:
     """Train every contender that fits this machine, print memory, tokens a second and losses; 0 on success."""
-    for name in options.contenders:
-        if name not in CONTENDERS:
-            raise ConfigurationError(f"--contenders {name!r} is unknown: use some of {', '.join(CONTENDERS)}")
     found: dict[str, list[dict[str, float]]] = {}
     weights = least_bytes(options, "qlora") / 1e9
     print(f"{machine()}; {options.shape}, whose weights take {weights:.2f} GB in four bits", flush=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from moe_lightning.arguments import option
-from moe_lightning.bench.measure import table
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.text_table import table
 
 NAMES = ("routing", "rows", "matmul", "grouped", "experts", "buffers", "pinned_copy", "training", "communicators")
 _TIMEOUT_S = 100.0

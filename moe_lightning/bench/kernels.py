@@ -24,9 +24,10 @@ from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.arguments import Count, option
 from moe_lightning.bench import kernels_cuda
 from moe_lightning.bench.kernel_contenders import SIZES, Contender, Shape, contenders
-from moe_lightning.bench.measure import interleaved_medians, machine, table
+from moe_lightning.bench.measure import interleaved_medians, machine
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import pool
+from moe_lightning.text_table import table
 
 Call = Callable[[], Tensor]
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.bench.kernel_contenders import Layer, Shape, layer_contenders
 from moe_lightning.bench.kernels_exchange import exchange_table
-from moe_lightning.bench.measure import interleaved_medians, table, timed
+from moe_lightning.bench.measure import interleaved_medians, timed
 from moe_lightning.bench.race import disagreements, race, reason
+from moe_lightning.text_table import table
 
 SHAPES = (
     Shape(name="wide", tokens=32768, d_model=4096, d_expert=2048, experts=64, top_k=4),

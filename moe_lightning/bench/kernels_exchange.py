@@ -14,10 +14,11 @@ from datetime import timedelta
 
 import torch
 
-from moe_lightning.bench.measure import interleaved_medians, table
+from moe_lightning.bench.measure import interleaved_medians
 from moe_lightning.comm.exchange import exchange_rows
 from moe_lightning.comm.symmetric import carry, refusal
 from moe_lightning.comm.world import STORE_VARIABLE, World, join_local_world
+from moe_lightning.text_table import table
 
 _TIMEOUT = timedelta(seconds=100)
 SIZES = ((32768, 2048), (131072, 4096))

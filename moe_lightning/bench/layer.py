@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lightning.arguments import Count, InputFile, option
-from moe_lightning.bench.measure import interleaved_medians, machine, table
+from moe_lightning.bench.measure import interleaved_medians, machine
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.forced_routing import ForcedRouting
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
+from moe_lightning.text_table import table
 from moe_lightning.values import NonNegativeInt
 
 

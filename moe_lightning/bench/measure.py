@@ -1,4 +1,4 @@
-"""Timing that survives a noisy machine: interleaved rounds, medians, ratios inside one run; and tables of it."""
+"""Timing that survives a noisy machine: interleaved rounds, medians, ratios inside one run."""
 
 from __future__ import annotations
 
@@ -66,21 +66,3 @@ def machine() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "unpinned"
     return f"{device}, torch {torch.__version__}, {torch.get_num_threads()} thread(s), cores {affinity}"
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
-    """Rows as text under their headers, each column as wide as it needs to be; words to the left, numbers to the
-    right.
-    """
-    cells = [list(headers), *([str(cell) for cell in row] for row in rows)]
-    columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    are_words = [any(cell[:1].isalpha() for cell in column[1:]) for column in columns]
-    lines = [
-        "  ".join(
-            f"{cell:<{width}}" if words else f"{cell:>{width}}"
-            for cell, width, words in zip(row, widths, are_words, strict=True)
-        )
-        for row in cells
-    ]
-    return "\n".join([title] * bool(title) + [line.rstrip() for line in lines])

@@ -18,11 +18,12 @@ from typing import Annotated, Any
 import torch
 
 from moe_lightning.arguments import Count, option
-from moe_lightning.bench.measure import interleaved_medians, machine, table
+from moe_lightning.bench.measure import interleaved_medians, machine
 from moe_lightning.bench.training import ModelOptions, gpt
 from moe_lightning.data.instructions import InstructionData
 from moe_lightning.models.gpt_module import GPTModule
 from moe_lightning.modules.losses import auxiliary_loss
+from moe_lightning.text_table import table
 from moe_lightning.values import Range
 
 _MEDIAN, _SIGMA, _SHARE_OF_ANSWER = 85, 0.75, 0.55

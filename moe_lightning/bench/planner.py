@@ -31,10 +31,10 @@ from moe_lightning.algorithms.recovery_probability import sampled_recovery
 from moe_lightning.algorithms.repair import repair_placements
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.arguments import Count, option
-from moe_lightning.bench.measure import table
 from moe_lightning.callbacks.balance_planner import BalancePolicy, block_with_sums_s
 from moe_lightning.callbacks.planning_threads import PlanningThreads
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.text_table import table
 
 _TOKENS = 4096 * 8
 """Assignments of a rank: 4096 tokens, 8 choices each."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
-from moe_lightning.bench.measure import goal, machine, medians_of, table
+from moe_lightning.bench.measure import goal, machine, medians_of
 from moe_lightning.bench.recovery_runs import (
     KILL_PHASES,
     drop_snapshots,
@@ -32,6 +32,7 @@ from moe_lightning.bench.training import failing_as_mistakes
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import read_trace
 from moe_lightning.svg_pictures import phase_lines
+from moe_lightning.text_table import table
 from moe_lightning.values import NonNegativeInt, Range, Seconds
 
 Rows = Sequence[Mapping[str, float]]
@@ -47,7 +48,7 @@ _EVERY_N_STEPS = 5  # between the checkpoints that a restart goes on from
 class Options:
     """Of this benchmark."""
 
-    parts: list[str] = option("what to measure", PARTS)
+    parts: list[str] = option("what to measure", PARTS, choices=PARTS)
     ranks: Count = option("workers", 4)
     rounds: Count = option("kills of each kind", 10)
     cost_rounds: Count = option("trainings of each kind, in turns, without a fault", 3)
@@ -99,9 +100,6 @@ def run(options: Options) -> int:
 
 def _checked(options: Options) -> Options:
     """With the parts that can be measured."""
-    for part in options.parts:
-        if part not in PARTS:
-            raise ConfigurationError(f"--parts {part!r} is unknown: use some of {', '.join(PARTS)}")
     if options.ranks < 2 or options.batch % options.ranks:
         raise ConfigurationError(
             f"--ranks {options.ranks} must be at least 2 and divide --batch {options.batch}: plain DDP knows no uneven "

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.algorithms.faults import Absence, Change, slot_absences
-from moe_lightning.bench.measure import table
 from moe_lightning.bench.recovery_runs import Watch, run_elastic, run_plain
 from moe_lightning.bench.recovery_worker import Task
 from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import cap_nodes, read_trace
+from moe_lightning.text_table import table
 
 _EP_SIZE = 2
 """Ranks that hold a full set of experts together in the two baselines: they train on a multiple of them."""

@@ -21,7 +21,7 @@ from moe_lightning.algorithms.roofline_layer import (
 )
 from moe_lightning.algorithms.roofline_router import Kernel, LayerShape
 from moe_lightning.arguments import Count, option
-from moe_lightning.bench.measure import table
+from moe_lightning.text_table import table
 
 SHAPES = (
     LayerShape(tokens=16384, d_model=1536, d_expert=512, experts=64, top_k=4),

@@ -12,10 +12,11 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from moe_lightning.arguments import Count, option
-from moe_lightning.bench.measure import interleaved, machine, table
+from moe_lightning.bench.measure import interleaved, machine
 from moe_lightning.bench.training import ModelOptions, StepClock, gpt, hush, quiet_trainer, random_text
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.strategies import ExpertParallelStrategy
+from moe_lightning.text_table import table
 
 _WARMUP_STEPS = 4
 _STOCK = "stock Lightning"

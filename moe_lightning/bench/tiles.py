@@ -13,11 +13,12 @@ import torch
 
 from moe_lightning.algorithms.roofline import DEVICES, Matmul, Tile, matmul_cost
 from moe_lightning.arguments import Count, OutputFile, option
-from moe_lightning.bench.measure import table, timed
+from moe_lightning.bench.measure import timed
 from moe_lightning.bench.race import race
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import tile_table
 from moe_lightning.kernels.tile_table import CANDIDATES, Rows, candidates, key
+from moe_lightning.text_table import table
 
 CAPABILITIES = {"a100": 80, "h100": 90, "b200": 100, "rtx5090": 120}
 """A device of the model for each compute capability times ten."""

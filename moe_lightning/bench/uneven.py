@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.arguments import Count, OutputFile, option
-from moe_lightning.bench.measure import machine
+from moe_lightning.bench.measure import goal, machine
 from moe_lightning.bench.training import ModelOptions, on_ranks, own_cores
 from moe_lightning.bench.uneven_worker import CONTENDERS, SPEEDS, Contender, Scenario
 from moe_lightning.charts import bar_chart, line_chart
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.text_table import table
 
 _RANKS = 2
 _LEAST_STEPS = 24
@@ -112,16 +113,19 @@ def _median(row: Mapping[str, Any], name: str, rank: int) -> float:
 
 def format_table(found: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
     """One line for each contender in each scenario."""
-    lines = [
-        f"{'scenario':<10}{'contender':<11}{'step ms':>9}{'of ideal':>10}{'of calm':>9}{'own ms: rank 0':>16}"
-        f"{'rank 1':>9}{'samples of rank 1':>19}"
-    ]
-    for (scenario, contender), row in found.items():
-        lines.append(
-            f"{scenario:<10}{contender:<11}{1e3 * row['step_s']:>9.1f}{row['over_ideal']:>10.3f}"
-            f"{row['over_calm']:>9.3f}{1e3 * row['own_s_0']:>16.1f}{1e3 * row['own_s_1']:>9.1f}{row['samples']:>19.0f}"
+    rows = [
+        (
+            *key,
+            f"{1e3 * row['step_s']:.1f}",
+            f"{row['over_ideal']:.3f}",
+            f"{row['over_calm']:.3f}",
+            *(f"{1e3 * row[f'own_s_{rank}']:.1f}" for rank in range(_RANKS)),
+            f"{row['samples']:.0f}",
         )
-    return "\n".join(lines)
+        for key, row in found.items()
+    ]
+    owners = ("own ms: rank 0", "rank 1")
+    return table(("scenario", "contender", "step ms", "of ideal", "of calm", *owners, "samples of rank 1"), rows)
 
 
 def goals(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
@@ -135,7 +139,7 @@ def goals(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
             reached = found[key][name]
             beside = found.get((key[0], "even"), {}).get(name)
             note = f"; even: {beside:.3f}" if beside is not None else ""
-            lines.append(f"{'met   ' if reached <= most else 'missed'}  {what}: {reached:.3f}, goal {most:.2f}{note}")
+            lines.append(goal(what, reached, most, "{:.3f}", note))
     return lines
 
 

@@ -17,6 +17,7 @@ from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.algorithms.speeds import given_speeds
 from moe_lightning.bench.least_time import least_time
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.text_table import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +126,9 @@ def _bound(tokens: IntArray, placement: Placement, speeds: IntArray) -> float:
 
 
 def format_speeds(rows: Sequence[UnevenRow]) -> str:
-    """The rows as text, one line each under a header."""
-    head = f"{'speeds':<14}{'even':>8}{'quotas':>9}{'LP':>8}{'and placements':>16}{'LP':>8}"
-    return "\n".join(
-        [
-            head,
-            *(
-                f"{row.speeds:<14}{row.even:>8.3f}{row.quota:>9.3f}{row.quota_bound:>8.3f}{row.both:>16.3f}"
-                f"{row.both_bound:>8.3f}"
-                for row in rows
-            ),
-        ]
-    )
+    """One line for each row."""
+    cells = [
+        (row.speeds, *(f"{ratio:.3f}" for ratio in (row.even, row.quota, row.quota_bound, row.both, row.both_bound)))
+        for row in rows
+    ]
+    return table(("speeds", "even", "quotas", "LP", "and placements", "LP"), cells)

@@ -36,6 +36,7 @@ from moe_lightning.simulate.policy import POLICIES
 from moe_lightning.simulate.recommend import Cluster, recommend
 from moe_lightning.simulate.routing import Exponent, RoutingKind
 from moe_lightning.simulate.scenario import Report
+from moe_lightning.text_table import table
 from moe_lightning.values import NonNegativeInt, PositiveInt, Range, described, fits, shown
 
 CONFIG_NAME = "simulate"
@@ -234,18 +235,20 @@ def _simulate(config: Mapping[str, Any]) -> int:
 def comparison(reports: Mapping[str, Report]) -> str:
     """One line for each policy; the ratio is of goodput, to the first."""
     first = next(iter(reports.values()))
-    lines = [
-        f"{'policy':<12}{'samples/s':>11}{'ratio':>8}{'useful %':>10}{'lost %':>9}{'overhead %':>12}{'idle %':>9}"
-        f"{'PLT':>10}{'recoveries':>12}"
-    ]
-    for name, report in reports.items():
-        ratio = report.goodput / first.goodput if first.goodput else float("nan")
-        shares = [100 * report.share(account) for account in ("useful", "lost", "overhead", "idle")]
-        lines.append(
-            f"{name:<12}{report.goodput:>11.4g}{ratio:>8.3f}{shares[0]:>10.2f}{shares[1]:>9.2f}{shares[2]:>12.2f}"
-            f"{shares[3]:>9.2f}{report.plt:>10.5f}{len(report.recoveries):>12}"
+    accounts = ("useful", "lost", "overhead", "idle")
+    rows = [
+        (
+            name,
+            f"{report.goodput:.4g}",
+            f"{report.goodput / first.goodput:.3f}" if first.goodput else "-",
+            *(f"{100 * report.share(account):.2f}" for account in accounts),
+            f"{report.plt:.5f}",
+            len(report.recoveries),
         )
-    return "\n".join(lines)
+        for name, report in reports.items()
+    ]
+    headers = ("policy", "samples/s", "ratio", *(f"{account} %" for account in accounts), "PLT", "recoveries")
+    return table(headers, rows)
 
 
 def _leave(config: Mapping[str, Any], reports: Mapping[str, Report], mesh: MeshReport | None) -> None:

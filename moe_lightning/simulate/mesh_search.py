@@ -19,6 +19,7 @@ from moe_lightning.simulate.mesh import DENSE, Mesh
 from moe_lightning.simulate.mesh_memory import RankMemory
 from moe_lightning.simulate.scenario import Report, Scenario, format_bytes, model_of
 from moe_lightning.simulate.step_model import StepCost, StepModel
+from moe_lightning.text_table import table
 
 ROOM = 0.9
 """Share of a rank's memory that may be planned; the rest is for buffers, kernels and fragments."""
@@ -75,19 +76,23 @@ class MeshAdvice:
 
     def table(self) -> str:
         """A line for each of the best, and a sentence on the others."""
-        goodput = f"{'samples/s':>11}" if self.best[0].report else ""
-        head = f"{'pp':>4}{'cp':>4}{'tp':>4} {'dense':<6}{'micro':>6}{'chunks':>7}{'redo':>5}{'slots':>6}"
-        lines = [f"{head}{'step s':>9}{'bubble':>8}{'memory':>10}{goodput}"]
+        headers = ("pp", "cp", "tp", "dense", "micro", "chunks", "redo", "slots", "step s", "bubble", "memory")
+        rows = []
         for found in self.best:
             mesh, step = found.mesh, found.step
-            bubble = step.bubble_s / (step.passes_s + step.bubble_s)
-            line = (
-                f"{mesh.pp:>4}{mesh.cp:>4}{mesh.tp:>4} {mesh.dense:<6}{mesh.micro_batches or 1:>6}{mesh.chunks:>7}"
-                f"{'yes' if mesh.recompute else 'no':>5}{found.slots:>6}{step.step_s:>9.4g}{bubble:>8.1%}"
-                f"{format_bytes(found.memory.total):>10}"
+            rows.append(
+                (
+                    *(mesh.pp, mesh.cp, mesh.tp, mesh.dense, mesh.micro_batches or 1, mesh.chunks),
+                    "yes" if mesh.recompute else "no",
+                    found.slots,
+                    f"{step.step_s:.4g}",
+                    f"{step.bubble_s / (step.passes_s + step.bubble_s):.1%}",
+                    format_bytes(found.memory.total),
+                    *([f"{found.report.goodput:.4g}"] if found.report else ()),
+                )
             )
-            lines.append(line + (f"{found.report.goodput:>11.4g}" if found.report else ""))
-        return "\n".join([*lines, self.sentence()])
+        lines = table((*headers, *(["samples/s"] if self.best[0].report else ())), rows)
+        return f"{lines}\n{self.sentence()}"
 
     def sentence(self) -> str:
         """Why the others do not fit."""

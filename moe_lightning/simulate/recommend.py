@@ -24,6 +24,7 @@ from moe_lightning.simulate.mixture import Mixture, mixture_of
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.scenario import Report, Scenario
 from moe_lightning.simulate.step_model import StepModel
+from moe_lightning.text_table import table
 
 _ROOM = 0.6
 """Share of a rank's memory that state may fill; activations need the rest."""
@@ -67,13 +68,11 @@ class Advice:
         lines = [self.report.table()]
         if self.mixture is not None:
             lines.append(f"{'speeds':<12} {self.mixture.sentence()}")
-        lines += [f"{'choice':<22}{'value':>9}{'instead':>9}{'goodput':>9}{'PLT instead':>13}"]
+        rows = []
         for choice in self.choices:
-            ratio = choice.report.goodput / self.report.goodput if self.report.goodput else float("nan")
-            lines.append(
-                f"{choice.name:<22}{choice.value!s:>9}{choice.instead!s:>9}{ratio - 1:>+9.2%}{choice.report.plt:>13.5f}"
-            )
-        return "\n".join(lines)
+            gain = f"{choice.report.goodput / self.report.goodput - 1:+.2%}" if self.report.goodput else "-"
+            rows.append((choice.name, choice.value, choice.instead, gain, f"{choice.report.plt:.5f}"))
+        return "\n".join([*lines, table(("choice", "value", "instead", "goodput", "PLT instead"), rows)])
 
 
 def recommend(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any] | None = None) -> Advice:

@@ -75,7 +75,7 @@ def test_goals_judge_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--strategies", "magic"), "--strategies 'magic' is unknown"),
+        (("--strategies", "magic"), "invalid choice: 'magic'"),
         (("--experts", "7"), "7 experts do not divide over 2 ranks"),
         (("--slots", "3"), "8 experts do not divide over 2 ranks of 3 slots"),
         (("--ratios", "0"), "--ratios: 0 must be an integer of at least 1"),

@@ -138,7 +138,7 @@ def test_phases_are_drawn_to_scale() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--parts", "kill", "dance"), "--parts 'dance' is unknown"),
+        (("--parts", "kill", "dance"), "invalid choice: 'dance'"),
         (("--rounds", "0"), "--rounds: 0 must be an integer of at least 1"),
         (("--trace-speed", "-1"), "--trace-speed: -1.0 must be a number above 0"),
         (("--ranks", "1"), "--ranks 1 must be at least 2"),

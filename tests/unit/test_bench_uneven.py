@@ -30,8 +30,8 @@ def test_the_ideal_divides_the_calm_step_by_the_speeds() -> None:
     assert found["half", "both"]["own_s_0"] == pytest.approx(0.21)
     assert found["half", "both"]["samples"] == 4
     assert uneven.goals(found) == [
-        "met     step over the ideal, one rank at half speed: 1.050, goal 1.10; even: 1.500",
-        "met     step over that of even speeds, calm: 1.010, goal 1.01; even: 1.000",
+        "met     step over the ideal, one rank at half speed: 1.050, goal at most 1.10; even: 1.500",
+        "met     step over that of even speeds, calm: 1.010, goal at most 1.01; even: 1.000",
     ]
     assert len(uneven.format_table(found).splitlines()) == 5
     assert uneven.picture(found).count("<title>") == 8
