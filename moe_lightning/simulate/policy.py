@@ -135,97 +135,27 @@ class Policy:
         return replace(chosen, placement=placement, by_speed=self.by_speed)
 
 
+_IN_GROUPS = Policy(layout="groups", strategy="plain", rebalance_every=0, live_recovery=False)
+"""Expert-parallel groups without replicas."""
+_DEEPSPEED = replace(_IN_GROUPS, strategy="padded", saving="blocking", sharding="baseline", memory_recovery=False)
+_IN_PEERS = replace(_IN_GROUPS, memory_interval_steps=1, restart_s=30.0)
+"""Every step's snapshot is protected on other nodes."""
+
 POLICIES: dict[str, Policy] = {
     # This library: membership by its rendezvous host and two groups (no group per expert); seconds measured on local
     # processes, with a margin of ten for a cluster.
-    "ours": Policy(
-        strategy="packed",
-        by_speed=True,
-        k_snapshot=None,
-        k_persist=None,
-        plt_threshold=0.0375,
-        protection="none",
-        detect_s=2.0,
-        regroup_s=2.0,
-        restart_s=30.0,
-    ),
+    "ours": Policy(by_speed=True, plt_threshold=0.0375, detect_s=2.0, regroup_s=2.0, restart_s=30.0),
     "lazarus": Policy(
-        strategy="lazarus",
-        saving="blocking",
-        sharding="baseline",
-        interval_steps=250,
-        memory_recovery=False,
-        detect_s=15.0,
-        regroup_s=10.0,
+        strategy="lazarus", saving="blocking", sharding="baseline", interval_steps=250, memory_recovery=False
     ),
-    "ds": Policy(
-        layout="groups",
-        strategy="padded",
-        rebalance_every=0,
-        saving="blocking",
-        sharding="baseline",
-        interval_steps=50,
-        live_recovery=False,
-        memory_recovery=False,
-    ),
-    "ds_ft": Policy(
-        layout="groups",
-        strategy="padded",
-        rebalance_every=0,
-        saving="blocking",
-        sharding="baseline",
-        interval_steps=250,
-        memory_recovery=False,
-    ),
-    "blocking": Policy(
-        layout="groups",
-        strategy="plain",
-        rebalance_every=0,
-        saving="blocking",
-        sharding="baseline",
-        live_recovery=False,
-        memory_recovery=False,
-    ),
-    "base_async": Policy(
-        layout="groups",
-        strategy="plain",
-        rebalance_every=0,
-        sharding="baseline",
-        live_recovery=False,
-        memory_recovery=False,
-    ),
-    "moc": Policy(
-        layout="groups",
-        strategy="plain",
-        rebalance_every=0,
-        k_snapshot=4,
-        k_persist=1,
-        scopes="moc",
-        plt_threshold=0.0375,
-        plt_lookahead=False,
-        live_recovery=False,
-    ),
-    "reft": Policy(
-        layout="groups",
-        strategy="plain",
-        rebalance_every=0,
-        live_recovery=False,
-        protection="aec",
-        protection_group=6,
-        memory_interval_steps=1,
-        restart_s=30.0,
-    ),
+    "ds": replace(_DEEPSPEED, interval_steps=50),
+    "ds_ft": replace(_DEEPSPEED, interval_steps=250, live_recovery=True),
+    "blocking": replace(_IN_GROUPS, saving="blocking", sharding="baseline", memory_recovery=False),
+    "base_async": replace(_IN_GROUPS, sharding="baseline", memory_recovery=False),
+    "moc": replace(_IN_GROUPS, k_snapshot=4, k_persist=1, scopes="moc", plt_threshold=0.0375, plt_lookahead=False),
+    "reft": replace(_IN_PEERS, protection="aec"),
     # Gemini: every snapshot also on one peer, machines replaced, processes restarted.
-    "gemini": Policy(
-        layout="groups",
-        strategy="plain",
-        rebalance_every=0,
-        live_recovery=False,
-        protection="arc",
-        protection_copies=1,
-        memory_interval_steps=1,
-        restart_s=30.0,
-    ),
+    "gemini": replace(_IN_PEERS, protection="arc"),
 }
 
 
