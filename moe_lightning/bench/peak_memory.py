@@ -10,6 +10,7 @@ from pathlib import Path
 _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"
 _M_MMAP_THRESHOLD = -3  # of malloc.h
+_LEAST_BYTES = 256 << 10
 
 
 class PeakMemory:
@@ -37,13 +38,13 @@ class PeakMemory:
         return _resident("VmHWM") - self._before if self._is_known else None
 
 
-def give_back_at_once(least_bytes: int = 256 << 10) -> None:
-    """Blocks of at least this size go back to the system when they are freed. Otherwise glibc keeps more and more of
+def give_back_at_once() -> None:
+    """Blocks of at least 256 KiB go back to the system when they are freed. Otherwise glibc keeps more and more of
     those that it has seen, up to 32 MiB each, in a heap with holes, so that what is resident tells nothing of what is
     used. It costs page faults.
     """
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, least_bytes)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LEAST_BYTES)
 
 
 def _resident(name: str) -> int:

@@ -44,7 +44,6 @@ from moe_lightning.checkpoint.persist_job import (
     left_behind,
     missing_parts,
     next_job,
-    session_of,
     will_lack_parts,
 )
 from moe_lightning.checkpoint.scrubbing import Scrubber
@@ -200,7 +199,8 @@ class Agent:
         for arena in self._arenas.values():
             state = arena.state
             index = state.waiting.get(job.step)
-            if state.persisting is None and index is not None and session_of(arena.table(index)) == job.session:
+            table = arena.table(index) if state.persisting is None and index is not None else None
+            if table is not None and table.session == job.session:
                 arena.transition(lambda s: s.start_persist(job.step) if job.step in s.waiting else s)
 
     def _current(self) -> tuple[str | None, list[Arena]]:
@@ -371,10 +371,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arenas", type=Path, required=True)
     parser.add_argument("--checkpoints", type=place_of, required=True)
     parser.add_argument("--identity", help="of the directory of checkpoints; default: of what is there")
-    for name, default in (("keep-last", 2), ("verify-within", 8), ("copy-every", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    for name, seconds in (("poll", 0.02), ("grace", 30.0), ("retry", 1.0), ("commit-timeout", 600.0)):
-        parser.add_argument(f"--{name}-s", type=float, default=seconds)
+    for name in ("keep-last", "verify-within", "copy-every"):
+        parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
+    for name in ("poll-s", "grace-s", "retry-s", "commit-timeout-s"):
+        parser.add_argument(f"--{name}", type=float, default=argparse.SUPPRESS)
     options: dict[str, Any] = vars(parser.parse_args(argv))
     arenas, root = options.pop("arenas"), options.pop("checkpoints")
     if options["identity"] is None and storage_of(root).is_dir(root):

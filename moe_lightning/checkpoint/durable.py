@@ -12,6 +12,8 @@ from pathlib import Path
 
 from moe_lightning.errors import CheckpointError
 
+_LOCK_S = 60.0
+
 
 def lock_exclusively(fd: int, *, timeout_s: float, message: str) -> None:
     """Take the exclusive lock of an open file, but wait no longer than the timeout.
@@ -32,7 +34,7 @@ def lock_exclusively(fd: int, *, timeout_s: float, message: str) -> None:
 
 
 @contextlib.contextmanager
-def directory_lock(root: Path, *, name: str = ".lock", timeout_s: float = 60.0) -> Iterator[None]:
+def directory_lock(root: Path, *, name: str = ".lock") -> Iterator[None]:
     """Hold a lock file in a directory; the kernel releases it when this process dies.
 
     Raises:
@@ -40,8 +42,8 @@ def directory_lock(root: Path, *, name: str = ".lock", timeout_s: float = 60.0) 
     """
     fd = os.open(root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        message = f"the lock of {root} was not free within {timeout_s:g} s"
-        lock_exclusively(fd, timeout_s=timeout_s, message=message)
+        message = f"the lock of {root} was not free within {_LOCK_S:g} s"
+        lock_exclusively(fd, timeout_s=_LOCK_S, message=message)
         yield
     finally:
         os.close(fd)

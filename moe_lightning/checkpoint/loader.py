@@ -8,7 +8,7 @@ with `weights_only=True`. A damaged tensor of an expert can be read from elsewhe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -238,29 +238,20 @@ class Checkpoint(CheckpointSource):
         return self.path / self.manifest.files[name].path
 
 
-def find_newest(root: Place, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
+def find_newest(root: Place, *, run: str | None = None) -> Found:
     """Verify checkpoints from the newest to the oldest and return the first that is whole.
 
     Args:
         root: a directory of checkpoints; it may be empty or missing.
         run: the run that they must belong to, if that matters.
-        report: told each problem as it is found.
     """
-    problems: list[str] = []
-
-    def note(problem: str) -> None:
-        problems.append(problem)
-        if report is not None:
-            report(problem)
-
-    for problem in unreadable(root):
-        note(problem)
+    problems = list(unreadable(root))
     for path, _ in checkpoints(root):
         try:
             checkpoint = Checkpoint(path, run=run)
             checkpoint.verify()
         except CheckpointError as error:
-            note(str(error))
+            problems.append(str(error))
         else:
             return Found(checkpoint=checkpoint, problems=tuple(problems))
     return Found(checkpoint=None, problems=tuple(problems))

@@ -11,7 +11,6 @@ from moe_lightning.checkpoint.agreed_step import Agreement, agreed_step
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.arena_location import rank_of
 from moe_lightning.checkpoint.commit import missing_ranks
-from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.checkpoint.store import headings
@@ -149,8 +148,3 @@ def passed_by(arena: Arena, session: str, step: int) -> bool:
     """
     steps = [table.step for table in arena.tables() if table.session == session]
     return step not in steps and (max(steps, default=step) > step or not arena.writer_alive)
-
-
-def session_of(table: SnapshotIndex | None) -> str | None:
-    """Where a buffer may be empty: the session of its snapshot."""
-    return None if table is None else table.session

@@ -106,10 +106,6 @@ class PartialPolicy:
                 f"k_persist={self.k_persist} and k_snapshot={self.k_snapshot} must satisfy "
                 f"1 <= k_persist <= k_snapshot <= {self.num_experts} (the number of experts)"
             )
-        if self.order not in ("sequential", "load_aware", "load_aware_global"):
-            raise ConfigurationError(
-                f"order={self.order!r} is unknown: use sequential, load_aware or load_aware_global"
-            )
 
     def plan(
         self,

@@ -11,9 +11,6 @@ from moe_lightning.checkpoint.plan import Order
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import Coefficient, PositiveInt, validated
 
-WINDOWS = ("any", "scheduled")
-ORDERS = ("sequential", "load_aware", "load_aware_global")
-
 
 @validated
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +65,6 @@ class CheckpointSettings:
                 f"k_persist={self.k_persist} is more than k_snapshot={self.k_snapshot}: "
                 "only experts that are copied can be written"
             )
-        if self.order not in ORDERS:
-            raise ConfigurationError(f"order={self.order!r} is not known: use one of {list(ORDERS)}")
-        if self.windows not in WINDOWS:
-            raise ConfigurationError(f"windows={self.windows!r} is not known: use one of {list(WINDOWS)}")
         takes_all = self.k_persist is None and self.order == "sequential" and parse_scopes(self.scopes) == set(SCOPES)
         if self.lossless and not takes_all:
             raise ConfigurationError(

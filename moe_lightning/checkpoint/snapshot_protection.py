@@ -45,7 +45,6 @@ class ProtectionReport:
         memory_bytes: of this rank's protecting files, all versions together.
         start_s: training waited: for the version before, for the sizes, for its own snapshot to be packed.
         exchange_s: until everything had arrived; training went on.
-        publish_s: until copies and parities were made of it; training went on.
     """
 
     step: int
@@ -55,7 +54,6 @@ class ProtectionReport:
     memory_bytes: int
     start_s: float
     exchange_s: float
-    publish_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +104,7 @@ class Protector:
     def prepare(self, table: SnapshotIndex) -> None:
         """Pack this rank's snapshot, so that `start` need not; local, from the thread that publishes snapshots
         (`Snapshotter.on_published`). The first snapshot is packed by `start`, which learns what room it takes."""
-        nbytes = _packed_bytes(table)
+        nbytes = packed_bytes_of(table.placed)
         if self._files and nbytes <= self._limits[self._world.rank][1]:
             self._pack(table, nbytes)
 
@@ -128,7 +126,7 @@ class Protector:
             return False
         is_whole = self.finish() is not None
         text = b"" if table is None else relocated(table, 0).dump()
-        nbytes = 0 if table is None else _packed_bytes(table)
+        nbytes = 0 if table is None else packed_bytes_of(table.placed)
         told = all_gather_json([len(text), nbytes], self._world)
         if table is None or not all(length for length, _ in told):
             return False
@@ -289,7 +287,6 @@ class Protector:
                 memory_bytes=sum(file.memory_bytes for file in self._all_files()),
                 start_s=flight.start_s,
                 exchange_s=arrived - began,
-                publish_s=time.perf_counter() - arrived,
             )
         except BaseException as error:  # handed to the training thread, which raises it
             self._failure = error.with_traceback(None)  # frames would keep the groups of a broken world alive
@@ -312,10 +309,6 @@ class Protector:
         texts = texts | {self._world.rank: relocated(flight.table, 0).dump()}
         tables = [texts[member].decode() for member in self._group]
         file.publish(replace(flight.table, placed=(piece,), extra={"members": list(self._group), "tables": tables}))
-
-
-def _packed_bytes(table: SnapshotIndex) -> int:
-    return packed_bytes_of(table.placed)
 
 
 def _bytes(text: bytes) -> torch.Tensor:

@@ -38,14 +38,12 @@ class SnapshotReport:
         step: the step after which the state was taken.
         copied_bytes: payload copied this time (carried-over experts are not).
         copy_s: from `start` to the end of the copy.
-        publish_s: checksums and table, after the copy; training may already go on.
         copied_by_window: the bytes of it by window of the step; empty where windows are not scheduled.
     """
 
     step: int
     copied_bytes: int
     copy_s: float
-    publish_s: float
     copied_by_window: Mapping[Window, int] = field(default_factory=dict)
 
 
@@ -325,7 +323,6 @@ class Snapshotter:
                 step=max(piece.version for piece in placed) if placed else table.step,
                 copied_bytes=copied_bytes,
                 copy_s=copied - began,
-                publish_s=time.perf_counter() - copied,
                 copied_by_window=dict(self._windows.copied_bytes) if self._windows is not None else {},
             )
         except BaseException as error:  # handed to the training thread, which raises it

@@ -128,7 +128,7 @@ class DevicePlanner:
                 "is left of its counts: use plan='host' in elastic runs"
             )
         self._world = world
-        self._fingerprint, self._what = fingerprint, what
+        self._what = what
         num_experts = placement.num_experts
         self._most_held = int((placement.replicas > 0).sum(axis=0).max())
         self._tables = [

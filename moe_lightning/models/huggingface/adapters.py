@@ -152,12 +152,3 @@ def require_peft_knows(config: AdapterConfig | None) -> None:
             "peft takes the linear layers of targets=dense for those of experts: write the model merged, or train "
             "without dense"
         )
-
-
-def refuse_adapters(config: AdapterConfig | None, what: str) -> None:
-    """
-    Raises:
-        ConfigurationError: there are adapters.
-    """
-    if config is not None:
-        raise ConfigurationError(f"adapter={config.kind} cannot work with {what}: drop one of both")

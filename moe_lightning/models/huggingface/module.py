@@ -15,7 +15,6 @@ from typing_extensions import override
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
-from moe_lightning.models.huggingface.adapters import refuse_adapters
 from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
 from moe_lightning.models.huggingface.attention import document_options, share_sequences
 from moe_lightning.models.huggingface.blocks import IS_TOKEN
@@ -64,7 +63,11 @@ class HuggingFaceConfig:
         if self.adapter is not None:
             object.__setattr__(self, "adapter", build_config(AdapterConfig, self.adapter, key="model.adapter"))
         if self.upcycling is not None:
-            refuse_adapters(self.adapter, "upcycling, whose new routers and experts must be trained")
+            if self.adapter is not None:
+                raise ConfigurationError(
+                    f"adapter={self.adapter.kind} cannot work with upcycling, whose new routers and experts must be "
+                    "trained: drop one of both"
+                )
             object.__setattr__(self, "upcycling", build_config(UpcyclingConfig, self.upcycling))
             if any(value is not None for value in self.router.values()):
                 raise ConfigurationError("router belongs to pretrained experts: set upcycling.router instead")
