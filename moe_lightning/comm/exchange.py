@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from moe_lightning.comm.world import World
 
@@ -46,10 +45,12 @@ def exchange_rows(
     """
     if world.size == 1:
         return rows_MD
-    result: Tensor = _ExchangeRows.apply(  # type: ignore[no-untyped-call]
-        rows_MD, send_rows, recv_rows, world, meanwhile, carry
+    moved: Carry = carry or _all_to_all
+    return linear(
+        rows_MD,
+        lambda rows_MD: moved(rows_MD, send_rows, recv_rows, world, meanwhile),
+        lambda gradient_MD: moved(gradient_MD, recv_rows, send_rows, world, None),
     )
-    return result
 
 
 def all_gather_counts(counts_E: Tensor, world: World) -> Tensor:
@@ -89,23 +90,23 @@ class PendingExchange:
         return self._received
 
 
-class _ExchangeRows(torch.autograd.Function):
+def linear(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a linear map over ranks makes of a tensor; `back`, its transpose, makes the gradient of the result's."""
+    return _Linear.apply(x, there, back)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, send: Any, recv: Any, world: World, meanwhile: Meanwhile, carry: Carry | None
-    ) -> Tensor:
-        ctx.lists = (send, recv, world, carry)
-        return (carry or _all_to_all)(rows, send, recv, world, meanwhile)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        send, recv, world, carry = ctx.lists  # type: ignore[attr-defined]
-        return (carry or _all_to_all)(grads[0], recv, send, world, None), None, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
 
 
-def _all_to_all(
-    rows: Tensor, send: Sequence[int], recv: Sequence[int], world: World, meanwhile: Meanwhile = None
-) -> Tensor:
+def _all_to_all(rows: Tensor, send: Sequence[int], recv: Sequence[int], world: World, meanwhile: Meanwhile) -> Tensor:
     received, rows = rows.new_empty(sum(recv), rows.shape[1]), rows.contiguous()
     with world.exchanges.exchange(rows.device):
         work: Any = dist.all_to_all_single(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.comm.exchange import linear
 from moe_lightning.comm.world import World
 
 
@@ -70,21 +71,9 @@ class Sharers:
 
 
 def _exchange(pieces: Tensor, group: ProcessGroup) -> Tensor:
-    exchanged: Tensor = _Exchange.apply(pieces, group)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-class _Exchange(torch.autograd.Function):
     """Row r of [N, ...] to rank r, row r of the result from it."""
-
-    @staticmethod
-    def forward(ctx: Any, pieces: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(pieces, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grads[0], ctx.group), None
+    swap = partial(_all_to_all, group=group)
+    return linear(pieces, swap, swap)
 
 
 def _all_to_all(pieces: Tensor, group: ProcessGroup) -> Tensor:

@@ -7,6 +7,7 @@ all-gather is a reduce-scatter, that of a reduce-scatter an all-gather, and that
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_lightning.comm.exchange import all_gather_flat
+from moe_lightning.comm.exchange import all_gather_flat, linear
 from moe_lightning.errors import ConfigurationError
 
 # Before torch 2.13 it had another name, which warns there.
@@ -41,7 +42,7 @@ class TensorRanks:
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The parts of all ranks, one after the other along a dimension."""
-        return _Gather.apply(x, dim, self)  # type: ignore[no-any-return, no-untyped-call]
+        return linear(x, partial(_gathered, dim=dim, ranks=self), partial(_sum_of_parts, dim=dim, ranks=self))
 
     def sum_parts(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part along a dimension of the sum over ranks.
@@ -50,11 +51,11 @@ class TensorRanks:
             ConfigurationError: the parts would not be equal.
         """
         self._check(x, dim)
-        return _SumParts.apply(x, dim, self)  # type: ignore[no-any-return, no-untyped-call]
+        return linear(x, partial(_sum_of_parts, dim=dim, ranks=self), partial(_gathered, dim=dim, ranks=self))
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks."""
-        return _Sum.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+        return linear(x, partial(_summed, ranks=self), partial(_summed, ranks=self))
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of what all ranks have.
@@ -100,39 +101,6 @@ def _summed(x: Tensor, ranks: TensorRanks, op: Any = dist.ReduceOp.SUM) -> Tenso
     total = x.contiguous().clone()
     dist.all_reduce(total, op=op, group=ranks.group)
     return total
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
-        ctx.dim, ctx.ranks = dim, ranks
-        return _gathered(x, dim, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _sum_of_parts(gradient, ctx.dim, ctx.ranks), None, None
-
-
-class _SumParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
-        ctx.dim, ctx.ranks = dim, ranks
-        return _sum_of_parts(x, dim, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _gathered(gradient, ctx.dim, ctx.ranks), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks = ranks
-        return _summed(x, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _summed(gradient, ctx.ranks), None
 
 
 class _CrossEntropy(torch.autograd.Function):
