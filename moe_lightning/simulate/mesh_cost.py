@@ -38,20 +38,34 @@ def link_bytes_per_s(machine: Hardware, span: int, num_ranks: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a rank of the busiest stage does in a step, as far as the axes are concerned.
+class StageWork:
+    """What a rank of the busiest stage does in a step, as far as the axes are concerned, and on what.
 
     Attributes:
+        workload, machine, mesh, stage: see their classes.
         num_ranks: of the world.
         tokens: of the rank, all micro-batches together; the ranks of cp and tp have different ones.
         micro_batches: of the step.
         dense_s: forward and backward passes of dense layers, all micro-batches.
     """
 
+    workload: Workload
+    machine: Hardware
+    mesh: Mesh
+    stage: Stage
     num_ranks: int
     tokens: float
     micro_batches: int
     dense_s: float
+
+    def bytes_per_s(self, span: int) -> float:
+        """Of a group among `span` consecutive ranks."""
+        return link_bytes_per_s(self.machine, span, self.num_ranks)
+
+    @property
+    def weight_shards(self) -> int:
+        """Ranks among which dense weights are cut."""
+        return self.mesh.weight_shards(self.num_ranks, self.machine.ranks_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,94 +82,94 @@ class Axes:
         return self.tensor_s + self.context_s + self.hops_s + self.gathers_s
 
 
-def axes(workload: Workload, machine: Hardware, mesh: Mesh, stage: Stage, work: Work) -> Axes:
+def axes(work: StageWork) -> Axes:
     """All of them."""
     return Axes(
-        tensor_s=tensor_s(workload, machine, mesh, stage, work),
-        context_s=context_s(workload, machine, mesh, stage, work),
-        hops_s=hops_s(workload, machine, mesh, stage, work),
-        gathers_s=gathers_s(workload, machine, mesh, stage, work),
+        tensor_s=tensor_s(work),
+        context_s=context_s(work),
+        hops_s=hops_s(work),
+        gathers_s=gathers_s(work),
     )
 
 
-def tensor_s(workload: Workload, machine: Hardware, mesh: Mesh, stage: Stage, work: Work) -> float:
+def tensor_s(work: StageWork) -> float:
     """Gathers and scatters of a sequence around every tensor parallel part of a layer (Korthikanti et al. 2022, 4.2.2),
     which carry what the all-reduces of plain tensor parallelism carry.
 
     Attention is one part of a layer, a dense feed-forward layer or shared experts another; experts lie whole on ranks.
     A pass over a part gathers the rows of all tp ranks and scatters as many; backward passes the same.
     """
-    if mesh.tp == 1:
+    if work.mesh.tp == 1:
         return 0.0
-    rows_bytes = (mesh.tp - 1) * work.tokens * workload.d_model * workload.activation_bytes
-    bytes_per_s = link_bytes_per_s(machine, mesh.tp, work.num_ranks)
-    collectives = 2 * (stage.blocks + stage.dense_blocks) * _passes(mesh)
-    return collectives * (rows_bytes / bytes_per_s + work.micro_batches * machine.latency_s)
+    rows_bytes = (work.mesh.tp - 1) * work.tokens * work.workload.d_model * work.workload.activation_bytes
+    bytes_per_s = work.bytes_per_s(work.mesh.tp)
+    collectives = 2 * (work.stage.blocks + work.stage.dense_blocks) * _passes(work.mesh)
+    return collectives * (rows_bytes / bytes_per_s + work.micro_batches * work.machine.latency_s)
 
 
-def context_s(workload: Workload, machine: Hardware, mesh: Mesh, stage: Stage, work: Work) -> float:
+def context_s(work: StageWork) -> float:
     """All-to-alls that turn parts of a sequence into heads and back (Jacobs et al. 2023, DeepSpeed-Ulysses, 3.2).
 
     Queries and outputs travel once each, and so do keys and values where their heads divide; where they do not, every
     rank gathers them whole.
     """
-    if mesh.cp == 1:
+    if work.mesh.cp == 1:
         return 0.0
-    heads = workload.num_heads or mesh.cp * mesh.tp
-    kv_heads = workload.kv_heads or heads
-    head = workload.d_model / heads
-    even = (mesh.cp - 1) / mesh.cp
-    keys = even if kv_heads % (mesh.cp * mesh.tp) == 0 else mesh.cp - 1
+    heads = work.workload.num_heads or work.mesh.cp * work.mesh.tp
+    kv_heads = work.workload.kv_heads or heads
+    head = work.workload.d_model / heads
+    even = (work.mesh.cp - 1) / work.mesh.cp
+    keys = even if kv_heads % (work.mesh.cp * work.mesh.tp) == 0 else work.mesh.cp - 1
     numbers = work.tokens * head * (2 * heads * even + 2 * kv_heads * keys)
-    bytes_per_s = link_bytes_per_s(machine, mesh.cp * mesh.tp, work.num_ranks)
-    seconds = numbers * workload.activation_bytes / bytes_per_s + 2 * work.micro_batches * machine.latency_s
-    return _passes(mesh) * stage.blocks * seconds
+    bytes_per_s = work.bytes_per_s(work.mesh.cp * work.mesh.tp)
+    seconds = numbers * work.workload.activation_bytes / bytes_per_s + 2 * work.micro_batches * work.machine.latency_s
+    return _passes(work.mesh) * work.stage.blocks * seconds
 
 
-def hops_s(workload: Workload, machine: Hardware, mesh: Mesh, stage: Stage, work: Work) -> float:
+def hops_s(work: StageWork) -> float:
     """Activations and their gradients between stages, as far as nothing hides them: those of one micro-batch through
     the empty pipeline, there and back, and what outlasts the dense passes that gathers leave free."""
-    hop_s, gather_s = _hop_s(workload, machine, mesh, work), _gather_s(workload, machine, mesh, stage, work)
-    forward_s, backward_s = _hiding(machine, mesh, work)
-    sent_s = mesh.chunks * hop_s
-    late_s = _beyond(sent_s, forward_s - _prefetched(gather_s, stage)) + _beyond(sent_s, backward_s - 2 * gather_s)
-    return 2 * (mesh.pp - 1) * hop_s + work.micro_batches * late_s
+    hop_s, gather_s = _hop_s(work), _gather_s(work)
+    forward_s, backward_s = _hiding(work)
+    sent_s = work.mesh.chunks * hop_s
+    late_s = _beyond(sent_s, forward_s - _prefetched(gather_s, work.stage)) + _beyond(sent_s, backward_s - 2 * gather_s)
+    return 2 * (work.mesh.pp - 1) * hop_s + work.micro_batches * late_s
 
 
-def gathers_s(workload: Workload, machine: Hardware, mesh: Mesh, stage: Stage, work: Work) -> float:
+def gathers_s(work: StageWork) -> float:
     """Of fsdp and hsdp: every micro-batch gathers the weights of each layer before its forward and before its backward
     pass and scatters sums of gradients behind that (Zhao et al. 2023, 3.2), under the dense passes; the first gather
     has nothing to hide under."""
-    gather_s = _gather_s(workload, machine, mesh, stage, work)
-    forward_s, backward_s = _hiding(machine, mesh, work)
-    ahead_s = _prefetched(gather_s, stage)
+    gather_s = _gather_s(work)
+    forward_s, backward_s = _hiding(work)
+    ahead_s = _prefetched(gather_s, work.stage)
     late_s = gather_s - ahead_s + _beyond(ahead_s, forward_s) + _beyond(2 * gather_s, backward_s)
     return work.micro_batches * late_s
 
 
-def gradients_s(workload: Workload, machine: Hardware, mesh: Mesh, stage: Stage, work: Work) -> float:
+def gradients_s(work: StageWork) -> float:
     """Sums of dense gradients that nothing hides, under what is free of the last micro-batch's dense backward pass: of
     all of them (ddp, zero1, which then sends the new weights out) or of a shard between copies (hsdp)."""
-    group = work.num_ranks // (mesh.pp * mesh.tp)
-    shards = mesh.weight_shards(work.num_ranks, machine.ranks_per_node)
-    params = stage.dense_params / mesh.tp / shards
-    number = workload.activation_bytes
-    bytes_per_s = link_bytes_per_s(machine, work.num_ranks // mesh.pp, work.num_ranks)
+    group = work.num_ranks // (work.mesh.pp * work.mesh.tp)
+    shards = work.weight_shards
+    params = work.stage.dense_params / work.mesh.tp / shards
+    number = work.workload.activation_bytes
+    bytes_per_s = work.bytes_per_s(work.num_ranks // work.mesh.pp)
     sum_s = ring_s(2, group // shards, params, number, bytes_per_s)
-    sent_s = ring_s(1, group, params, number, bytes_per_s) if mesh.dense == "zero1" else 0.0
-    _, backward_s = _hiding(machine, mesh, work)
-    hops_s = mesh.chunks * _hop_s(workload, machine, mesh, work)
-    return _beyond(sum_s, backward_s - 2 * _gather_s(workload, machine, mesh, stage, work) - hops_s) + sent_s
+    sent_s = ring_s(1, group, params, number, bytes_per_s) if work.mesh.dense == "zero1" else 0.0
+    _, backward_s = _hiding(work)
+    hops_s = work.mesh.chunks * _hop_s(work)
+    return _beyond(sum_s, backward_s - 2 * _gather_s(work) - hops_s) + sent_s
 
 
-def _gather_s(workload: Workload, machine: Hardware, mesh: Mesh, stage: Stage, work: Work) -> float:
+def _gather_s(work: StageWork) -> float:
     """All dense weights of the stage once, layer by layer; 0 where every rank has them."""
-    shards = mesh.weight_shards(work.num_ranks, machine.ranks_per_node)
+    shards = work.weight_shards
     if shards == 1:
         return 0.0
-    bytes_per_s = link_bytes_per_s(machine, shards * mesh.tp, work.num_ranks)
-    once_s = ring_s(1, shards, stage.dense_params / mesh.tp, workload.activation_bytes, bytes_per_s)
-    return once_s + (stage.blocks + 1) * machine.latency_s
+    bytes_per_s = work.bytes_per_s(shards * work.mesh.tp)
+    once_s = ring_s(1, shards, work.stage.dense_params / work.mesh.tp, work.workload.activation_bytes, bytes_per_s)
+    return once_s + (work.stage.blocks + 1) * work.machine.latency_s
 
 
 def _prefetched(gather_s: float, stage: Stage) -> float:
@@ -163,18 +177,18 @@ def _prefetched(gather_s: float, stage: Stage) -> float:
     return gather_s * stage.blocks / (stage.blocks + 1)
 
 
-def _hop_s(workload: Workload, machine: Hardware, mesh: Mesh, work: Work) -> float:
+def _hop_s(work: StageWork) -> float:
     """One micro-batch from a stage to the next."""
-    if mesh.pp == 1:
+    if work.mesh.pp == 1:
         return 0.0
-    hop_bytes = work.tokens / work.micro_batches * workload.d_model * workload.activation_bytes
-    return machine.latency_s + hop_bytes / link_bytes_per_s(machine, work.num_ranks, work.num_ranks)
+    hop_bytes = work.tokens / work.micro_batches * work.workload.d_model * work.workload.activation_bytes
+    return work.machine.latency_s + hop_bytes / work.bytes_per_s(work.num_ranks)
 
 
-def _hiding(machine: Hardware, mesh: Mesh, work: Work) -> tuple[float, float]:
+def _hiding(work: StageWork) -> tuple[float, float]:
     """Seconds of one micro-batch's dense forward and backward pass that may hide transfers."""
-    backward = backward_ratio(mesh)
-    hiding_s = machine.overlap * work.dense_s
+    backward = backward_ratio(work.mesh)
+    hiding_s = work.machine.overlap * work.dense_s
     return (
         hiding_s / (backward + 1) / work.micro_batches,
         hiding_s * backward / (backward + 1) / work.micro_batches,

@@ -23,7 +23,15 @@ from moe_lightning.algorithms.speeds import shares, speeds_in_proportion
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import Mesh, busiest_stage
-from moe_lightning.simulate.mesh_cost import Axes, Work, axes, backward_ratio, bubble_s, gradients_s, link_bytes_per_s
+from moe_lightning.simulate.mesh_cost import (
+    Axes,
+    StageWork,
+    axes,
+    backward_ratio,
+    bubble_s,
+    gradients_s,
+    link_bytes_per_s,
+)
 from moe_lightning.simulate.mesh_memory import RankMemory, rank_memory
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.routing import RoutingScenario
@@ -298,10 +306,19 @@ class StepModel:
         blocks_s = micro * scale * sum(report.block_s for report in reports)
         blocks_s += micro * scale * sum(2 * mesh.recompute * report.exchange_s for report in reports)
         copies_s = micro * scale * sum(report.exposed_s for report in reports)
-        done = Work(num_ranks=ranks, tokens=micro * self._tokens(ranks), micro_batches=micro, dense_s=dense_s)
-        added = axes(work, machine, mesh, stage, done)
+        done = StageWork(
+            workload=work,
+            machine=machine,
+            mesh=mesh,
+            stage=stage,
+            num_ranks=ranks,
+            tokens=micro * self._tokens(ranks),
+            micro_batches=micro,
+            dense_s=dense_s,
+        )
+        added = axes(done)
         waits_s = bubble_s(dense_s + blocks_s + added.total, mesh.pp, micro, mesh.chunks)
-        sums_s = gradients_s(work, machine, mesh, stage, done) + self._expert_sums_s(placements, stage_ranks, scale)
+        sums_s = gradients_s(done) + self._expert_sums_s(placements, stage_ranks, scale)
         resident = scale * max(sum((p.replicas > 0).sum(axis=0) for p in placements))
         dense_params = stage.dense_params / mesh.tp / mesh.state_shards(ranks, machine.ranks_per_node)
         params = dense_params + float(resident) * work.expert_params
