@@ -33,7 +33,7 @@ from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.mesh_report import MeshReport, mesh_report
 from moe_lightning.simulate.mesh_search import search_mesh
 from moe_lightning.simulate.policy import POLICIES
-from moe_lightning.simulate.recommend import Cluster, recommend
+from moe_lightning.simulate.recommend import FailingCluster, recommend
 from moe_lightning.simulate.routing import Exponent, RoutingKind
 from moe_lightning.simulate.scenario import Report
 from moe_lightning.text_table import table
@@ -302,7 +302,7 @@ def _recommend(config: Mapping[str, Any]) -> int:
         scenario = replace(scenario, mesh=found.mesh)
     advice = recommend(
         scenario,
-        Cluster(nodes=config["nodes"], simultaneous=config["failures"]["simultaneous"]),
+        FailingCluster(nodes=config["nodes"], simultaneous=config["failures"]["simultaneous"]),
         fixed=given(config, "policy", "name"),
     )
     print(advice.table())

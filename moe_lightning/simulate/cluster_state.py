@@ -38,7 +38,7 @@ class SimulatedWorld:
     sample: int
 
 
-class Worlds:
+class ClusterState:
     """Which rank of the cluster holds the state of which expert now, and the worlds that could come next.
 
     Args:

@@ -16,6 +16,7 @@ import numpy as np
 from moe_lightning.algorithms.recovery_planner import plan_recovery
 from moe_lightning.simulate.accounts import Accounts, Mark
 from moe_lightning.simulate.checkpoint_cost import SaveCost, cheapest_interval, save_cost
+from moe_lightning.simulate.cluster_state import ClusterState, SimulatedWorld
 from moe_lightning.simulate.failures import NS, Event
 from moe_lightning.simulate.held_snapshots import inventories
 from moe_lightning.simulate.history import History
@@ -24,7 +25,6 @@ from moe_lightning.simulate.report import closing_report
 from moe_lightning.simulate.scenario import Recovery, Report, Scenario, model_of
 from moe_lightning.simulate.state import SavedState
 from moe_lightning.simulate.step_model import StepCost
-from moe_lightning.simulate.worlds import SimulatedWorld, Worlds
 
 _SOURCES = {"live": "live replicas", "memory": "protected memory", "storage": "storage"}
 
@@ -85,7 +85,7 @@ class _Run:
         self._due: dict[str, int] = {}
         self._opened: Mark | None = None  # where a window began that is not complete yet
         self._changes_ns = [round(min(at, 1e9) * NS) for at in self.hardware.changes_s]
-        self.worlds = Worlds(scenario, self.model)
+        self.worlds = ClusterState(scenario, self.model)
 
     # ---------------------------------------------------------------- time
 

@@ -37,7 +37,7 @@ _WORTH = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class FailingCluster:
     """What the rules need to know of the cluster: its nodes, and how many fail at once."""
 
     nodes: int
@@ -75,7 +75,7 @@ class Advice:
         return "\n".join([*lines, table(("choice", "value", "instead", "goodput", "PLT instead"), rows)])
 
 
-def recommend(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any] | None = None) -> Advice:
+def recommend(scenario: Scenario, cluster: FailingCluster, fixed: Mapping[str, Any] | None = None) -> Advice:
     """The policy for a scenario; parts of it that are `fixed` stay as they are.
 
     Raises:
@@ -113,7 +113,9 @@ def recommend(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any] | N
     return Advice(policy=policy, report=report, choices=tuple(choices), mixture=mixture)
 
 
-def _candidate(scenario: Scenario, cluster: Cluster, fixed: Mapping[str, Any], replicas: int) -> tuple[Policy, Report]:
+def _candidate(
+    scenario: Scenario, cluster: FailingCluster, fixed: Mapping[str, Any], replicas: int
+) -> tuple[Policy, Report]:
     """The best policy with so many replicas of every expert, and its prediction."""
     policy = replace(scenario.policy, min_replicas=replicas)
     if "slots" not in fixed:
@@ -155,12 +157,12 @@ def _with(scenario: Scenario, policy: Policy, **changes: Any) -> Scenario:
     return replace(scenario, policy=replace(policy, **changes))
 
 
-def _stage_ranks(scenario: Scenario, cluster: Cluster) -> int:
+def _stage_ranks(scenario: Scenario, cluster: FailingCluster) -> int:
     """Ranks over which the experts of a layer lie."""
     return cluster.nodes * scenario.hardware.ranks_per_node // scenario.mesh.pp
 
 
-def _slots(scenario: Scenario, cluster: Cluster) -> int:
+def _slots(scenario: Scenario, cluster: FailingCluster) -> int:
     """The fewest slots whose step is within one percent of the best that memory allows."""
     hardware, experts = scenario.hardware, scenario.workload.num_experts
     ranks = _stage_ranks(scenario, cluster)

@@ -9,7 +9,7 @@ from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mixture import mixture_of
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.recommend import Cluster, recommend
+from moe_lightning.simulate.recommend import FailingCluster, recommend
 from moe_lightning.simulate.routing import make_routing
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from tests.unit.simulated import HOUR_S, NODES, scenario, small_hardware, small_workload
@@ -78,7 +78,7 @@ def test_recommend_says_what_mixing_costs() -> None:
     assert mixture is not None
     assert mixture.even < mixture.mixed <= 1.01 * mixture.alike
     assert mixture.fastest < mixture.mixed
-    table = recommend(run, Cluster(nodes=NODES)).table()
+    table = recommend(run, FailingCluster(nodes=NODES)).table()
     assert "speeds       mixing costs" in table
     assert "the 3 fastest nodes alone would train at" in table
     assert mixture_of(scenario(), NODES) is None
