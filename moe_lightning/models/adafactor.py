@@ -8,17 +8,18 @@ and its factors are rows of stacked states: [S, d, 1] and [S, 1, f] for matrices
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from typing_extensions import override
 
+from moe_lightning.models.optimizers import GroupOptimizer
 from moe_lightning.modules.experts import Experts
 
 
-class Adafactor(Optimizer):
+class Adafactor(GroupOptimizer):
     """Steps relative to the size of each tensor; second moments of a matrix are the product of a row and a column.
 
     Args:
@@ -46,18 +47,11 @@ class Adafactor(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
+    @override
+    def _update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -20,9 +20,9 @@ from moe_lightning.models.adafactor import Adafactor, by_expert
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.muon import Muon, muon_groups
+from moe_lightning.models.optimizers import parameter_groups
 from moe_lightning.models.size import ModelSize, model_size
 from moe_lightning.modules.context import ContextParallel
-from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
 from moe_lightning.modules.tensor_parallel import parted_logits
 from moe_lightning.values import Coefficient, Fraction, NonNegativeInt, Probability, Range, validated
@@ -260,15 +260,3 @@ def _schedule_free(groups: list[dict[str, Any]], **options: Any) -> torch.optim.
     optimizer: torch.optim.Optimizer = AdamWScheduleFree(groups, **options)
     optimizer.train()  # type: ignore[attr-defined]
     return optimizer
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two optimizer groups: matrices, which decay, and vectors (biases, norms, tensors whose other sizes are one),
-    which do not; an expert's bias is a vector too.
-    """
-    vectors = {id(p) for m in model.modules() if isinstance(m, Experts) for p in (m.b_up, m.b_down) if p is not None}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    vectors |= {id(p) for p in trained if p.squeeze().ndim < 2}
-    decay = [p for p in trained if id(p) not in vectors]
-    rest = [p for p in trained if id(p) in vectors]
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

@@ -9,21 +9,22 @@ which differs with the number of ranks, becomes a hundredth of an update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+from typing_extensions import override
 
+from moe_lightning.models.optimizers import GroupOptimizer, vectors_of
 from moe_lightning.modules.experts import Experts
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: steepest at zero."""
 
 
-class Muon(Optimizer):
+class Muon(GroupOptimizer):
     """Momentum whose update is the nearest orthogonal matrix, so that every direction is learned alike.
 
     Args:
@@ -56,21 +57,13 @@ class Muon(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if group["matrices"] == "none":
-                self._update_elements(parameters, group)
-                continue
-            for parameter in parameters:
-                self._update_matrices(parameter, group)
-        return loss
+    @override
+    def _update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        if group["matrices"] == "none":
+            self._update_elements(parameters, group)
+            return
+        for parameter in parameters:
+            self._update_matrices(parameter, group)
 
     def _update_matrices(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad
@@ -130,18 +123,15 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
     A head is the last linear layer that is called: the one with the name `head`, `lm_head` or `classifier`.
     """
+    vectors = vectors_of(model)
     stacks: set[nn.Parameter] = set()
-    vectors: set[nn.Parameter] = set()
     elementwise: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         if isinstance(module, Experts):
-            biases = {p for p in (module.b_up, module.b_down) if p is not None}
-            vectors |= biases
-            stacks |= set(module.parameters(recurse=False)) - biases
+            stacks |= set(module.parameters(recurse=False)) - vectors
         elif isinstance(module, nn.Embedding) or name.rpartition(".")[2] in ("head", "lm_head", "classifier"):
             elementwise |= set(module.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
-    vectors |= {p for p in trained if p not in stacks and p.squeeze().ndim < 2}
     chosen = {
         "stack": [p for p in trained if p in stacks],
         "one": [p for p in trained if p not in stacks | vectors | elementwise],

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_lightning import ConfigurationError, GPTConfig, GPTModule, OptimizerConfig
-from moe_lightning.models.gpt_module import parameter_groups
+from moe_lightning.models.optimizers import parameter_groups
 from moe_lightning.modules.router import RouterConfig
 
 TINY: dict[str, Any] = {
