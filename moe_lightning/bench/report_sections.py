@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from moe_lightning.bench.plot import Metrics, balance_pictures, checkpoint_pictures, metrics_files, recovery_lanes
 from moe_lightning.bench.report_html import Section, figure, folded, listing, missing, paragraph, table
 from moe_lightning.charts import line_chart
-from moe_lightning.checkpoint import inspect
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.cli.run_directory import checkpoints as checkpoints_in
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -186,15 +185,16 @@ def checkpoints(directory: Path, metrics: Metrics) -> Section:
             if not found.path.is_dir():
                 rows.append([found.path.name, found.step, _mib(found.path.stat().st_size), "all", "one file"])
                 continue
-            summary = inspect.summarise(Checkpoint(found.path))
+            checkpoint = Checkpoint(found.path)
+            age_LE = np.maximum(checkpoint.step - checkpoint.expert_versions(), 0)
         except (CheckpointError, OSError) as error:
             rows.append([found.path.name, found.step, "", "", f"damaged: {error}"])
             continue
-        age_LE = np.maximum(summary.step - summary.versions, 0)
+        name, manifest = checkpoint.path.name, checkpoint.manifest
         oldest = f"the oldest was saved {age_LE.max(initial=0)} steps before"
-        rows.append([summary.name, summary.step, _mib(summary.payload_bytes), _mib(summary.new_bytes), oldest])
+        rows.append([name, checkpoint.step, _mib(manifest.payload_bytes), _mib(manifest.new_bytes), oldest])
         if age_LE.size and not ages:
-            title = f"age of the experts in {summary.name}"
+            title = f"age of the experts in {name}"
             caption = "Steps since an expert was saved; 0 is as new as the checkpoint."
             ages.append(figure(grid(age_LE.astype(float), title, "layer", "expert", "steps"), title, caption))
     if rows:

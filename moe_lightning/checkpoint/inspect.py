@@ -1,4 +1,4 @@
-"""What `moe-ckpt` does, as functions: summaries, verification of whole directories, export."""
+"""What `moe-ckpt` does, as functions: sizes, verification of whole directories, export."""
 
 from __future__ import annotations
 
@@ -9,52 +9,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import save, save_file
 
-from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.files import checkpoint_files, model_tensors, newest_file, read_file, summarise_file
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import Place, exists
 from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.checkpoint.store import RECORD, checkpoints, directories, has_manifest, run_record_problem
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import OBJECT, is_moment, is_replayed
 
-__all__ = ["Summary", "Verdict", "export", "export_file", "prune", "resolve", "summarise", "verify_all"]
+__all__ = ["Verdict", "export", "export_file", "prune", "resolve", "scope_bytes", "verify_all"]
 
 _MOST_LOOKS = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """One checkpoint in numbers.
-
-    Attributes:
-        first_step: the steps from there to `step` are run again after a restore; `step`: none are.
-        payload_bytes: all state it holds.
-        new_bytes: what it wrote itself; the rest is carried over.
-        disk_bytes: its files, frames and metadata included, hard links counted in full.
-        scope_bytes: payload of the experts by kind of state, of frozen experts' weights under `replay`, and of
-            everything else under `dense` and `objects`.
-        versions: int64 [L, E], version of every expert.
-        plt: proportion of lost tokens as its ledger recorded it, None without a ledger.
-    """
-
-    name: str
-    run: str
-    session: str
-    step: int
-    first_step: int
-    sequence: int
-    world_size: int
-    created_s: float
-    previous: str | None
-    files: int
-    payload_bytes: int
-    new_bytes: int
-    disk_bytes: int
-    scope_bytes: dict[str, int]
-    versions: IntArray
-    plt: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,34 +61,16 @@ def resolve(path: Place) -> Checkpoint:
     raise ConfigurationError(f"{path} holds no checkpoint: name a checkpoint, or the directory that holds them")
 
 
-def summarise(checkpoint: Checkpoint) -> Summary:
-    """Sizes, versions and losses of a checkpoint, from its manifest."""
-    manifest = checkpoint.manifest
-    scopes: dict[str, int] = {}
+def scope_bytes(manifest: Manifest) -> dict[str, int]:
+    """Payload of the experts by kind of state, of frozen experts' weights under `replay`, and of everything else under
+    `dense` and `objects`."""
+    sizes: dict[str, int] = {}
     for piece in manifest.stored:
         parts = piece.key.split("/")
         rest = "objects" if piece.dtype == OBJECT else "replay" if is_replayed(piece.key) else "dense"
         scope = parts[3] if parts[0] == "expert" else rest
-        scopes[scope] = scopes.get(scope, 0) + piece.nbytes
-    plt = manifest.extra.get("plt")
-    return Summary(
-        name=checkpoint.path.name,
-        run=manifest.run,
-        session=manifest.session,
-        step=manifest.step,
-        first_step=manifest.first_step,
-        sequence=manifest.sequence,
-        world_size=manifest.world_size,
-        created_s=manifest.created_s,
-        previous=manifest.previous,
-        files=len(manifest.files),
-        payload_bytes=manifest.payload_bytes,
-        new_bytes=manifest.new_bytes,
-        disk_bytes=sum(record.nbytes for record in manifest.files.values()),
-        scope_bytes=dict(sorted(scopes.items())),
-        versions=checkpoint.expert_versions(),
-        plt=None if plt is None else float(plt),
-    )
+        sizes[scope] = sizes.get(scope, 0) + piece.nbytes
+    return dict(sorted(sizes.items()))
 
 
 def verify_all(path: Place) -> list[Verdict]:

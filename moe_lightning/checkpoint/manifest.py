@@ -113,6 +113,17 @@ class Manifest(_Record):
         return sum(piece.nbytes for piece in self.stored)
 
     @property
+    def disk_bytes(self) -> int:
+        """Its files, frames and metadata included, hard links counted in full."""
+        return sum(record.nbytes for record in self.files.values())
+
+    @property
+    def plt(self) -> float | None:
+        """Proportion of lost tokens as its ledger recorded it; None without a ledger."""
+        plt = self.extra.get("plt")
+        return None if plt is None else float(plt)
+
+    @property
     def new_bytes(self) -> int:
         """Payload that this checkpoint wrote itself."""
         return sum(piece.nbytes for piece in self.stored if piece.version >= self.first_step)

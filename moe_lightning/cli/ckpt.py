@@ -27,9 +27,11 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_lightning.algorithms.expert_edits import least_loaded
+from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
 from moe_lightning.checkpoint import cleaning, inspect
 from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
+from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
@@ -139,43 +141,41 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     if file is not None:
         console.print(_facts_of_file(summarise_file(file)))
         return 0
-    summary = inspect.summarise(inspect.resolve(arguments.path))
+    checkpoint = inspect.resolve(arguments.path)
+    manifest, versions_LE = checkpoint.manifest, checkpoint.expert_versions()
+    committed = datetime.fromtimestamp(manifest.created_s, UTC)
     facts = _facts()
     for name, text in (
-        ("checkpoint", summary.name),
-        ("run", f"{summary.run}, session {summary.session}, commit {summary.sequence}"),
-        ("taken after step", _taken(summary)),
-        (
-            "committed",
-            f"{datetime.fromtimestamp(summary.created_s, UTC):%Y-%m-%d %H:%M:%S} UTC by {summary.world_size} ranks",
-        ),
-        ("carries on", _carries_on(summary)),
-        ("state", f"{_size(summary.payload_bytes)}, {_size(summary.new_bytes)} of it new"),
-        ("on disk", f"{_size(summary.disk_bytes)} in {summary.files} files"),
-        ("lost tokens (PLT)", "not recorded" if summary.plt is None else f"{100 * summary.plt:.4f} %"),
+        ("checkpoint", checkpoint.path.name),
+        ("run", f"{manifest.run}, session {manifest.session}, commit {manifest.sequence}"),
+        ("taken after step", _taken(manifest)),
+        ("committed", f"{committed:%Y-%m-%d %H:%M:%S} UTC by {manifest.world_size} ranks"),
+        ("carries on", _carries_on(manifest)),
+        ("state", f"{_size(manifest.payload_bytes)}, {_size(manifest.new_bytes)} of it new"),
+        ("on disk", f"{_size(manifest.disk_bytes)} in {len(manifest.files)} files"),
+        ("lost tokens (PLT)", "not recorded" if manifest.plt is None else f"{100 * manifest.plt:.4f} %"),
+        *((f"  {scope}", _size(size)) for scope, size in inspect.scope_bytes(manifest).items()),
     ):
         facts.add_row(name, text)
-    for scope, size in summary.scope_bytes.items():
-        facts.add_row(f"  {scope}", _size(size))
     console.print(facts)
-    if summary.versions.size:
-        console.print(_versions(summary))
+    if versions_LE.size:
+        console.print(_versions(versions_LE))
     return 0
 
 
-def _taken(summary: inspect.Summary) -> str:
-    if summary.first_step == summary.step:
-        return str(summary.step)
+def _taken(manifest: Manifest) -> str:
+    if manifest.first_step == manifest.step:
+        return str(manifest.step)
     return (
-        f"{summary.step}, lossless: a restore goes back to step {summary.first_step} and runs "
-        f"{summary.step - summary.first_step} steps again, then nothing is lost"
+        f"{manifest.step}, lossless: a restore goes back to step {manifest.first_step} and runs "
+        f"{manifest.step - manifest.first_step} steps again, then nothing is lost"
     )
 
 
-def _carries_on(summary: inspect.Summary) -> str:
-    if summary.first_step < summary.step:
+def _carries_on(manifest: Manifest) -> str:
+    if manifest.first_step < manifest.step:
         return "nothing: every expert was written anew"
-    return summary.previous or "nothing: every expert is of this session's first checkpoint"
+    return manifest.previous or "nothing: every expert is of this session's first checkpoint"
 
 
 def _facts() -> Table:
@@ -195,12 +195,12 @@ def _facts_of_file(summary: FileSummary) -> Table:
     return facts
 
 
-def _versions(summary: inspect.Summary) -> Table:
+def _versions(versions_LE: IntArray) -> Table:
     table = Table(title="version of each expert (step), by layer")
     table.add_column("layer", justify="right")
-    for expert in range(summary.versions.shape[1]):
+    for expert in range(versions_LE.shape[1]):
         table.add_column(str(expert), justify="right")
-    for layer, versions in enumerate(summary.versions):
+    for layer, versions in enumerate(versions_LE):
         table.add_row(str(layer), *("-" if v < 0 else str(v) for v in versions))
     return table
 

@@ -23,7 +23,7 @@ from moe_lightning.checkpoint import durable, posix_storage, store
 from moe_lightning.checkpoint.agent import Agent, main
 from moe_lightning.checkpoint.agent_control import agent_alive, read_status, request_stop, start_agent
 from moe_lightning.checkpoint.arena_location import arena_path
-from moe_lightning.checkpoint.inspect import summarise
+from moe_lightning.checkpoint.inspect import scope_bytes
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import MANIFEST, Manifest, check_coverage
 from moe_lightning.checkpoint.persist_job import next_job
@@ -186,7 +186,7 @@ def refusal(path: Path) -> str | None:
     """What is said of a checkpoint that is read and verified; anything but a CheckpointError is an error."""
     try:
         checkpoint = Checkpoint(path)
-        summarise(checkpoint)
+        scope_bytes(checkpoint.manifest)
         checkpoint.verify()
     except CheckpointError as error:
         return str(error)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_lightning.checkpoint.inspect import prune, resolve, summarise, verify_all
+from moe_lightning.checkpoint.inspect import prune, resolve, scope_bytes, verify_all
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.cli.ckpt import main
@@ -38,8 +38,8 @@ def test_inspect_shows_versions_and_sizes(root: Path, capsys: pytest.CaptureFixt
     assert any(
         line.split()[1::2][:5] == ["0", "1", "1", "2", "3"] for line in text.splitlines() if line.startswith("│")
     )
-    summary = summarise(resolve(root))
-    assert sum(summary.scope_bytes.values()) == summary.payload_bytes > summary.new_bytes
+    manifest = resolve(root).manifest
+    assert sum(scope_bytes(manifest).values()) == manifest.payload_bytes > manifest.new_bytes
     assert main(["inspect", str(root / "step-00000001")]) == 0
     assert "every expert is of this session's first checkpoint" in capsys.readouterr().out
 
