@@ -26,7 +26,16 @@ from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.bench.balance_trace import load_trace
 from moe_lightning.bench.measure import goal, machine, medians_of
-from moe_lightning.bench.training import ModelOptions, StepClock, gpt, on_ranks, own_cores, quiet_trainer, random_text
+from moe_lightning.bench.training import (
+    ModelOptions,
+    StepClock,
+    gpt,
+    on_ranks,
+    own_cores,
+    pinning,
+    quiet_trainer,
+    random_text,
+)
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.errors import ConfigurationError
@@ -81,8 +90,7 @@ def run(options: Options) -> int:
         rows = _measure(Path(folder), options, cores)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1))
-    pinned = f"pinned to cores {cores}" if cores else "not pinned: too few cores"
-    print(f"{machine()}; {_RANKS} ranks, {pinned}; medians of {options.rounds} x {options.steps} steps")
+    print(f"{machine()}; {_RANKS} ranks, {pinning(cores)}; medians of {options.rounds} x {options.steps} steps")
     but = ("round", "skew", "strategy")
     medians = {
         (skew, name): medians_of([row for row in rows if (row["skew"], row["strategy"]) == (skew, name)], but=but)
@@ -210,7 +218,7 @@ def train_all(settings: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-class Watch(StepClock):
+class BalanceWatch(StepClock):
     """Notes, after the warm-up, the time of each step, and what travelled and was waited for in it."""
 
     def __init__(self) -> None:
@@ -288,7 +296,7 @@ def train(
     """
     pl.seed_everything(0, verbose=False)
     ways = CONTENDERS[name]
-    strategy, watch = _strategy(ways, options.slots), Watch()
+    strategy, watch = _strategy(ways, options.slots), BalanceWatch()
     callbacks: list[pl.Callback] = [watch, *extra]
     if ways is None:
         callbacks.append(LoadBalancer())

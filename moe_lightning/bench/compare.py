@@ -16,7 +16,7 @@ from typing import Any
 from moe_lightning.arguments import Count, OutputFile, OutputFolder, option
 from moe_lightning.bench.compare_contenders import BASES, SAVINGS, TRAININGS
 from moe_lightning.bench.measure import machine, medians_of
-from moe_lightning.bench.training import ModelOptions, on_ranks, own_cores
+from moe_lightning.bench.training import ModelOptions, on_ranks, own_cores, pinning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import table
 
@@ -56,8 +56,7 @@ def run(options: Options) -> int:
         name: medians_of([row for row in rows if row["contender"] == name], but=("round", "contender"))
         for name in dict.fromkeys(row["contender"] for row in rows)
     }
-    pinned = f"pinned to cores {cores}" if cores else "not pinned: too few cores"
-    print(f"{machine()}; {_RANKS} ranks, {pinned}; medians of {options.rounds} rounds of {options.steps} steps")
+    print(f"{machine()}; {_RANKS} ranks, {pinning(cores)}; medians of {options.rounds} rounds of {options.steps} steps")
     print(f"all end at the same loss, within {loss_spread(medians):.1e}")
     if "training" in options.parts:
         print(training_table(medians, options.batch * options.context))

@@ -64,7 +64,7 @@ class ComparedModule(GPTModule):
                 fully_shard(block, mesh=mesh)
 
 
-class Watch(StepClock):
+class MemoryWatch(StepClock):
     """Notes, too, the bytes of parameters and optimizer state that live on this rank, and the peak of its memory.
 
     Args:
@@ -127,7 +127,7 @@ def measure(contender: Contender, options: Options, folder: Path, rank: int, ran
         _COLLECTIVES._pickler, _COLLECTIVES._unpickler = _STOCK_OBJECTS
     pl.seed_everything(0, verbose=False)
     every, first = contender.saves_every(options.every), warmup_steps(options.every)
-    watch, saving = Watch(first), saving_callback(contender, folder, num_experts=options.experts, every=every)
+    watch, saving = MemoryWatch(first), saving_callback(contender, folder, num_experts=options.experts, every=every)
     strategy = _strategy(contender, ranks)
     trainer = quiet_trainer(
         strategy,

@@ -38,7 +38,7 @@ _WAIT_S = 240.0  # a process may take a minute to import its libraries where man
 _AHEAD = 30  # steps between telling the ranks where to stop and that step
 
 
-class Watch:
+class DiaryReader:
     """Reads the diaries of a run as they grow."""
 
     def __init__(self, folder: Path) -> None:
@@ -107,8 +107,8 @@ class Watch:
 class _Director:
     """A thread that acts on a run while the main thread launches it."""
 
-    act: Callable[[Watch], None]
-    watch: Watch
+    act: Callable[[DiaryReader], None]
+    watch: DiaryReader
     error: BaseException | None = None
     _thread: threading.Thread = field(init=False)
 
@@ -130,7 +130,7 @@ class _Director:
             raise self.error
 
 
-def run_elastic(task: Task, act: Callable[[Watch], None] | None = None) -> None:
+def run_elastic(task: Task, act: Callable[[DiaryReader], None] | None = None) -> None:
     """Train on workers that are started again when they die, while `act` watches and kills them; without it, to the
     task's end.
 
@@ -149,7 +149,7 @@ def run_elastic(task: Task, act: Callable[[Watch], None] | None = None) -> None:
         ranks_are_nodes=True,
         grace_s=5.0,
     )
-    director = _Director(act=act, watch=Watch(folder)) if act is not None else None
+    director = _Director(act=act, watch=DiaryReader(folder)) if act is not None else None
     with _without_snapshots_after(task):
         with failing_as_mistakes(), quiet_errors(folder / "launcher.err"):
             launcher.run(task.job())
@@ -170,7 +170,7 @@ def run_plain(task: Task) -> None:
         launcher.run(task.job())
 
 
-def run_torchrun(task: Task, act: Callable[[Watch], None]) -> None:
+def run_torchrun(task: Task, act: Callable[[DiaryReader], None]) -> None:
     """Train under torchrun with restarts, while `act` watches and kills workers.
 
     Raises:
@@ -184,7 +184,7 @@ def run_torchrun(task: Task, act: Callable[[Watch], None]) -> None:
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     with (folder / "torchrun.err").open("w") as err:
         process = subprocess.Popen(command, env=environment, stdout=err, stderr=err, start_new_session=True)
-        director = _Director(act=act, watch=Watch(folder))
+        director = _Director(act=act, watch=DiaryReader(folder))
         try:
             director.join()
             code = process.wait(timeout=_WAIT_S)
@@ -245,14 +245,14 @@ def _without_snapshots_after(task: Task) -> Iterator[None]:
 
 def kills_in_process(
     ranks: int, left: int, rounds: int, seed: int
-) -> tuple[Callable[[Watch], None], list[dict[str, float]]]:
+) -> tuple[Callable[[DiaryReader], None], list[dict[str, float]]]:
     """Kills one rank after the other at random moments; seconds of every phase until the survivors, `left` of whom
     train, have finished the next step.
     """
     rows: list[dict[str, float]] = []
     rng = random.Random(seed)
 
-    def act(watch: Watch) -> None:
+    def act(watch: DiaryReader) -> None:
         after_s = 0.0
         for index in range(rounds):
             before = watch.settled(after_s=after_s, ranks=ranks)
@@ -273,7 +273,7 @@ def kills_of_all(
     *,
     only_one: bool = False,
     saved: Path | None = None,
-) -> tuple[Callable[[Watch], None], list[dict[str, float]]]:
+) -> tuple[Callable[[DiaryReader], None], list[dict[str, float]]]:
     """Kills all ranks (or one, whose launcher ends the others), then calls `lose`; seconds until all have started
     anew, and until they have finished a step.
 
@@ -283,7 +283,7 @@ def kills_of_all(
     rows: list[dict[str, float]] = []
     rng = random.Random(seed)
 
-    def act(watch: Watch) -> None:
+    def act(watch: DiaryReader) -> None:
         after_s = 0.0
         for index in range(rounds):
             before = watch.settled(after_s=after_s, ranks=ranks)
@@ -328,7 +328,7 @@ def _kill(pids: Sequence[int], before: dict[int, list[dict[str, Any]]], rng: ran
     return killed_s
 
 
-def _phases(watch: Watch, after: dict[int, list[dict[str, Any]]], killed_s: float) -> dict[str, float]:
+def _phases(watch: DiaryReader, after: dict[int, list[dict[str, Any]]], killed_s: float) -> dict[str, float]:
     """Seconds from the kill to the end of the next step, as the survivor that ended it last spent them."""
     pid, ended_s = max(((pid, entries[0]["time_s"]) for pid, entries in after.items()), key=lambda pair: pair[1])
     report = next(

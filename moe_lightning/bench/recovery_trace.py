@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.algorithms.faults import Absence, Change, slot_absences
-from moe_lightning.bench.recovery_runs import Watch, run_elastic, run_plain
+from moe_lightning.bench.recovery_runs import DiaryReader, run_elastic, run_plain
 from moe_lightning.bench.recovery_worker import Task
 from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.errors import ConfigurationError
@@ -85,7 +85,7 @@ def _in_process(task: Task, replay: Replay) -> dict[str, float]:
     """Workers die and come by themselves, as FaultInjection replays the trace in each of them."""
     found: dict[str, float] = {}
 
-    def act(watch: Watch) -> None:
+    def act(watch: DiaryReader) -> None:
         began_s = _first_step_s(watch)
         time.sleep(max(0.0, began_s + replay.seconds - time.time()))
         found.update(score(watch.read(), began_s, replay.seconds, task))
@@ -96,7 +96,7 @@ def _in_process(task: Task, replay: Replay) -> dict[str, float]:
 
 def _restarting(task: Task, replay: Replay) -> dict[str, float]:
     """All ranks end at every change and start anew from the last checkpoint, as many as make whole groups."""
-    absences, watch = replay.absences(task.ranks), Watch(Path(task.folder))
+    absences, watch = replay.absences(task.ranks), DiaryReader(Path(task.folder))
     ended, is_training = threading.Event(), threading.Event()
     began_s: list[float] = []
     size = task.ranks
@@ -133,7 +133,7 @@ def _restarting(task: Task, replay: Replay) -> dict[str, float]:
     return score(watch.read(), began_s[0], replay.seconds, task)
 
 
-def _kill_ranks(watch: Watch, since_s: float) -> None:
+def _kill_ranks(watch: DiaryReader, since_s: float) -> None:
     """End the processes that were started since then."""
     for entry in watch.read():
         if entry["kind"] == "start" and entry["time_s"] >= since_s:
@@ -141,7 +141,7 @@ def _kill_ranks(watch: Watch, since_s: float) -> None:
                 os.kill(entry["pid"], signal.SIGKILL)
 
 
-def _first_step_s(watch: Watch) -> float:
+def _first_step_s(watch: DiaryReader) -> float:
     """Waits for the first step; when it began."""
 
     def first(entries: Iterable[Mapping[str, Any]]) -> float:

@@ -123,6 +123,11 @@ def own_cores(num_ranks: int) -> list[int]:
     return cores if len(cores) == num_ranks else []
 
 
+def pinning(cores: Sequence[int]) -> str:
+    """In words, where the ranks run."""
+    return f"pinned to cores {list(cores)}" if cores else "not pinned: too few cores"
+
+
 def write_job(folder: Path, function: str, settings: Mapping[str, Any], cores: Sequence[int] = ()) -> list[str]:
     """The arguments of a rank that calls `function` ("module:name") with settings that JSON can say, pinned to its turn
     of the cores where there are any.

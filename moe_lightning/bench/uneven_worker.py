@@ -59,7 +59,7 @@ class Burner(pl.Callback):
         self._process = None
 
 
-class Watch(pl.Callback):
+class SpeedWatch(pl.Callback):
     """Seconds of every step: all of it, and without this rank's exchanges and waits."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
 def measure(contender: str, scenario: str, rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train under one contender in one scenario; of every rank, its seconds and samples of every step."""
     pl.seed_everything(0, verbose=False)
-    strategy, watch = ExpertParallelStrategy(slots=options["slots"]), Watch()
+    strategy, watch = ExpertParallelStrategy(slots=options["slots"]), SpeedWatch()
     callbacks: list[pl.Callback] = [watch]
     if contender != "plain":
         balancer = LoadBalancer(speeds="even" if contender == "even" else "measured", shadows="none")

@@ -4,7 +4,7 @@ A file in /dev/shm is reserved, mapped and touched once; snapshots are copied in
 process, also after the writer was killed. Memory is a pool of blocks: three of them for every key, enough for the
 three buffers of `buffers.TripleBuffer`. A snapshot is a table of contents that names a block for every key of the
 rank: new blocks for the keys copied this time, the blocks of the snapshot before for experts that were left out. So
-    every whole snapshot gives the newest copy of every expert of the rank.
+every whole snapshot gives the newest copy of every expert of the rank.
 
 Layout of the file (little-endian):
     superblock   magic, sizes, the classes of blocks as JSON, xxh3 of these

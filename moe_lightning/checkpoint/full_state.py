@@ -1,8 +1,7 @@
 """Full checkpoints in the layout of a single process: experts stacked [E, ...] whatever the placement was.
 
 Rank 0 collects what other ranks own, so the file is the one that stock Lightning would write for the same module on
-    one device: it loads there,
-and on any number of ranks under any placement.
+one device: it loads there, and on any number of ranks under any placement.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,8 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mes
         path: where the recipe will lie, for its launch command.
         mesh: over which the model was simulated.
     """
-    from moe_lightning.callbacks.fault_recovery import FaultRecovery
-
     policy, report = advice.policy, advice.report
-    balancer: dict[str, Any] = _callback("load_balancer") | {
+    balancer: dict[str, Any] = _load_balancer() | {
         "rebalance_every": policy.rebalance_every,
         "min_replicas": policy.min_replicas,
         "ranks_per_node": config["hardware"]["ranks_per_node"] or 1,
@@ -46,10 +43,8 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mes
         "protection": policy.protection,
         "failures": config["failures"]["simultaneous"],
     }
-    known = inspect.signature(FaultRecovery).parameters
-    recovery = {key: value for key, value in recovery.items() if key in known or key == "_target_"}
     body: dict[str, Any] = {
-        "model": _model(config["model"]),
+        "model": dict(config["model"]),  # as it was simulated, whatever file or overrides it came from
         "strategy": {"slots": policy.slots, **_mesh(mesh)},
         "callbacks": {
             "partial_experts_checkpoint": {
@@ -85,21 +80,13 @@ def _about(mesh: Mesh) -> str:
 
 def _mesh(mesh: Mesh) -> dict[str, Any]:
     """The arguments of the strategy that lay the model over the ranks; none where data parallelism alone does."""
-    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-
-    known = inspect.signature(ExpertParallelStrategy).parameters
     axes = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp}
     chosen = {"dense": mesh.dense, "shard_size": mesh.shard_size, "mesh": axes if mesh.unit > 1 else None}
-    return {} if mesh.is_plain else {key: value for key, value in chosen.items() if value and key in known}
+    return {} if mesh.is_plain else {key: value for key, value in chosen.items() if value}
 
 
-def _callback(name: str) -> dict[str, Any]:
-    """The node of a callback as conf/callbacks has it."""
-    node = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "callbacks" / f"{name}.yaml"), resolve=False)
+def _load_balancer() -> dict[str, Any]:
+    """Its node as conf/callbacks has it."""
+    node = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "callbacks" / "load_balancer.yaml"), resolve=False)
     assert isinstance(node, dict)
-    return dict(node[name])
-
-
-def _model(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The model as it was simulated, whatever file or overrides it came from."""
-    return dict(node)
+    return dict(node["load_balancer"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_lightning.bench import recovery
 from moe_lightning.bench.measure import goal
-from moe_lightning.bench.recovery_runs import KILL_PHASES, Watch, _phases
+from moe_lightning.bench.recovery_runs import KILL_PHASES, DiaryReader, _phases
 from moe_lightning.bench.recovery_trace import Replay, format_table, score
 from moe_lightning.bench.recovery_worker import Task
 from moe_lightning.errors import ConfigurationError
@@ -104,7 +104,7 @@ def test_phases_add_up_to_the_whole(tmp_path: Path) -> None:
         {"kind": "step", "time_s": 11.5, "step": 3, "ranks": 2, "step_s": 1.0},
     ]
     (tmp_path / "diary-0-7.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
-    watch = Watch(tmp_path)
+    watch = DiaryReader(tmp_path)
     after = {7: [entry for entry in watch.read() if entry["kind"] == "step"]}
     found = _phases(watch, after, 10.0)
     assert found["detection"] == 0.25
