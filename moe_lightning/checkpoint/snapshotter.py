@@ -60,7 +60,6 @@ class Snapshotter:
         state: every key that this rank may ever save, to size the arena (values are looked at, not copied).
         objects: number of object keys (`start(objects=...)`) to reserve room for.
         object_bytes: room of each.
-        table_bytes: room of a table of contents; None estimates it.
         windows: when copies may go on; None: always.
         world: number of the world (`fence.py`).
 
@@ -83,7 +82,6 @@ class Snapshotter:
         state: Mapping[str, torch.Tensor | StatePiece],
         objects: int = 8,
         object_bytes: int = 1 << 20,
-        table_bytes: int | None = None,
         windows: CopyWindows | None = None,
         world: int = 0,
     ) -> None:
@@ -100,7 +98,7 @@ class Snapshotter:
         self.arena = Arena.create(
             path,
             capacity=capacity_of([*(p.nbytes for p in pieces), *[object_bytes] * objects]),
-            table_bytes=table_bytes or _table_estimate(pieces, objects),
+            table_bytes=_table_estimate(pieces, objects),
         )
         self._device = next((p.tensor.device for p in live if p.tensor.device.type != "cpu"), None)
         self._staging = Staging() if self._device is not None else None

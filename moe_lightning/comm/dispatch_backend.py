@@ -107,6 +107,24 @@ class Route:
     slot_inverse_M: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trip:
+    """One way of the rows of a dispatch.
+
+    Attributes:
+        send, recv: rows for and from each rank; of a `DevicePlan` their blocks, or, packed, tensors.
+        plan: of the dispatch.
+        is_return: back to the ranks whose tokens they are.
+        meanwhile: to be called while the rows travel.
+    """
+
+    send: Sequence[int] | Tensor
+    recv: Sequence[int] | Tensor
+    plan: DispatchPlan | DevicePlan
+    is_return: bool = False
+    meanwhile: Meanwhile = None
+
+
 class ExchangeBackend:
     """One uneven all-to-all there and one back.
 
@@ -140,13 +158,15 @@ class ExchangeBackend:
         if not isinstance(route.send_rows, Tensor):
             self.sent_rows = sum(route.send_rows) - route.send_rows[self.world.rank]
         self.sent_bytes = self.sent_rows * rows_MD.shape[-1] * rows_MD.element_size()
-        rows_MD = self.exchange(rows_MD, route.send_rows, route.recv_rows, plan, meanwhile=meanwhile)
+        trip = Trip(send=route.send_rows, recv=route.recv_rows, plan=plan, meanwhile=meanwhile)
+        rows_MD = self.exchange(rows_MD, trip)
         return ops.gather_rows(rows_MD, route.slot_order_M, route.slot_inverse_M), tokens_C, route
 
     def combine(self, rows_MD: Tensor, handle: Route, weights_TK: Tensor) -> Tensor:
         """See `DispatchBackend`."""
         rows_MD = ops.gather_rows(rows_MD, handle.slot_inverse_M, handle.slot_order_M)
-        rows_MD = self.exchange(rows_MD, handle.recv_rows, handle.send_rows, handle.plan, is_return=True)
+        trip = Trip(send=handle.recv_rows, recv=handle.send_rows, plan=handle.plan, is_return=True)
+        rows_MD = self.exchange(rows_MD, trip)
         if isinstance(handle.plan, DispatchPlan):
             return ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK)
         num_tokens = len(weights_TK)
@@ -154,18 +174,9 @@ class ExchangeBackend:
         out_TD = ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK, may_pad=True)
         return out_TD if num_tokens else out_TD[:0]
 
-    def exchange(
-        self,
-        rows_MD: Tensor,
-        send: Sequence[int] | Tensor,
-        recv: Sequence[int] | Tensor,
-        plan: DispatchPlan | DevicePlan,
-        *,
-        is_return: bool = False,
-        meanwhile: Meanwhile = None,
-    ) -> Tensor:
+    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
         """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; differentiable."""
-        return exchange_rows(rows_MD, send, recv, self.world, meanwhile)
+        return exchange_rows(rows_MD, trip.send, trip.recv, self.world, trip.meanwhile)
 
 
 def _route(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[Route, Tensor]:

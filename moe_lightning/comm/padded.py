@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.comm.device_plan import DevicePlan
-from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend
-from moe_lightning.comm.exchange import Meanwhile, exchange_rows
+from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend, Trip
+from moe_lightning.comm.exchange import exchange_rows
 
 
 class PaddedBackend(ExchangeBackend):
@@ -22,26 +21,18 @@ class PaddedBackend(ExchangeBackend):
     takes_device_plans = False
 
     @override
-    def exchange(
-        self,
-        rows_MD: Tensor,
-        send: Sequence[int] | Tensor,
-        recv: Sequence[int] | Tensor,
-        plan: DispatchPlan | DevicePlan,
-        *,
-        is_return: bool = False,
-        meanwhile: Meanwhile = None,
-    ) -> Tensor:
+    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
         """Rows go out at the heads of full buffers, one for each rank, and are picked out of those that arrive."""
+        plan, send, recv = trip.plan, trip.send, trip.recv
         assert isinstance(plan, DispatchPlan)
         assert not isinstance(send, Tensor)
         assert not isinstance(recv, Tensor)
         there = (plan.tokens_EN.max() * plan.num_experts_N).tolist()
         here = [there[self.world.rank]] * self.world.size
-        outgoing, incoming = (here, there) if is_return else (there, here)
+        outgoing, incoming = (here, there) if trip.is_return else (there, here)
         padded_MD = rows_MD.new_zeros(sum(outgoing), rows_MD.shape[1])
         padded_MD = padded_MD.index_copy(0, _heads(send, outgoing).to(rows_MD.device), rows_MD)
-        arrived_MD = exchange_rows(padded_MD, outgoing, incoming, self.world, meanwhile)
+        arrived_MD = exchange_rows(padded_MD, outgoing, incoming, self.world, trip.meanwhile)
         self.sent_rows = sum(outgoing) - outgoing[self.world.rank]
         self.sent_bytes = self.sent_rows * rows_MD.shape[1] * rows_MD.element_size()
         return arrived_MD[_heads(recv, incoming).to(rows_MD.device)]

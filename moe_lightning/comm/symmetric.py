@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from moe_lightning.comm.device_plan import DevicePlan
-from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend
-from moe_lightning.comm.exchange import Meanwhile, exchange_rows
+from moe_lightning.comm.dispatch_backend import ExchangeBackend, Trip
+from moe_lightning.comm.exchange import Carry, Meanwhile, exchange_rows
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import upload
@@ -48,23 +48,14 @@ class SymmetricBackend(ExchangeBackend):
             raise ConfigurationError(f"{sentence}: use dispatch='exchange'")
 
     @override
-    def exchange(
-        self,
-        rows_MD: Tensor,
-        send: Sequence[int] | Tensor,
-        recv: Sequence[int] | Tensor,
-        plan: DispatchPlan | DevicePlan,
-        *,
-        is_return: bool = False,
-        meanwhile: Meanwhile = None,
-    ) -> Tensor:
+    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
         """In buffers that hold the fullest rank's rows, sent or computed; of a `DevicePlan`, all its blocks."""
-        if isinstance(plan, DevicePlan):
-            return exchange_rows(
-                rows_MD, send, recv, self.world, meanwhile, partial(_carry_all, capacity=plan.num_rows)
-            )
-        most = max(int(plan.tokens_EN.sum(axis=0).max()), int(plan.loads_N.max()))
-        return exchange_rows(rows_MD, send, recv, self.world, meanwhile, partial(_carry_some, capacity=most))
+        if isinstance(trip.plan, DevicePlan):
+            moved: Carry = partial(_carry_all, capacity=trip.plan.num_rows)
+        else:
+            most = max(int(trip.plan.tokens_EN.sum(axis=0).max()), int(trip.plan.loads_N.max()))
+            moved = partial(_carry_some, capacity=most)
+        return exchange_rows(rows_MD, trip.send, trip.recv, self.world, trip.meanwhile, moved)
 
 
 def _carry_some(

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.comm.device_plan import DevicePlan
-from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend
+from moe_lightning.comm.dispatch_backend import ExchangeBackend, Trip
 from moe_lightning.comm.dispatcher import Dispatcher
-from moe_lightning.comm.exchange import Meanwhile
 from moe_lightning.modules.expert_limits import drop_overflow
 from moe_lightning.modules.losses import load_balancing_loss, router_z_loss
 from moe_lightning.modules.moe_layer import MoELayer
@@ -107,14 +105,5 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
 class _Alone(ExchangeBackend):
     """Nothing travels: as many rows arrive as others would send, but this rank's own, and zeros."""
 
-    def exchange(
-        self,
-        rows_MD: Tensor,
-        send: Sequence[int] | Tensor,
-        recv: Sequence[int] | Tensor,
-        plan: DispatchPlan | DevicePlan,
-        *,
-        is_return: bool = False,
-        meanwhile: Meanwhile = None,
-    ) -> Tensor:
-        return F.pad(rows_MD, (0, 0, 0, sum(recv) - len(rows_MD)))
+    def exchange(self, rows_MD: Tensor, trip: Trip) -> Tensor:
+        return F.pad(rows_MD, (0, 0, 0, sum(trip.recv) - len(rows_MD)))
