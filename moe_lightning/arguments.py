@@ -57,6 +57,8 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
         name, keywords = item.name, _taken(hints[item.name]) | item.metadata
         if keywords.get("action") == "append":
             del keywords["nargs"]
+        if "choices" in item.metadata:  # the default lists them
+            keywords["metavar"] = item.name.upper()
         if item.default is not MISSING or item.default_factory is not MISSING:
             name = f"--{item.name.replace('_', '-')}"
             keywords["default"] = default = item.default if item.default_factory is MISSING else item.default_factory()
