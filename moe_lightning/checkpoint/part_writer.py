@@ -74,15 +74,7 @@ def write_part(
     if done.name in storage.names(staging):
         # By an agent that died: another node may be committing it, so the files must not change.
         return Part.parse(storage.read(done), str(done))
-    previous = previous_of(root, table.session, table.step)
-    held = carried_keys(*previous, damaged) if previous else set()
-    if previous is not None and copy_every is not None and (previous[1].sequence + 1) % copy_every == 0:
-        held = set()
-    written_until = previous[1].step if previous else -1
-    groups: dict[str, list[Piece]] = {}
-    for piece in table.placed:
-        if piece.due > written_until or not is_partial(piece.key) or piece.key not in held:
-            groups.setdefault(piece.group, []).append(piece)
+    groups = _due_groups(root, table, damaged, copy_every)
     make_staging(root, table.session, table.step, table.world)
     files: dict[str, FileRecord] = {}
     stored: list[Piece] = []
@@ -114,6 +106,24 @@ def write_part(
                 storage.delete(staging / name)
         raise
     return part
+
+
+def _due_groups(
+    root: Place, table: SnapshotIndex, damaged: Collection[str], copy_every: int | None
+) -> dict[str, list[Piece]]:
+    """What is to be written, by file group."""
+    held, written_until = set[str](), -1
+    previous = previous_of(root, table.session, table.step)
+    if previous is not None:
+        path, manifest = previous
+        written_until = manifest.step
+        if copy_every is None or (manifest.sequence + 1) % copy_every:
+            held = carried_keys(path, manifest, damaged)
+    groups: dict[str, list[Piece]] = {}
+    for piece in table.placed:
+        if piece.due > written_until or not is_partial(piece.key) or piece.key not in held:
+            groups.setdefault(piece.group, []).append(piece)
+    return groups
 
 
 class _Data:

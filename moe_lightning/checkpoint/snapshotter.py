@@ -13,7 +13,7 @@ import ctypes
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,21 +143,7 @@ class Snapshotter:
         """
         self.give_up()
         began = time.perf_counter()
-        groups = groups or {}
-        older = {} if self._newest is None else {piece.key: piece for piece in self._newest.placed}
-        copies: list[tuple[Piece, torch.Tensor]] = []
-        carried: list[Piece] = []
-        for live in _live(state):
-            key, known = live.key, older.get(live.key)
-            group = groups.get(key, "experts" if live.is_replaceable else "dense")
-            piece = describe(live, version=step, group=group)
-            left_out = fresh is not None and live.is_replaceable and key not in fresh
-            has_turn = not left_out if persist is None else key in persist
-            due = step if has_turn or known is None else known.due
-            if left_out and known is not None and (known.dtype, known.block) == (piece.dtype, piece.block):
-                carried.append(replace(known, group=group, due=due))
-            else:
-                copies.append((replace(piece, due=due), live.tensor))
+        copies, carried = self._chosen(step, _live(state), fresh, persist, groups or {})
         copies += [self._object_piece(key, plain, step) for key, plain in (objects or {}).items()]
         placed = self._allocate([piece for piece, _ in copies], carried)
         table = SnapshotIndex(
@@ -171,6 +157,31 @@ class Snapshotter:
             extra=dict(extra or {}),
         )
         self._begin_copy(table, placed, [tensor for *_, tensor in copies], began, is_last=until in (None, step))
+
+    def _chosen(
+        self,
+        step: int,
+        state: Sequence[StatePiece],
+        fresh: Collection[str] | None,
+        persist: Collection[str] | None,
+        groups: Mapping[str, str],
+    ) -> tuple[list[tuple[Piece, torch.Tensor]], list[Piece]]:
+        """What is copied, and what keeps the block of the newest snapshot; arguments as of `start`."""
+        older = {} if self._newest is None else {piece.key: piece for piece in self._newest.placed}
+        copies: list[tuple[Piece, torch.Tensor]] = []
+        carried: list[Piece] = []
+        for live in state:
+            key, known = live.key, older.get(live.key)
+            group = groups.get(key, "experts" if live.is_replaceable else "dense")
+            piece = describe(live, version=step, group=group)
+            left_out = fresh is not None and live.is_replaceable and key not in fresh
+            has_turn = not left_out if persist is None else key in persist
+            due = step if has_turn or known is None else known.due
+            if left_out and known is not None and (known.dtype, known.block) == (piece.dtype, piece.block):
+                carried.append(replace(known, group=group, due=due))
+            else:
+                copies.append((replace(piece, due=due), live.tensor))
+        return copies, carried
 
     def add(self, step: int, state: Mapping[str, StatePiece], *, groups: Mapping[str, str]) -> None:
         """Copy what a snapshot that was begun holds of the state after a later step.
