@@ -40,7 +40,7 @@ class Sharing:
     """Which ranks compute a sample.
 
     Attributes:
-        part, parts: of its positions, which are its first dimension.
+        part, parts: of its positions, which are its first dimension, or the second after heads.
         tensor, tensors: among the ranks that compute parts of layers.
     """
 
@@ -60,7 +60,8 @@ class Sharing:
 
     def layouts(self, here: Sequence[int], columns: Spans | None = None) -> Iterator[Layout]:
         """Whatever a module's output may be: whole on every rank that computes parts of layers, or cut along one of its
-        dimensions. Their shapes differ, so that of the same output in one process says which it is.
+        dimensions; with positions first, or after heads. Their shapes differ, so that of the same output in one process
+        says which it is.
 
         Args:
             here: the shape of a sample on this rank.
@@ -70,12 +71,16 @@ class Sharing:
         if self.tensors > 1:
             told_apart = here if self.parts == 1 or len(here) < 3 else here[:1]  # heads or positions, who knows
             yield from (self._cut(here, dim, columns) for dim in range(len(told_apart)))
+        elif self.parts > 1 and len(here) > 1:
+            yield self._cut(here, None, None, positions=1)  # heads come before them
 
-    def _cut(self, here: Sequence[int], by: int | None, columns: Spans | None, share: float = 1.0) -> Layout:
+    def _cut(
+        self, here: Sequence[int], by: int | None, columns: Spans | None, share: float = 1.0, positions: int = 0
+    ) -> Layout:
         shape: list[int] = []
         spans: list[Spans] = []
         for dim, size in enumerate(here):
-            part, parts = (self.part, self.parts) if dim == 0 else (0, 1)
+            part, parts = (self.part, self.parts) if dim == positions else (0, 1)
             if dim == by:
                 part, parts = part * self.tensors + self.tensor, parts * self.tensors
             shape.append(size * parts)

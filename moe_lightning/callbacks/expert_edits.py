@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -11,7 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -102,6 +103,25 @@ class ExpertEdits(Callback, EditListener):
             tables = edit_tables(layer_edits(edits, nothing_LE, np.zeros((*shape, shape[1]))), shape[1], nothing_LE)
             shape = shape[0], len(tables[0])
             strategy.editing.check_size(shape[1])
+        last = trainer.max_steps if trainer.max_steps > 0 else sys.maxsize
+        self._tell_missed(last, f"trainer.max_steps={last}", self._edits)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        history, step = _strategy(trainer).editing.history, trainer.global_step
+        made = () if history is None else history.steps
+        foreseen = trainer.max_steps if trainer.max_steps > 0 else sys.maxsize
+        self._tell_missed(step, f"step {step}", [s for s in self._edits if s < foreseen and s not in made])
+
+    @staticmethod
+    def _tell_missed(last: int, end: str, steps: Iterable[int]) -> None:
+        """An edit comes before a next step, and this run has none."""
+        missed = ", ".join(str(step) for step in steps if step >= last)
+        if missed:
+            rank_zero_warn(
+                f"the run ends at {end}, so the edits of experts after step {missed} are not made: "
+                "name earlier steps, or train longer"
+            )
 
     @override
     def on_train_batch_start(

@@ -114,6 +114,9 @@ def run_job(composed: DictConfig) -> float | None:
             _launch(directory, config, elastic, external=external)
         return None
     if finished := _finished(directory, config):
+        from moe_lightning.cli.worker import check
+
+        check(config)  # wrong values are named all the same
         print(finished)
         return _objective(directory, config)
     directory.create()

@@ -43,8 +43,15 @@ class EditingStrategy(EvaluatingStrategy):
         module = self.lightning_module
         if module is not None and self.state.is_of(module):
             with self._reshaped():
-                self.editing.follow(checkpoint)
+                self.editing.follow(checkpoint, self._experts_in(checkpoint))
         return checkpoint
+
+    def _experts_in(self, checkpoint: Mapping[str, Any]) -> int | None:
+        """Of a layer, whose values an opened checkpoint has; None: its values have other names than the module's."""
+        if self.state.restored is not None:
+            return int(self.state.restored.expert_versions().shape[1])
+        values = checkpoint.get("state_dict", {})
+        return next((len(values[key]) for key in self.experts.keys(self.state.module) if key in values), None)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -148,16 +148,19 @@ class ExpertEditing:
         if self.history is not None:
             checkpoint[EDITS_KEY] = self.history.to_json()
 
-    def follow(self, checkpoint: Mapping[str, Any]) -> bool:
+    def follow(self, checkpoint: Mapping[str, Any], held: int | None) -> bool:
         """Have as many experts as a checkpoint's run, whose values are loaded next; collective where there is
         something to do. Whether there was.
+
+        Args:
+            held: experts of a layer whose values the checkpoint has; None: not known.
 
         Raises:
             ConfigurationError: the module has neither the experts that the checkpoint's run began with nor those that
                 it had.
             CheckpointError: the checkpoint tells something else.
         """
-        history = read_history(checkpoint.get(EDITS_KEY))
+        history = read_history(checkpoint.get(EDITS_KEY), held)
         if history is None or not self._state.experts.layers:
             return False
         here, wanted = self.num_experts, history.num_experts
@@ -194,7 +197,8 @@ class ExpertEditing:
 
     def go_back(self, restored: CheckpointSource) -> None:
         """Have room for the experts of a saved state, which come next."""
-        self._make_room(read_history(restored.read_object("trainer").get(EDITS_KEY)))
+        told, held = restored.read_object("trainer").get(EDITS_KEY), restored.expert_versions().shape[1]
+        self._make_room(read_history(told, held))
 
     def find_twins(self) -> None:
         """Rows of routers have arrived: where experts are copies of each other, every rank knows it."""
@@ -303,11 +307,14 @@ class ExpertEditing:
         return most if self._state.max_slots is None else self._state.max_slots
 
 
-def read_history(told: Any) -> EditHistory | None:
+def read_history(told: Any, held: int | None = None) -> EditHistory | None:
     """What a checkpoint, or another rank, tells of edits; None: there were none.
 
+    Args:
+        held: experts of a layer whose values the checkpoint has; None: not known. Room is made for no others.
+
     Raises:
-        CheckpointError: it is no history.
+        CheckpointError: it is no history, or that of other experts.
     """
     if told is None:
         return None
@@ -315,8 +322,13 @@ def read_history(told: Any) -> EditHistory | None:
         history: EditHistory = build_config(EditHistory, told, key=EDITS_KEY)
     except ConfigurationError as error:
         raise CheckpointError(f"the checkpoint is damaged, or nothing of ours wrote it: {error}") from error
+    problem = ""
     if not history.steps:
-        raise CheckpointError(f"the checkpoint is damaged, or nothing of ours wrote it: {EDITS_KEY} names no step")
+        problem = f"{EDITS_KEY} names no step"
+    elif held not in (None, history.num_experts):
+        problem = f"{EDITS_KEY}.num_experts={history.num_experts}, but it holds {held} experts a layer"
+    if problem:
+        raise CheckpointError(f"the checkpoint is damaged, or nothing of ours wrote it: {problem}")
     return replace(history, steps=tuple(history.steps))
 
 

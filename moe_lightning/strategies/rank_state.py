@@ -62,8 +62,8 @@ class RankState:
     def __init__(
         self, worlds: Worlds, *, dense: str, shard_size: int | None = None, max_slots: int | None, on_host: bool = False
     ) -> None:
-        self._worlds, self._dense, self.max_slots = worlds, dense, max_slots
-        tensors, in_rows = worlds.axes.tp, hasattr(DENSE_SHARDINGS.find(dense), "cut_size")
+        self._worlds, self._dense, self.max_slots, tensors = worlds, dense, max_slots, worlds.axes.tp
+        in_rows, worlds.least_sharers = hasattr(DENSE_SHARDINGS.find(dense), "cut_size"), shard_size or 1
         worlds.shards_of = partial(cut_groups, dense, wanted=shard_size, tensors=tensors)
         self._module: pl.LightningModule | None = None
         self._experts: PlacedExperts | None = None

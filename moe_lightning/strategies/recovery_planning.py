@@ -69,7 +69,8 @@ class RecoveryPlanner:
             plan = plan_recovery(fresh, None, **shape)  # nobody has trained yet: what was built is the state
             if plan.level == "nothing":
                 raise PeerFailed(
-                    "a rank was lost before the first step, with parameters that only it had, so all ranks start again",
+                    "no rank that has trained is left, and parameters that only lost ranks had are saved nowhere, so "
+                    "all ranks start anew",
                     "death",
                 )
         if plan.level == "nothing":

@@ -196,9 +196,9 @@ class WorldDDPStrategy(DDPStrategy):
         if self.worlds.is_joined:
             return
         world = World.single(self.root_device)
+        layout = self.worlds.layout([rank // self.num_processes for rank in range(self.world_size)])
         if self.world_size > 1:
-            nodes = [rank // self.num_processes for rank in range(self.world_size)]
-            world = World.connect(self.root_device, self.collectives_timeout, self.worlds.layout(nodes))
+            world = World.connect(self.root_device, self.collectives_timeout, layout)
         self.worlds.take_place(world)
         check_versions(world)
         leave_process_groups_at_exit()

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from moe_lightning.algorithms.dense_shards import Groups
 from moe_lightning.algorithms.mesh_shape import STAGE, Layout, MeshShape
 from moe_lightning.comm.mesh import Mesh
 from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Members
+from moe_lightning.errors import ConfigurationError
 
 
 class WorldListener(Protocol):
@@ -33,6 +34,7 @@ class Worlds:
         members: of the present world; None where worlds do not change.
         ranks_per_node: where worlds do not change.
         shards_of: from the node of each rank of a stage to the groups that share one copy of the dense parameters.
+        least_sharers: of one copy of dense parameters that are cut: the user's `shard_size`; 1 where there is none.
         axes: ranks along the axes beside dp, in every world.
         is_elastic: worlds may be of any size.
         node: name of this rank's failure domain in an elastic run, where several may share a machine; else empty.
@@ -45,6 +47,8 @@ class Worlds:
         self.members: Members | None = None
         self.ranks_per_node = 1
         self.shards_of: Callable[[Sequence[object]], Groups] = lambda nodes: ()
+        self.least_sharers = 1
+        self._has_told_few = False
         self.axes = MeshShape()
         self.is_elastic = False
         self.node = ""
@@ -93,8 +97,28 @@ class Worlds:
         if self.is_passing(len(nodes)):
             return Layout(shape=shape)
         stages = shape.groups(STAGE)
+        self._check_sharers(len(stages[0]))
         shards = [(ranks, group) for ranks in stages for group in self.shards_of([nodes[rank] for rank in ranks])]
         return Layout(shape=shape, shards=tuple(tuple(ranks[index] for index in group) for ranks, group in shards))
+
+    def _check_sharers(self, num_ranks: int) -> None:
+        """Refuse a wish for more sharers than a stage has ranks. An elastic world may be too small for it, and others
+        may come: there one copy is cut over all ranks, and that is told once.
+        """
+        if self.least_sharers <= num_ranks:
+            self._has_told_few = False
+            return
+        ranks = f"{num_ranks} ranks" if self.axes.pp == 1 else f"{num_ranks} ranks of a stage"
+        if not self.is_elastic:
+            raise ConfigurationError(
+                f"shard_size={self.least_sharers} is more than the {ranks}: use at most {num_ranks}, or more ranks"
+            )
+        if not self._has_told_few:
+            rank_zero_warn(
+                f"shard_size={self.least_sharers} is more than the {ranks} that are here: they share one copy of the "
+                "dense parameters until more come"
+            )
+        self._has_told_few = True
 
     def shape_of(self, num_ranks: int) -> MeshShape:
         """Of a world.

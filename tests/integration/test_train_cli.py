@@ -95,6 +95,9 @@ def test_a_finished_run_says_so(trained: tuple[Path, subprocess.CompletedProcess
     assert (result.returncode, result.stderr) == (0, "")
     assert "has finished its 4 steps" in result.stdout
     assert "trainer.max_steps=8" in result.stdout
+    result = _fork(trained[0], "trainer.max_steps=4", "ranks=2", "model.router.top_k=-1")
+    assert result.returncode == 2
+    assert "top_k=-1" in result.stderr
 
 
 def test_the_same_command_goes_on_and_is_measured(folder: Path) -> None:

@@ -41,6 +41,12 @@ def test_sections_are_cut_each_by_itself() -> None:
     torch.testing.assert_close(ranks[0]["[8, 12]"] + ranks[1]["[8, 12]"], of(WHOLE, Sharing())["[8, 12]"])
 
 
+@pytest.mark.parametrize("dim", [1, 2], ids=["first", "after heads"])
+def test_positions_of_context_ranks_add_up(dim: int) -> None:
+    found = sum(of(part, Sharing(part=at, parts=2))["[8, 12]"] for at, part in enumerate(parts_along(dim)))
+    torch.testing.assert_close(found, of(WHOLE, Sharing())["[8, 12]"])
+
+
 def test_positions_are_cut_by_context_first() -> None:
     quarters = WHOLE.chunk(4, 1)
     sharing = [Sharing(part=at // 2, parts=2, tensor=at % 2, tensors=2) for at in range(4)]

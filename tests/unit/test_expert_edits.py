@@ -266,11 +266,41 @@ def test_edits_of_layers_with_a_router_of_ones_own_are_refused() -> None:
         ({"built": E, "steps": [2], "num_experts": 0}, "expert_edits.num_experts=0 must be an integer of at least 1"),
         ({"built": E, "steps": [], "num_experts": 9}, "expert_edits names no step"),
         ({"built": E, "steps": [2], "num_experts": 5, "more": 1}, "expert_edits has no 'more'"),
+        ({"built": E, "steps": [2], "num_experts": 1 << 40}, "num_experts=1099511627776, but it holds 6 experts a lay"),
     ],
 )
 def test_checkpoints_that_tell_no_history_of_edits(told: Any, sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
-        read_history(told)
+        read_history(told, E)
+
+
+def test_room_is_made_for_the_experts_that_a_file_has(whole: Path, tmp_path: Path) -> None:
+    checkpoint = read_file(whole)
+    checkpoint["expert_edits"] = {"built": E, "steps": [2], "num_experts": 10**9}
+    write_file(checkpoint, tmp_path / "forged.ckpt")
+    unseen = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=4, strategy=ExpertParallelStrategy(), **unseen)
+    with pytest.raises(CheckpointError, match="num_experts=1000000000, but it holds 6 experts a layer"):
+        trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(8), batch_size=8), ckpt_path=str(tmp_path / "forged.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("ends", "sentence"),
+    [
+        ({"max_steps": 2}, r"ends at trainer.max_steps=2, so the edits of experts after step 2, 3 are not made"),
+        ({"max_epochs": 1}, r"ends at step 3, so the edits of experts after step 3 are not made"),
+    ],
+)
+def test_edits_that_never_come_are_told(ends: dict[str, int], sentence: str) -> None:
+    unseen = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    edits = ExpertEdits([{"step": step, "prune_least": 1} for step in (1, 2, 3)])
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=ExpertParallelStrategy(), callbacks=[edits], **ends, **unseen
+    )
+    with pytest.warns(UserWarning, match=sentence) as told:
+        trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(24), batch_size=8))
+    assert sum("edits of experts" in str(each.message) for each in told) == 1
+    assert [report.step for report in edits.reports] == ([1] if "max_steps" in ends else [1, 2])
 
 
 def test_twins_have_one_score_until_they_learn() -> None:

@@ -30,8 +30,8 @@ def planned(version: int, *, has_trained: bool, sources: RecoverySources | None 
     return plan.level
 
 
-def test_before_the_first_step_all_ranks_start_again() -> None:
-    with pytest.raises(PeerFailed, match="before the first step") as caught:
+def test_where_nobody_has_trained_all_ranks_start_anew() -> None:
+    with pytest.raises(PeerFailed, match=r"no rank that has trained is left, .* start anew") as caught:
         planned(0, has_trained=False)
     assert caught.value.kind == "death"
 

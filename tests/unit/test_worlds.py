@@ -53,6 +53,21 @@ def test_nodes_are_those_of_the_members() -> None:
     assert (worlds.node_of, worlds.mesh.node_peers, worlds.number) == ((0, 1, 0), (0, 2), 7)
 
 
+def test_ranks_that_shall_share_a_copy_must_be_there() -> None:
+    worlds = Worlds()
+    worlds.axes, worlds.least_sharers = MeshShape(pp=2), 3
+    sentence = "shard_size=3 is more than the 2 ranks of a stage"
+    with pytest.raises(ConfigurationError, match=f"{sentence}: use at most 2, or more ranks"):
+        worlds.layout("abcd")
+    worlds.layout("abcdef")
+    worlds.is_elastic = True
+    for _ in range(2):  # told in every world that is too small after one that was not
+        with pytest.warns(UserWarning, match=sentence):
+            worlds.layout("abcd")
+        worlds.layout("abcd")
+        worlds.layout("abcdef")
+
+
 def test_axes_of_the_mesh_stay_from_world_to_world() -> None:
     worlds = Worlds()
     worlds.axes, worlds.shards_of = MeshShape(cp=2), lambda nodes: ((0, 1), (2, 3))
