@@ -1,4 +1,4 @@
-"""Sharded parameters and optimizers, sequences, layers in parts and stages on the fake device, with the losses of the CPU."""
+"""Sharded parameters, sequences, layers in parts and stages on the fake device, with the losses of the CPU."""
 
 from __future__ import annotations
 
