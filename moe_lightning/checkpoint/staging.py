@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,9 +44,9 @@ class Staging:
             admit(part.numel())
             buffer = self._buffers[0]
             event = self.fill(buffer[: part.numel()], part, stream)
-            self.finish()
-            self._arriving = event, buffer, address + start, part.numel()
+            before, self._arriving = self._arriving, (event, buffer, address + start, part.numel())
             self._buffers.reverse()
+            _put(before)
 
     def fill(self, buffer: Tensor, part: Tensor, stream: Any) -> Any:
         """Let the device copy a chunk; an event that tells when it is there."""
@@ -57,16 +58,24 @@ class Staging:
 
     def finish(self) -> None:
         """Wait for the chunk that is under way, and put it into its place."""
-        if self._arriving is None:
-            return
-        event, buffer, address, num_bytes = self._arriving
-        event.synchronize()
-        ctypes.memmove(address, buffer.data_ptr(), num_bytes)
-        self._arriving = None
+        arriving, self._arriving = self._arriving, None
+        _put(arriving)
 
     def forget(self) -> None:
-        """A copy was given up: what is under way goes nowhere."""
-        self._arriving = None
+        """A copy was given up: what is under way goes nowhere. Its buffer and its source are in use until it is there,
+        or until the device has failed.
+        """
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            with suppress(RuntimeError):
+                arriving[0].synchronize()
+
+
+def _put(arriving: tuple[Any, Tensor, int, int] | None) -> None:
+    if arriving is not None:
+        event, buffer, address, num_bytes = arriving
+        event.synchronize()
+        ctypes.memmove(address, buffer.data_ptr(), num_bytes)
 
 
 def side_stream(device: torch.device) -> torch.Stream:

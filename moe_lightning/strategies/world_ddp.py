@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -310,7 +310,7 @@ class WorldDDPStrategy(DDPStrategy):
                     broadcast_(tensor.data, 0, self.world)
             return  # DDP refuses a model of which it would sum nothing
         # On a stream of its own as in stock Lightning: https://pytorch.org/docs/stable/notes/cuda.html#id5
-        with nullcontext() if devices is None else torch.Stream(device=self.root_device):
+        with nullcontext() if devices is None else _side_stream(self.root_device):
             ddp = DistributedDataParallel(self.model, devices, process_group=self.world.dense, **self._options)
         ddp.register_comm_hook(self.world.dense, sum_over_ranks)
         self.model = ddp
@@ -324,3 +324,15 @@ class WorldDDPStrategy(DDPStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         DDPStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Inside, work goes to another stream, after what was queued so far and before what follows: DDP sends parameters
+    that were just written, and fills those that are about to be read.
+    """
+    present, side = torch.accelerator.current_stream(device), torch.Stream(device=device)
+    side.wait_stream(present)
+    with side:
+        yield
+    present.wait_stream(side)

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.gpu.fake_device import NAME, OnDevice, _active, _host
+from tests.gpu.fake_streams import Event, Stream, current_stream
 
 BACKEND = "fakecl"
 _PATIENCE_S = 60.0
@@ -39,11 +40,19 @@ class Error(Enum):
 class Works(dist.Work):  # type: ignore[misc]
     """One collective under way."""
 
-    def __init__(self, work: Any, outputs: Any, aborted: threading.Event) -> None:
+    def __init__(self, work: Any, outputs: Any, aborted: threading.Event, ended: Event, used: Any) -> None:
         super().__init__()
         self._work, self._outputs, self._aborted = work, outputs, aborted
+        self._ended, self._used = ended, used
 
     def wait(self, timeout: Any = None) -> bool:
+        """Lets the present stream wait; the tensors are kept up to here."""
+        self._wait()
+        current_stream().wait_event(self._ended)
+        self._used = None
+        return True
+
+    def _wait(self) -> bool:
         lost = "as it began"
         try:
             if self._work is not None:
@@ -72,6 +81,7 @@ class FakeComms(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._aborted = threading.Event()
+        self._stream = Stream()
 
     def name(self) -> str:
         return BACKEND
@@ -112,14 +122,21 @@ class FakeComms(dist.ProcessGroup):
 
 def _collective(name: str, inner: str) -> Any:
     def call(self: FakeComms, *arguments: Any, **keywords: Any) -> Works:
-        if any(isinstance(leaf, OnDevice) for leaf in tree_leaves((arguments, keywords))):
+        tensors = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, OnDevice)]
+        if tensors:
             _active().counts.collectives.append(name)
+        written = {id(leaf) for leaf in tree_leaves(arguments[:1])} if name != "send" else set()
+        self._stream.wait_stream(current_stream())
+        self._stream.begin()
+        for tensor in sorted(tensors, key=lambda tensor: id(tensor) in written):
+            tensor.memory.used(self._stream, name, writes=id(tensor) in written)
+        ended = self._stream.record_event()
         here, named = tree_map(_host, arguments), tree_map(_host, keywords)
         try:
             work = getattr(self._gloo, inner)(*here, **named)
         except RuntimeError:  # on a connection that has ended
             work = None
-        return Works(work, here[0] if here and name != "send" else (), self._aborted)
+        return Works(work, here[0] if here and name != "send" else (), self._aborted, ended, tensors)
 
     return call
 

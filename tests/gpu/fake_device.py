@@ -8,8 +8,9 @@ CUDA device would see: launches, host waits, and copies from the host.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from tests.gpu import fake_streams
 
 NAME = "fake"
 _WITHOUT_A_KERNEL = {
@@ -44,40 +47,36 @@ class _Module(_DummyBackendModule):
 
     def set_rng_state(self, state: Tensor, device: Any) -> None: ...
 
+    Stream, Event = fake_streams.Stream, fake_streams.Event
+    current_stream = staticmethod(fake_streams.current_stream)
 
-class _Event:
-    """Of a device that has done everything as soon as it is asked."""
-
-    def __init__(self, device: Any = NAME, **_: Any) -> None:
-        self._at, self._device = 0.0, torch.device(device)
-
-    def record(self, stream: Any = None) -> None:
-        if self._device.type == "cpu":
-            raise RuntimeError("cpu backend doesn't support events.")
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: _Event) -> float:
-        return 1e3 * (end._at - self._at)
+    def stream(self, stream: fake_streams.Stream | None) -> Any:
+        return stream or nullcontext()
 
 
 def set_up() -> torch.device:
     """Make the device known to this process."""
     if not hasattr(torch, NAME):
         _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
-    torch.Event = _Event  # type: ignore[assignment, misc]
-    torch.accelerator.synchronize = lambda *_: _active().counts.waits.append("synchronize")
+    torch.Event, torch.Stream = fake_streams.Event, fake_streams.Stream  # type: ignore[assignment, misc]
+    torch.accelerator.current_stream = fake_streams.current_stream  # type: ignore[assignment]
+    torch.accelerator.set_stream = fake_streams.set_stream  # type: ignore[assignment]
+    torch.accelerator.synchronize = _synchronize
     return torch.device(NAME, 0)
 
 
+def _synchronize(*_: Any) -> None:
+    """Of all streams."""
+    _active().counts.waits.append("synchronize")
+    for stream in tuple(fake_streams.streams):
+        stream.synchronize()
+
+
 class OnDevice(Tensor):
-    """Looks as if it lay on the device; `host` holds the data."""
+    """Looks as if it lay on the device; `host` holds the data, and `memory` knows which streams use it."""
 
     host: Tensor
+    memory: fake_streams.Memory
 
     @staticmethod
     def __new__(cls, host: Tensor) -> OnDevice:
@@ -85,7 +84,7 @@ class OnDevice(Tensor):
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             device=torch.device(NAME, 0),
         )  # fmt: skip
-        made.host = host
+        made.host, made.memory = host, fake_streams.device_memory(host)
         return made
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -101,11 +100,16 @@ class OnDevice(Tensor):
     @data.setter
     def data(self, other: OnDevice) -> None:
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        self.host = other.host
+        self.host, self.memory = other.host, other.memory
 
     def tolist(self) -> Any:
-        _active().counts.waits.append("tolist")
-        return self.host.tolist()
+        return self.cpu().tolist()
+
+    def untyped_storage(self) -> Any:
+        return fake_streams.DeviceStorage(self.host.untyped_storage(), self.memory)
+
+    def record_stream(self, stream: fake_streams.Stream) -> None:  # type: ignore[override]
+        self.memory.recorded(stream)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +157,14 @@ class FakeDevice(TorchDispatchMode):
         """In the place of `triton_launch.launch`."""
         if all(grid):
             self.counts.launches[kernel.__name__] += 1
+            tensors = [each for each in (getattr(value, "base", value) for value in arguments) if is_here(each)]
+            stream = fake_streams.current_stream()
+            before = [(each, each.host.clone()) for each in tensors if each.memory.is_shared(stream)]
             kernel[grid](*map(_host, arguments), **meta)
+            read = {each.memory for each, was in before if torch.equal(each.host, was)}
+            stream.begin()
+            for each in tensors:
+                each.memory.used(stream, kernel.__name__, writes=each.memory not in read)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -161,11 +172,28 @@ class FakeDevice(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         asked = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
-        is_here = any(isinstance(leaf, OnDevice) for leaf in leaves)
+        is_there = any(map(is_here, leaves))
         name = func.overloadpacket.__name__
-        if not is_here and asked != NAME:
+        accesses = [] if name in _WITHOUT_A_KERNEL else list(_accesses(func, args, kwargs))
+        if not is_there and asked != NAME:
+            for tensor, writes in accesses:
+                fake_streams.used_by_host(tensor, name, writes=writes)
             return func(*args, **kwargs)
+        waited, stream = len(self.counts.waits) + len(self.counts.uploads), fake_streams.current_stream()
         self._count(name, args, kwargs, asked)
+        waits = len(self.counts.waits) + len(self.counts.uploads) > waited
+        stream.begin()
+        for tensor, writes in accesses:
+            if isinstance(tensor, OnDevice):
+                assert _has_memory(tensor.host), f"{name} uses memory that was given back"
+                tensor.memory.used(stream, name, writes=writes)
+            elif waits or not _is_copy(name) or not (writes or fake_streams.is_locked(tensor)):
+                fake_streams.used_by_host(tensor, name, writes=writes)
+            else:
+                assert fake_streams.is_locked(tensor), f"{name} to pageable memory, for which nobody waits"
+                fake_streams.copied_by_device(tensor, stream, name, writes=writes)
+        if waits:
+            stream.synchronize()
         stays = asked in (None, NAME)
         if asked is not None:
             kwargs = {**kwargs, "device": "cpu"}
@@ -173,8 +201,17 @@ class FakeDevice(TorchDispatchMode):
         if name == "copy_" or (name.endswith("_") and not name.startswith("_")):
             return args[0]
         if "out" in kwargs:
-            return kwargs["out"]
-        return tree_map(_wrapped, result) if stays else result
+            return kwargs["out"] if func._schema.returns else None
+        if not stays:
+            if not waits:
+                fake_streams.copied_by_device(fake_streams.lock_pages(result), stream, name, writes=True)
+            return result
+        old = {tensor.memory for tensor, _ in accesses if isinstance(tensor, OnDevice)}
+        made = tree_map(_wrapped, result)
+        for leaf in tree_leaves(made) if name not in _WITHOUT_A_KERNEL else ():
+            if isinstance(leaf, OnDevice) and leaf.memory not in old:
+                leaf.memory.used(stream, name, writes=True)
+        return made
 
     def _count(self, name: str, args: Any, kwargs: dict[str, Any], asked: str | None) -> None:
         blocks = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
@@ -213,9 +250,12 @@ class _FromNumbers(TorchFunctionMode):
         is_there = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == NAME
         if is_there and func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
             return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
-        if kwargs.pop("pin_memory", False):
-            assert func is torch.empty
-        return func(*args, **kwargs)
+        is_locked = kwargs.pop("pin_memory", False)
+        assert func is torch.empty or not is_locked
+        if func is Tensor.data_ptr and not isinstance(args[0], OnDevice):
+            fake_streams.used_by_host(args[0], "data_ptr", writes=True)
+        result = func(*args, **kwargs)
+        return fake_streams.lock_pages(result) if is_locked else result
 
 
 _running: list[FakeDevice] = []
@@ -229,6 +269,26 @@ def _host(value: Any) -> Any:
     if hasattr(value, "block_shape"):
         return dataclasses.replace(value, base=_host(value.base))
     return value.host if isinstance(value, OnDevice) else value
+
+
+def is_here(value: Any) -> bool:
+    return isinstance(value, OnDevice)
+
+
+def _is_copy(name: str) -> bool:
+    return name in ("_to_copy", "copy_")
+
+
+def _has_memory(data: Tensor) -> bool:
+    return data.numel() == 0 or data.untyped_storage().size() > 0
+
+
+def _accesses(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """Tensors that an operation reads or writes, and whether it writes them."""
+    for place, argument in enumerate(func._schema.arguments):
+        given = args[place] if place < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        yield from ((leaf, writes) for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
 
 
 def _wrapped(value: Any) -> Any:
@@ -252,8 +312,13 @@ def unwrapped(function: Any) -> Any:
     """A collective of `torch.distributed` on the data behind the tensors."""
 
     def call(*arguments: Any, **keywords: Any) -> Any:
-        if any(isinstance(leaf, OnDevice) for leaf in tree_leaves((arguments, keywords))):
+        here = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, OnDevice)]
+        if here:
             _active().counts.collectives.append(function.__name__)
+            stream = fake_streams.current_stream()
+            stream.begin()
+            for tensor in here:
+                tensor.memory.used(stream, function.__name__, writes=True)
         return function(*tree_map(_host, arguments), **tree_map(_host, keywords))
 
     return call

@@ -24,7 +24,8 @@ from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.strategies import step_weights, world_ddp
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 from tests.gpu.answers import answer
-from tests.gpu.fake_device import NAME, FakeDevice, on_hosts, set_up
+from tests.gpu.fake_comms import meet_on_the_device, set_up_comms
+from tests.gpu.fake_device import NAME, FakeDevice, set_up
 from tests.gpu.fake_layer import told
 from tests.gpu.rooms import rooms
 
@@ -130,7 +131,7 @@ def fit(
 ) -> list[float]:
     recorder = Recorder()
     trainer = make_trainer(
-        rank, ranks, {"plan": plan, "process_group_backend": "gloo"}, callbacks=[*callbacks, recorder],
+        rank, ranks, {"plan": plan}, callbacks=[*callbacks, recorder],
         accelerator=accelerator, gradient_clip_val=1.0, max_steps=steps, limit_val_batches=0,
         enable_checkpointing=any(isinstance(callback, PartialExpertsCheckpoint) for callback in callbacks),
     )  # fmt: skip
@@ -143,7 +144,8 @@ def run(rank: int, ranks: int, plan: str, folder: str) -> dict[str, Any]:
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters are to stay the same objects
     found: dict[str, Any] = {"expected": fit(rank, ranks, plan, "cpu")}
     fake = FakeDevice()
-    on_hosts()
+    set_up_comms()
+    meet_on_the_device(rank, ranks)
     for room in rooms():
         room.launch = fake.launch  # type: ignore[assignment]
     step_weights._WATCHED_STEPS = 1  # later steps do not look at targets, which waits

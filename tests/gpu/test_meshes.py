@@ -1,4 +1,4 @@
-"""Sharded optimizers, sequences and layers in parts on the fake device, with the losses of the CPU to the bit."""
+"""Sharded parameters, sequences, layers in parts and stages on the fake device, with the losses of the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from tests.parameters import slow
 
 
 @pytest.mark.parametrize(
-    "strategy", [{"mesh": {"tp": 2}}, slow({"mesh": {"cp": 2}}), slow({"dense": "zero1"})], ids=str
+    "strategy",
+    [
+        {"mesh": {"tp": 2}},
+        slow({"mesh": {"cp": 2}}),
+        slow({"dense": "zero1"}),
+        {"dense": "fsdp"},
+        slow({"dense": "hsdp"}),
+        slow({"mesh": {"pp": 2}}),
+    ],
+    ids=str,
 )
 def test_losses_are_those_of_the_cpu(strategy: dict[str, Any]) -> None:
     for found in run_ranks(2, run, strategy):

@@ -5,15 +5,20 @@ from __future__ import annotations
 import fcntl
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from moe_lightning.bench import gpu_check
 from moe_lightning.bench.gpu_check import NAMES, Options, outcomes_of, run
 from moe_lightning.bench.gpu_check_worker import CHECKS
 from moe_lightning.cli.bench import main
 from tests.forks import PATIENCE_S
+
+ENDS_S = 20.0
+"""More than it takes to end processes, and less than any of them would take."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -43,13 +48,28 @@ def test_a_check_that_dies_or_hangs_ends_no_other(tmp_path: Path) -> None:
             "raises": (*python, "raise ValueError('a wrong value')"),
             "fine": (*python, "print('within 1e-7')"),
         },
-        timeout_s=PATIENCE_S,
+        budget_s=PATIENCE_S,
     )
-    outcomes += outcomes_of(dict.fromkeys(("hangs", "hangs too"), (*python, starts)), timeout_s=3.0)
+    outcomes += outcomes_of(dict.fromkeys(("hangs", "hangs too"), (*python, starts)), budget_s=3.0)
     notes = {one.name: (one.verdict, one.note) for one in outcomes}
     assert notes["killed"] == ("FAIL", f"ended by signal {signal.SIGKILL.value}: said nothing")
     assert notes["raises"] == ("FAIL", "ValueError: a wrong value")
     assert notes["fine"] == ("pass", "within 1e-7")
-    assert notes["hangs"] == notes["hangs too"] == ("FAIL", "no end after 3 s")
+    assert notes["hangs"] == notes["hangs too"] == ("FAIL", "timed out after 3 s")
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # waits for ever where what a check has started outlives it
+
+
+def test_checks_that_hang_leave_time_for_those_after_them() -> None:
+    hangs, fine = ("sleep", "1000"), ("echo", "within 0")
+    commands = {**{f"hangs {number}": hangs for number in range(5)}, "fine": fine, "fine too": fine}
+    began = time.monotonic()
+    outcomes = outcomes_of(commands, budget_s=3.0)
+    assert time.monotonic() - began < 3.0 + ENDS_S
+    assert [one.name for one in outcomes] == list(commands)
+    assert [one.verdict for one in outcomes] == ["FAIL"] * 5 + ["pass"] * 2
+    assert all(one.note.startswith("timed out after") for one in outcomes[:5])
+
+
+def test_the_whole_ends_in_under_two_minutes() -> None:
+    assert gpu_check._PROBE_S + gpu_check._BUDGET_S < 120
