@@ -8,7 +8,7 @@ L elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -145,15 +145,23 @@ class RowBodies(Protocol):
 
 
 class MatmulBodies(Protocol):
+    def cut(self, tokens_S: Tensor, num_rows: int, x: Tensor) -> Any:
+        """What all products of rows sorted by slot share, made once and in the room's own form.
+
+        Args:
+            x: of the dtype and on the device of the operands.
+        """
+        ...
+
     def grouped_mm(
-        self, x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
+        self, x_MD: Tensor, weight_SDF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int
     ) -> Tensor:
         """[M, F]: x @ weight[slot of the row]; rows past the sum are zero. With gather_M the rows are
         x[gather // divisor]."""
         ...
 
     def grouped_wgrad(
-        self, x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
+        self, x_MD: Tensor, grad_MF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int
     ) -> Tensor:
         """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
         ...
@@ -177,7 +185,7 @@ class FusedBodies(Protocol):
     """Matmuls with the activation behind them, for devices where a kernel of its own would cost a pass over memory."""
 
     def up_and_activation(
-        self, x: Tensor, up_SDH: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int, kind: str
+        self, x: Tensor, up_SDH: Tensor, cut: Any, gather_M: Tensor | None, divisor: int, kind: str
     ) -> tuple[Tensor, Tensor]:
         """h [M, H] = x @ up[slot of the row], and its activation [M, F]; with gather_M as in `grouped_mm`."""
         ...
@@ -186,7 +194,7 @@ class FusedBodies(Protocol):
         self,
         grad: Tensor,
         down_SFD: Tensor,
-        tokens_S: Tensor,
+        cut: Any,
         h_MH: Tensor,
         kind: str,
         gather_M: Tensor | None,
@@ -201,7 +209,7 @@ class FusedBodies(Protocol):
         ...
 
     def down_wgrad(
-        self, activation_MF: Tensor, grad: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
+        self, activation_MF: Tensor, grad: Tensor, cut: Any, gather_M: Tensor | None, divisor: int
     ) -> Tensor:
         """[S, F, D]: activation^T @ grad over the rows of each slot; with gather_M the gradient is by tokens."""
         ...

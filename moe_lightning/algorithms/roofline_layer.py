@@ -5,7 +5,7 @@ Shapes: T tokens, K choices, E experts, M = T*K rows, D model width, F expert wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from moe_lightning.algorithms.roofline import (
@@ -37,7 +37,8 @@ class Design:
     Attributes:
         gathers_in_load: the up projection reads tokens by index; else a permute writes them in order first.
         fuses_activation: into the up projection's epilogue, and its gradient into that of the down projection's.
-        is_persistent: matmuls walk over tiles with the copy engine ahead of them.
+        is_persistent: matmuls walk over tiles with the copy engine ahead of them, and behind them where they only store
+            their sums.
         scans_in_parallel: the sort's counts of blocks are summed by a tree.
         fuses_router: products on the tensor cores in three terms, with scores and choice behind them; else in fp32, and
             each of the rest a kernel.
@@ -105,12 +106,12 @@ def backward_kernels(shape: LayerShape, design: Design, device: Device) -> list[
     if not design.gathers_in_load:  # else rows are gathered in the loads, and weighed in the epilogue
         spread = 3 * rows * width * HALF + rows * (INDEX + SINGLE)
         kernels.append(Kernel(name="spread of the gradient", cost=rows_cost(spread, device)))
-    extra = rows * hidden * 2 * HALF if design.fuses_activation else 0.0  # h is read by the epilogue
-    factor = 3.0 if design.fuses_activation else 1.0  # the gradient of h, and the activation for the weights' gradient
+    # The epilogue reads h, and stores its gradient and the activation for the weights' gradient.
+    read, kept = (2.0, 3.0) if design.fuses_activation else (0.0, 1.0)
     kernels.append(
         _matmul(
             "gradient of down's input", shape, design, device, (rows, hidden, width),
-            gathers=True, output_factor=factor, extra_bytes=extra, columns=128 if design.fuses_activation else None,
+            gathers=True, input_factor=read, output_factor=kept,
         )
     )  # fmt: skip
     if not design.fuses_activation:
@@ -156,23 +157,22 @@ def _matmul(
     *,
     is_wgrad: bool = False,
     gathers: bool = False,
+    input_factor: float = 0.0,
     output_factor: float = 1.0,
-    extra_bytes: float = 0.0,
-    columns: int | None = None,
 ) -> Kernel:
     rows, width, inner = sizes
-    tile = tile_for(device, rows if is_wgrad else rows / shape.experts)
     matmul = Matmul(
         rows=rows,
         width=width,
         inner=inner,
         groups=shape.experts,
-        tile=tile if columns is None else replace(tile, n=min(tile.n, columns)),
+        tile=tile_for(device, rows if is_wgrad else rows / shape.experts),
         is_wgrad=is_wgrad,
-        is_persistent=design.is_persistent and not is_wgrad,
+        is_persistent=design.is_persistent,
         gathers=gathers and design.gathers_in_load,
+        stores_ahead=design.is_persistent and output_factor == 1.0,
+        input_factor=input_factor,
         output_factor=output_factor,
-        extra_bytes=extra_bytes,
     )
     return Kernel(name=name, cost=matmul_cost(matmul, device), flops=matmul.flops)
 
