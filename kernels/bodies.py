@@ -1,8 +1,8 @@
 """One signature for each primitive; a room of bodies (torch_*, triton_*) implements it without autograd; `functions`
 adds the gradients.
 
-Legend: T tokens, K choices, M rows (T*K less the dropped), E experts, S slots, D model width, F expert width, N parts,
-L elements.
+Legend: T tokens, K choices, A = T*K assignments, M rows (A less the dropped), E experts, S slots, D model width,
+F expert width, N parts, L elements.
 """
 
 from __future__ import annotations
@@ -79,12 +79,18 @@ class Choice(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What a linear router says of tokens: fp32 but for the ids, which are int64."""
+    """What a linear router says of tokens: fp32 but for the ids, which are int64.
+
+    Attributes:
+        x_TD: the tokens themselves. The gradient of who goes on with these joins the router's own in one pass over the
+            tokens; None where that is nothing but a sum.
+    """
 
     logits_TE: Tensor
     scores_TE: Tensor
     weights_TK: Tensor
     ids_TK: Tensor
+    x_TD: Tensor | None = None
 
 
 class RouterBodies(Protocol):
@@ -106,11 +112,13 @@ class RouterBodies(Protocol):
         grads: tuple[Tensor | None, Tensor | None, Tensor | None],
         choice: Choice,
         want_rows: bool,
+        grad_TD: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The gradient of the logits, as the sum of [3, T, E], and that of the rows [T, D].
 
         Args:
             grads: of logits, scores and weights.
+            grad_TD: of the rows by whatever else reads them, which is added.
         """
         ...
 
@@ -153,16 +161,12 @@ class MatmulBodies(Protocol):
         """
         ...
 
-    def grouped_mm(
-        self, x_MD: Tensor, weight_SDF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int
-    ) -> Tensor:
+    def grouped_mm(self, x_MD: Tensor, weight_SDF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int) -> Tensor:
         """[M, F]: x @ weight[slot of the row]; rows past the sum are zero. With gather_M the rows are
         x[gather // divisor]."""
         ...
 
-    def grouped_wgrad(
-        self, x_MD: Tensor, grad_MF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int
-    ) -> Tensor:
+    def grouped_wgrad(self, x_MD: Tensor, grad_MF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int) -> Tensor:
         """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
         ...
 
@@ -173,12 +177,12 @@ class HiddenGradients(NamedTuple):
     Attributes:
         h_MH: the gradient of h.
         activation_MF: the activation, computed again, times the row's weight where there is one.
-        products_CM: fp32, pieces of each row's product of activation and gradient; None without weights.
+        products_CA: fp32, pieces of each assignment's product of activation and gradient; None without weights.
     """
 
     h_MH: Tensor
     activation_MF: Tensor
-    products_CM: Tensor | None
+    products_CA: Tensor | None
 
 
 class FusedBodies(Protocol):

@@ -75,18 +75,18 @@ class Route(torch.autograd.Function):
         ctx.choice, ctx.room, ctx.dtypes = choice, room, (weight_ED.dtype, None if bias_E is None else bias_E.dtype)
         ctx.mark_non_differentiable(routed.ids_TK)
         ctx.set_materialize_grads(False)
-        return routed
+        return *routed[:4], x_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         _require_first_derivative()
         if all(grad is None for grad in grads[:3]):
-            return (None,) * 6
+            return grads[4], None, None, None, None, None
         x_TD, terms_3ED, scores_TE, ids_TK = ctx.saved_tensors
-        logits, scores, weights = (None if grad is None else grad.contiguous() for grad in grads[:3])
+        logits, scores, weights, _, beside = (None if grad is None else grad.contiguous() for grad in grads)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grads_3TE, grad_x = ctx.room.logit_gradients(
-            terms_3ED, scores_TE, ids_TK, (logits, scores, weights), ctx.choice, wants_x
+            terms_3ED, scores_TE, ids_TK, (logits, scores, weights), ctx.choice, wants_x, beside
         )
         grad_weight = ctx.room.router_wgrad(grads_3TE, x_TD).to(ctx.dtypes[0]) if wants_weight else None
         grad_bias = grads_3TE.sum((0, 1), dtype=torch.float32).to(ctx.dtypes[1]) if wants_bias else None
@@ -275,8 +275,7 @@ class ExpertMLP(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_up = matmul.grouped_wgrad(x, hidden.h_MH, ctx.cut, order_M, ctx.divisor)
         if ctx.needs_input_grad[7]:
-            grad_weights = torch.zeros_like(weights_TK)
-            grad_weights.view(-1)[order_M] = hidden.products_CM.sum(0).to(weights_TK.dtype)
+            grad_weights = hidden.products_CA.sum(0).view(weights_TK.shape).to(weights_TK.dtype)
         return grad_x, grad_up, grad_down, None, None, None, None, grad_weights, None
 
 

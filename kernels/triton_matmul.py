@@ -2,10 +2,10 @@
 
 The loops over tiles and over the inner width are one loop to the compiler, so that the operands of the next tile are
 on their way under the end of the present one. Operands come by descriptors where the device has a copy engine, by
-pointers elsewhere, and where rows are gathered; whole tiles of plain sums leave by descriptors, too. What follows a projection runs on its sums: the activation, forward and
-backward.
+pointers elsewhere, and where rows are gathered; whole tiles of plain sums leave by descriptors, too. What follows a
+projection runs on its sums: the activation, forward and backward.
 
-Legend: M rows, D inner width, F output width, S slots, R row tiles, C column tiles.
+Legend: M rows, A assignments, D inner width, F output width, S slots, R row tiles, C column tiles.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -24,7 +24,11 @@ from moe_lightning.kernels.triton_launch import INTERPRETED, ceil_div, launch
 from moe_lightning.kernels.triton_tiles import RowTiles, Tiles, described, limits, precision, row_tiles, tiles_for
 from moe_lightning.kernels.triton_wgrad import down_wgrad, grouped_wgrad
 
+__all__ = ["cut", "down_gradient", "down_wgrad", "grouped_mm", "grouped_wgrad", "up_and_activation"]
+
 _GROUP = 8
+_PIECE: tl.constexpr = tl.constexpr(8 if INTERPRETED else 64)
+"""Columns that an epilogue holds at once; its gradients take half of them."""
 
 
 @triton.jit
@@ -43,17 +47,18 @@ def _right(weight, descriptor, slot, k, column, inner, width, stride_slot, strid
     return block
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity"])
+@triton.jit(do_not_specialize=["num_rows", "num_assignments", "capacity"])
 def _rows_kernel(
     x, x_blocks, weight, weight_blocks, gather, tiles, total, out, out_blocks, h, grad_h, scale, products,
-    num_rows, inner, width, num_slots, capacity, stride_slot, stride_inner, stride_width,
+    num_rows, num_assignments, inner, width, num_slots, capacity, stride_slot, stride_inner, stride_width,
     DIVISOR: tl.constexpr, GATHERED: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr,
     EPILOGUE: tl.constexpr, KIND: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
     FAR: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """EPILOGUE 0 stores the sums; 1 stores them as h, and their activation; 2 takes them for the gradient of the
-    activation, and stores that of h, the activation, and its products by row with the gradient, before any scale.
+    activation, and stores that of h, the activation, and, by assignment, its products with the gradient before any
+    scale.
     """
     tl.assume(inner > 0)
     num_columns = tl.cdiv(width, BLOCK_N)
@@ -69,7 +74,9 @@ def _rows_kernel(
         slot = tl.load(tiles + tile)
         first = tl.load(tiles + capacity + tile)
         end = tl.load(tiles + 2 * capacity + tile)
+        # Rows past all slots get zeros: outside of x there is nothing else.
         present = slot < num_slots
+        fetched = tl.where(present, first, num_rows)
         held = tl.minimum(slot, num_slots - 1)
         in_tile = tl.arange(0, BLOCK_M)
         in_slot = first + in_tile < end
@@ -90,7 +97,7 @@ def _rows_kernel(
                 else:
                     a = tl.load(x + offset[:, None] + in_k[None, :], mask=(in_k < inner)[None, :], other=0)
             else:
-                a = x_blocks.load([first, k])
+                a = x_blocks.load([fetched, k])
             b = _right(weight, weight_blocks, held, k, column, inner, width, stride_slot, stride_inner, stride_width,
                        TRANSPOSED, BLOCK_N, BLOCK_K)  # fmt: skip
             sums = tl.dot(a, b, sums, input_precision=PRECISION)
@@ -104,58 +111,33 @@ def _rows_kernel(
                                stride_width, TRANSPOSED, BLOCK_N, BLOCK_K)  # fmt: skip
                 more = tl.dot(a, c, more, input_precision=PRECISION)
 
-        # Rows past all slots get zeros: their sums are another slot's. Sums are rounded before anything follows, as if
-        # a kernel of its own had read them; what follows runs in two halves, which need half of the registers.
-        sums = tl.where(present, sums, 0.0).to(out.dtype.element_ty)
+        # Sums are rounded before anything follows, as if a kernel of its own had read them; what follows runs in
+        # pieces, which need fewer registers.
+        if x_blocks is None:
+            sums = tl.where(present, sums, 0.0)
+        sums = sums.to(out.dtype.element_ty)
         if EPILOGUE == 0:
             if out_blocks is not None and first + BLOCK_M <= end:
                 out_blocks.store([first, column], sums)
             else:
-                one, two = _halves(sums, BLOCK_M, BLOCK_N)
-                _store_halves(one, out, first, end, column, width, BLOCK_M, BLOCK_N // 2)
-                _store_halves(two, out, first, end, column + BLOCK_N // 2, width, BLOCK_M, BLOCK_N // 2)
+                _store(sums, out, first, end, column, width, BLOCK_M, BLOCK_N)
+        elif EPILOGUE == 1:
+            right = sums
+            if TWO:
+                if x_blocks is None:
+                    more = tl.where(present, more, 0.0)
+                right = more.to(out.dtype.element_ty)
+            _activation(sums, right, out, h, first, end, column, width, KIND, TWO, BLOCK_M, BLOCK_N)
         else:
-            one, two = _halves(sums, BLOCK_M, BLOCK_N)
-            if EPILOGUE == 1:
-                one_more, two_more = one, two
-                if TWO:
-                    one_more, two_more = _halves(
-                        tl.where(present, more, 0.0).to(out.dtype.element_ty), BLOCK_M, BLOCK_N
-                    )
-                _activation(one, one_more, out, h, first, end, column, width, KIND, TWO, BLOCK_M, BLOCK_N // 2)
-                _activation(
-                    two, two_more, out, h, first, end, column + BLOCK_N // 2, width, KIND, TWO, BLOCK_M, BLOCK_N // 2
-                )
-            else:
-                factor = None
-                if SCALED:
-                    place = tl.load(gather + first + in_tile, mask=in_slot, other=0)
-                    factor = tl.load(scale + place, mask=in_slot, other=0).to(tl.float32)
-                product = _hidden_gradients(
-                    one, out, h, grad_h, factor, first, end, column, width, SCALED, KIND, TWO, BLOCK_M,
-                    BLOCK_N // 2,
-                ) + _hidden_gradients(
-                    two, out, h, grad_h, factor, first, end, column + BLOCK_N // 2, width, SCALED, KIND, TWO,
-                    BLOCK_M, BLOCK_N // 2,
-                )  # fmt: skip
-                if SCALED:
-                    tl.store(products + column_tile.to(tl.int64) * num_rows + first + in_tile, product, mask=in_slot)
-
-
-@triton.jit
-def _store_halves(block, out, first, end, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    one, two = _halves(block, ROWS, COLUMNS)
-    _store(one, out, first, end, column, width, ROWS, COLUMNS // 2)
-    _store(two, out, first, end, column + COLUMNS // 2, width, ROWS, COLUMNS // 2)
-
-
-@triton.jit
-def _store(block, out, first, end, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows of a slot and the columns that there are."""
-    row, in_row = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    mask = (first + row < end)[:, None] & (column + in_row < width)[None, :]
-    corner = first.to(tl.int64) * width + column
-    tl.store(out + corner + row[:, None] * width + in_row[None, :], block, mask=mask)
+            factor = None
+            if SCALED:
+                place = tl.load(gather + first + in_tile, mask=in_slot, other=0)
+                factor = tl.load(scale + place, mask=in_slot, other=0).to(tl.float32)
+            product = _hidden_gradient(
+                sums, out, h, grad_h, factor, first, end, column, width, SCALED, KIND, TWO, BLOCK_M, BLOCK_N
+            )
+            if SCALED:
+                tl.store(products + column_tile.to(tl.int64) * num_assignments + place, product, mask=in_slot)
 
 
 @triton.jit
@@ -165,45 +147,43 @@ def _halves(block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _store(block, out, first, end, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store the rows of a slot, and the columns that there are."""
+    if COLUMNS > _PIECE:
+        one, two = _halves(block, ROWS, COLUMNS)
+        _store(one, out, first, end, column, width, ROWS, COLUMNS // 2)
+        _store(two, out, first, end, column + COLUMNS // 2, width, ROWS, COLUMNS // 2)
+    else:
+        row, in_row = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        mask = (first + row < end)[:, None] & (column + in_row < width)[None, :]
+        corner = first.to(tl.int64) * width + column
+        tl.store(out + corner + row[:, None] * width + in_row[None, :], block, mask=mask)
+
+
+@triton.jit
 def _activation(
     left, right, out, h, first, end, column, width,
     KIND: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store a block of h (two, where it is gated) and its activation."""
-    row, in_row = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    mask = (first + row < end)[:, None] & (column + in_row < width)[None, :]
-    span = 2 * width if TWO else width
-    there = h + (first.to(tl.int64) * span + column) + (row[:, None] * span + in_row[None, :])
-    tl.store(there, left, mask=mask)
-    if TWO:
-        tl.store(there + width, right, mask=mask)
-    result = activated(left.to(tl.float32), right.to(tl.float32), KIND).to(out.dtype.element_ty)
-    corner = first.to(tl.int64) * width + column
-    tl.store(out + corner + row[:, None] * width + in_row[None, :], result, mask=mask)
-
-
-@triton.jit
-def _hidden_gradients(
-    above, out, h, grad_h, factor, first, end, column, width,
-    SCALED: tl.constexpr, KIND: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """`_hidden_gradient` of both halves of a block."""
-    one, two = _halves(above, ROWS, COLUMNS)
-    if COLUMNS > 64:
-        product = _hidden_gradients(
-            one, out, h, grad_h, factor, first, end, column, width, SCALED, KIND, TWO, ROWS, COLUMNS // 2
-        ) + _hidden_gradients(
-            two, out, h, grad_h, factor, first, end, column + COLUMNS // 2, width, SCALED, KIND, TWO, ROWS,
-            COLUMNS // 2,
-        )
+    if COLUMNS > _PIECE:
+        one, two = _halves(left, ROWS, COLUMNS)
+        one_right, two_right = one, two
+        if TWO:
+            one_right, two_right = _halves(right, ROWS, COLUMNS)
+        _activation(one, one_right, out, h, first, end, column, width, KIND, TWO, ROWS, COLUMNS // 2)
+        _activation(two, two_right, out, h, first, end, column + COLUMNS // 2, width, KIND, TWO, ROWS, COLUMNS // 2)
     else:
-        product = _hidden_gradient(
-            one, out, h, grad_h, factor, first, end, column, width, SCALED, KIND, TWO, ROWS, COLUMNS // 2
-        ) + _hidden_gradient(
-            two, out, h, grad_h, factor, first, end, column + COLUMNS // 2, width, SCALED, KIND, TWO, ROWS,
-            COLUMNS // 2,
-        )  # fmt: skip
-    return product
+        row, in_row = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        mask = (first + row < end)[:, None] & (column + in_row < width)[None, :]
+        span = 2 * width if TWO else width
+        there = h + (first.to(tl.int64) * span + column) + (row[:, None] * span + in_row[None, :])
+        tl.store(there, left, mask=mask)
+        if TWO:
+            tl.store(there + width, right, mask=mask)
+        result = activated(left.to(tl.float32), right.to(tl.float32), KIND).to(out.dtype.element_ty)
+        corner = first.to(tl.int64) * width + column
+        tl.store(out + corner + row[:, None] * width + in_row[None, :], result, mask=mask)
 
 
 @triton.jit
@@ -212,28 +192,36 @@ def _hidden_gradient(
     SCALED: tl.constexpr, KIND: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of h and the activation of a block, scaled by row; their products by row before that."""
-    row, in_row = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    in_slot = first + row < end
-    mask = in_slot[:, None] & (column + in_row < width)[None, :]
-    span = 2 * width if TWO else width
-    corner = first.to(tl.int64) * span + column
-    there = row[:, None] * span + in_row[None, :]
-    left = tl.load(h + corner + there, mask=mask, other=0).to(tl.float32)
-    right = left
-    if TWO:
-        right = tl.load(h + corner + width + there, mask=mask, other=0).to(tl.float32)
-    above = above.to(tl.float32)
-    result = activated(left, right, KIND)
-    product = tl.sum(result * above, axis=1)
-    if SCALED:
-        result *= factor[:, None]
-        above *= factor[:, None]
-    flat = first.to(tl.int64) * width + column
-    tl.store(out + flat + row[:, None] * width + in_row[None, :], result.to(out.dtype.element_ty), mask=mask)
-    by_left, by_right = slopes(left, right, KIND)
-    tl.store(grad_h + corner + there, (above * by_left).to(grad_h.dtype.element_ty), mask=mask)
-    if TWO:
-        tl.store(grad_h + corner + width + there, (above * by_right).to(grad_h.dtype.element_ty), mask=mask)
+    if COLUMNS > _PIECE // 2:
+        one, two = _halves(above, ROWS, COLUMNS)
+        product = _hidden_gradient(
+            one, out, h, grad_h, factor, first, end, column, width, SCALED, KIND, TWO, ROWS, COLUMNS // 2
+        ) + _hidden_gradient(
+            two, out, h, grad_h, factor, first, end, column + COLUMNS // 2, width, SCALED, KIND, TWO, ROWS,
+            COLUMNS // 2,
+        )  # fmt: skip
+    else:
+        row, in_row = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        mask = (first + row < end)[:, None] & (column + in_row < width)[None, :]
+        span = 2 * width if TWO else width
+        corner = first.to(tl.int64) * span + column
+        there = row[:, None] * span + in_row[None, :]
+        left = tl.load(h + corner + there, mask=mask, other=0).to(tl.float32)
+        right = left
+        if TWO:
+            right = tl.load(h + corner + width + there, mask=mask, other=0).to(tl.float32)
+        above = above.to(tl.float32)
+        result = activated(left, right, KIND)
+        product = tl.sum(result * above, axis=1)
+        if SCALED:
+            result *= factor[:, None]
+            above *= factor[:, None]
+        flat = first.to(tl.int64) * width + column
+        tl.store(out + flat + row[:, None] * width + in_row[None, :], result.to(out.dtype.element_ty), mask=mask)
+        by_left, by_right = slopes(left, right, KIND)
+        tl.store(grad_h + corner + there, (above * by_left).to(grad_h.dtype.element_ty), mask=mask)
+        if TWO:
+            tl.store(grad_h + corner + width + there, (above * by_right).to(grad_h.dtype.element_ty), mask=mask)
     return product
 
 
@@ -279,13 +267,15 @@ def down_gradient(
     grad_h, activation = torch.empty_like(h_MH), h_MH.new_empty(len(h_MH), width)
     products = None
     if weights_TK is not None:
-        products = h_MH.new_empty(ceil_div(width, cut.tile.n), len(h_MH), dtype=torch.float32)
+        shape = (ceil_div(width, cut.tile.n), weights_TK.numel())
+        are_all = len(h_MH) == weights_TK.numel()  # assignments; else those that were dropped keep their zeros
+        products = (h_MH.new_empty if are_all else h_MH.new_zeros)(shape, dtype=torch.float32)
     rows_matmul(
         grad_MD, down_SFD.transpose(1, 2), cut, gather_M, 1 if weights_TK is None else weights_TK.shape[1],
         activation, epilogue=HIDDEN_GRADIENT, kind=kind, h_MH=h_MH, grad_MH=grad_h, weights_TK=weights_TK,
-        products_CM=products,
+        products_CA=products,
     )  # fmt: skip
-    return HiddenGradients(h_MH=grad_h, activation_MF=activation, products_CM=products)
+    return HiddenGradients(h_MH=grad_h, activation_MF=activation, products_CA=products)
 
 
 PLAIN, FORWARD, HIDDEN_GRADIENT = 0, 1, 2
@@ -305,12 +295,17 @@ def rows_matmul(
     h_MH: Tensor | None = None,
     grad_MH: Tensor | None = None,
     weights_TK: Tensor | None = None,
-    products_CM: Tensor | None = None,
+    products_CA: Tensor | None = None,
 ) -> None:
     """Fill `out_MF` with x @ weight[slot of the row], or with what an epilogue makes of it."""
     num_slots, inner, _ = weight_SDF.shape
     num_rows, width = out_MF.shape
     if not out_MF.numel():
+        return
+    if not weight_SDF.numel():  # no slot, or nothing to add up
+        for result in (out_MF, h_MH if grad_MH is None else grad_MH, products_CA):
+            if result is not None:
+                result.zero_()
         return
     found, tile = limits(x.device), _narrowed(cut.tile, epilogue, kind)
     transposed = weight_SDF.stride(2) != 1
@@ -321,7 +316,8 @@ def rows_matmul(
     launch(
         _rows_kernel, (min(found.multiprocessors, cut.capacity * ceil_div(width, tile.n)),), x,
         x, x_blocks, weight_SDF, weight_blocks, gather_M, cut.entries_3R, cut.total, out_MF, out_blocks, h_MH, grad_MH,
-        weights_TK, products_CM, num_rows, inner, width, num_slots, cut.capacity, *weight_SDF.stride(),
+        weights_TK, products_CA, num_rows, 0 if weights_TK is None else weights_TK.numel(), inner, width, num_slots,
+        cut.capacity, *weight_SDF.stride(),
         DIVISOR=divisor, GATHERED=gather_M is not None, TRANSPOSED=transposed, SCALED=weights_TK is not None,
         EPILOGUE=epilogue, KIND=ACTIVATIONS.index(kind), TWO=is_gated(kind), PRECISION=precision(),
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=_GROUP,

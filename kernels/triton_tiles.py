@@ -44,7 +44,6 @@ class Tiles:
     stages: int
 
 
-
 _SMALLEST = Tiles(m=16, n=16, k=16, warps=4, stages=1)
 _SINGLE = Tiles(m=64, n=64, k=32, warps=4, stages=3)
 

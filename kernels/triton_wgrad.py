@@ -58,16 +58,14 @@ def _weight_kernel(
             if GRAD_GATHERED:
                 right = source
         a = tl.load(x + left[None, :] * inner + d[:, None], mask=(d < inner)[:, None] & in_slot[None, :], other=0)
-        b = tl.load(
-            grad + right[:, None] * width + f[None, :], mask=in_slot[:, None] & (f < width)[None, :], other=0
-        )
+        b = tl.load(grad + right[:, None] * width + f[None, :], mask=in_slot[:, None] & (f < width)[None, :], other=0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
         if step == steps - 1:
             result = total.to(out.dtype.element_ty)
             if out_blocks is not None:
                 out_blocks.store([slot, row_d, column_f], result.reshape(1, BLOCK_M, BLOCK_N))
             else:
-                here = out + slot.to(tl.int64) * inner * width + d.to(tl.int64)[:, None] * width + f[None, :]
+                here = out + tl.cast(slot, tl.int64) * inner * width + d.to(tl.int64)[:, None] * width + f[None, :]
                 tl.store(here, result, mask=(d < inner)[:, None] & (f < width)[None, :])
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 

@@ -114,6 +114,7 @@ class Matmul:
         shares_loads: two blocks take the right operand from one load (clusters).
         stores_ahead: the copy engine carries a tile's result out under the next tile.
         input_factor: size of what an epilogue reads over M x N elements: h, say.
+        steps: instructions of an epilogue for each of its sums, beside rounding and storing.
         output_factor: size of what a tile stores over M x N elements; more where h and its activation are both kept.
         extra_bytes: read or written beside all that, each once.
         element_bytes: of operands.
@@ -134,6 +135,7 @@ class Matmul:
     stores_ahead: bool = False
     extra_bytes: float = 0.0
     input_factor: float = 0.0
+    steps: float = 0.0
     output_factor: float = 1.0
     element_bytes: float = 2.0
     terms: int = 1
@@ -173,17 +175,18 @@ def matmul_cost(matmul: Matmul, device: Device) -> Cost:
     fetch_s = steps * fetched / (device.cache / device.multiprocessors)
     prologue_s = device.prologue_s
     if matmul.is_persistent and device.has_copy_engine:
-        prologue_s = GATHERED_PROLOGUE * prologue_s if matmul.gathers else HANDOVER_S
+        # Steps of a sum over rows fetch their own indices ahead; a tile of rows begins with its own.
+        waits = matmul.gathers and not matmul.is_wgrad
+        prologue_s = GATHERED_PROLOGUE * prologue_s if waits else HANDOVER_S
     loop_s = max(multiply_s, fetch_s)
-    result = 2.0 * tile.m * tile.n
-    out_s = result * matmul.output_factor / STORE_BYTES
-    store_s = EPILOGUE_S
-    if matmul.input_factor:
-        store_s += READ_S + result * matmul.input_factor / (device.cache / device.multiprocessors)
+    sums = tile.m * tile.n
+    out_s, store_s = 2.0 * sums * matmul.output_factor / STORE_BYTES, EPILOGUE_S
     if matmul.stores_ahead and device.has_copy_engine:
         loop_s = max(loop_s, out_s)
-    else:
-        store_s += out_s
+    else:  # loads, arithmetic and stores of an epilogue's pieces overlap
+        in_s = 2.0 * sums * matmul.input_factor / (device.cache / device.multiprocessors)
+        arithmetic_s = sums * matmul.steps / (device.fp32_flops / 2 / device.multiprocessors)
+        store_s += max(in_s + out_s, arithmetic_s) + (READ_S if matmul.input_factor else 0.0)
     tile_s = max(loop_s + prologue_s, store_s) if matmul.hides_epilogue else loop_s + prologue_s + store_s
     rounds = ceil(tiles / matmul.tiles_of_program / device.multiprocessors) * matmul.tiles_of_program
     compute_s = rounds * tile_s

@@ -68,7 +68,9 @@ def modelled() -> dict[str, tile_table.Tile]:
     found = {}
     for name, capability in CAPABILITIES.items():
         for rows in CANDIDATES:
-            fitting = [tile for tile in candidates(capability, rows) if shared_bytes(tile, _HALF) <= DEVICES[name].shared]
+            fitting = [
+                tile for tile in candidates(capability, rows) if shared_bytes(tile, _HALF) <= DEVICES[name].shared
+            ]
             found[key(capability, _HALF, rows)] = min(fitting, key=partial(_modelled_seconds, name, _ROWS[rows]))
     return found
 

@@ -77,7 +77,7 @@ def router(num_experts: int) -> None:
     x, weight = half(TOKENS, WIDTH), torch.empty(num_experts, WIDTH)
     routed, terms = room.route(x, weight, None, None, choice)
     upstream = (None, routed.scores_TE, routed.weights_TK)
-    grads, _ = room.logit_gradients(terms, routed.scores_TE, routed.ids_TK, upstream, choice, want_rows=True)
+    grads, _ = room.logit_gradients(terms, routed.scores_TE, routed.ids_TK, upstream, choice, True, x)
     room.router_wgrad(grads, x)
     counts = torch.zeros(num_experts, dtype=torch.int64)
     room.balance(routed.scores_TE, counts)
