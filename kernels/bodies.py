@@ -1,14 +1,14 @@
 """One signature for each primitive; a room of bodies (torch_*, triton_*) implements it without autograd; `functions`
 adds the gradients.
 
-Legend: T tokens, K choices, M rows (T*K less the dropped), E experts, S slots, D model width, F expert width, N parts,
-L elements.
+Legend: T tokens, K choices, A = T*K assignments, M rows (A less the dropped), E experts, S slots, D model width,
+F expert width, N parts, L elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -79,12 +79,18 @@ class Choice(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What a linear router says of tokens: fp32 but for the ids, which are int64."""
+    """What a linear router says of tokens: fp32 but for the ids, which are int64.
+
+    Attributes:
+        x_TD: the tokens themselves. The gradient of who goes on with these joins the router's own in one pass over the
+            tokens; None where that is nothing but a sum.
+    """
 
     logits_TE: Tensor
     scores_TE: Tensor
     weights_TK: Tensor
     ids_TK: Tensor
+    x_TD: Tensor | None = None
 
 
 class RouterBodies(Protocol):
@@ -106,11 +112,13 @@ class RouterBodies(Protocol):
         grads: tuple[Tensor | None, Tensor | None, Tensor | None],
         choice: Choice,
         want_rows: bool,
+        grad_TD: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The gradient of the logits, as the sum of [3, T, E], and that of the rows [T, D].
 
         Args:
             grads: of logits, scores and weights.
+            grad_TD: of the rows by whatever else reads them, which is added.
         """
         ...
 
@@ -145,16 +153,20 @@ class RowBodies(Protocol):
 
 
 class MatmulBodies(Protocol):
-    def grouped_mm(
-        self, x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
-    ) -> Tensor:
+    def cut(self, tokens_S: Tensor, num_rows: int, x: Tensor) -> Any:
+        """What all products of rows sorted by slot share, made once and in the room's own form.
+
+        Args:
+            x: of the dtype and on the device of the operands.
+        """
+        ...
+
+    def grouped_mm(self, x_MD: Tensor, weight_SDF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int) -> Tensor:
         """[M, F]: x @ weight[slot of the row]; rows past the sum are zero. With gather_M the rows are
         x[gather // divisor]."""
         ...
 
-    def grouped_wgrad(
-        self, x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
-    ) -> Tensor:
+    def grouped_wgrad(self, x_MD: Tensor, grad_MF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int) -> Tensor:
         """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
         ...
 
@@ -165,19 +177,19 @@ class HiddenGradients(NamedTuple):
     Attributes:
         h_MH: the gradient of h.
         activation_MF: the activation, computed again, times the row's weight where there is one.
-        products_CM: fp32, pieces of each row's product of activation and gradient; None without weights.
+        products_CA: fp32, pieces of each assignment's product of activation and gradient; None without weights.
     """
 
     h_MH: Tensor
     activation_MF: Tensor
-    products_CM: Tensor | None
+    products_CA: Tensor | None
 
 
 class FusedBodies(Protocol):
     """Matmuls with the activation behind them, for devices where a kernel of its own would cost a pass over memory."""
 
     def up_and_activation(
-        self, x: Tensor, up_SDH: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int, kind: str
+        self, x: Tensor, up_SDH: Tensor, cut: Any, gather_M: Tensor | None, divisor: int, kind: str
     ) -> tuple[Tensor, Tensor]:
         """h [M, H] = x @ up[slot of the row], and its activation [M, F]; with gather_M as in `grouped_mm`."""
         ...
@@ -186,7 +198,7 @@ class FusedBodies(Protocol):
         self,
         grad: Tensor,
         down_SFD: Tensor,
-        tokens_S: Tensor,
+        cut: Any,
         h_MH: Tensor,
         kind: str,
         gather_M: Tensor | None,
@@ -201,7 +213,7 @@ class FusedBodies(Protocol):
         ...
 
     def down_wgrad(
-        self, activation_MF: Tensor, grad: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int
+        self, activation_MF: Tensor, grad: Tensor, cut: Any, gather_M: Tensor | None, divisor: int
     ) -> Tensor:
         """[S, F, D]: activation^T @ grad over the rows of each slot; with gather_M the gradient is by tokens."""
         ...

@@ -75,18 +75,18 @@ class Route(torch.autograd.Function):
         ctx.choice, ctx.room, ctx.dtypes = choice, room, (weight_ED.dtype, None if bias_E is None else bias_E.dtype)
         ctx.mark_non_differentiable(routed.ids_TK)
         ctx.set_materialize_grads(False)
-        return routed
+        return *routed[:4], x_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         _require_first_derivative()
         if all(grad is None for grad in grads[:3]):
-            return (None,) * 6
+            return grads[4], None, None, None, None, None
         x_TD, terms_3ED, scores_TE, ids_TK = ctx.saved_tensors
-        logits, scores, weights = (None if grad is None else grad.contiguous() for grad in grads[:3])
+        logits, scores, weights, _, beside = (None if grad is None else grad.contiguous() for grad in grads)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grads_3TE, grad_x = ctx.room.logit_gradients(
-            terms_3ED, scores_TE, ids_TK, (logits, scores, weights), ctx.choice, wants_x
+            terms_3ED, scores_TE, ids_TK, (logits, scores, weights), ctx.choice, wants_x, beside
         )
         grad_weight = ctx.room.router_wgrad(grads_3TE, x_TD).to(ctx.dtypes[0]) if wants_weight else None
         grad_bias = grads_3TE.sum((0, 1), dtype=torch.float32).to(ctx.dtypes[1]) if wants_bias else None
@@ -193,24 +193,25 @@ class GroupedMM(torch.autograd.Function):
         inverse_TK: Tensor | None,
         rooms: tuple[MatmulBodies, RowBodies],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight_SDF, tokens_S, order_M, inverse_TK)
+        ctx.save_for_backward(x, weight_SDF, order_M, inverse_TK)
         ctx.rooms = rooms
         ctx.divisor = 1 if inverse_TK is None else inverse_TK.shape[1]
-        return rooms[0].grouped_mm(x, weight_SDF, tokens_S, order_M, ctx.divisor)
+        ctx.cut = rooms[0].cut(tokens_S, len(x) if order_M is None else len(order_M), x)
+        return rooms[0].grouped_mm(x, weight_SDF, ctx.cut, order_M, ctx.divisor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         _require_first_derivative()
-        x, weight_SDF, tokens_S, order_M, inverse_TK = ctx.saved_tensors
+        x, weight_SDF, order_M, inverse_TK = ctx.saved_tensors
         matmul, rows = ctx.rooms
         grad_MF = grads[0].contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = matmul.grouped_mm(grad_MF, weight_SDF.transpose(1, 2), tokens_S, None, 1)
+            grad_x = matmul.grouped_mm(grad_MF, weight_SDF.transpose(1, 2), ctx.cut, None, 1)
             if inverse_TK is not None:
                 grad_x = rows.combine(grad_x, inverse_TK, None)
         if ctx.needs_input_grad[1]:
-            grad_weight = matmul.grouped_wgrad(x, grad_MF, tokens_S, order_M, ctx.divisor)
+            grad_weight = matmul.grouped_wgrad(x, grad_MF, ctx.cut, order_M, ctx.divisor)
         return grad_x, grad_weight, None, None, None, None
 
 
@@ -251,30 +252,30 @@ class ExpertMLP(torch.autograd.Function):
         matmul, fused, rows = rooms
         ctx.rooms, ctx.kind = rooms, kind
         ctx.divisor = 1 if inverse_TK is None else inverse_TK.shape[1]
-        h_MH, activation_MF = fused.up_and_activation(x, up_SDH, tokens_S, order_M, ctx.divisor, kind)
-        ctx.save_for_backward(x, up_SDH, down_SFD, tokens_S, order_M, inverse_TK, weights_TK, h_MH)
-        y_MD = matmul.grouped_mm(activation_MF, down_SFD, tokens_S, None, 1)
+        ctx.cut = matmul.cut(tokens_S, len(x) if order_M is None else len(order_M), x)
+        h_MH, activation_MF = fused.up_and_activation(x, up_SDH, ctx.cut, order_M, ctx.divisor, kind)
+        ctx.save_for_backward(x, up_SDH, down_SFD, order_M, inverse_TK, weights_TK, h_MH)
+        y_MD = matmul.grouped_mm(activation_MF, down_SFD, ctx.cut, None, 1)
         return y_MD if inverse_TK is None else rows.combine(y_MD, inverse_TK, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         _require_first_derivative()
-        x, up_SDH, down_SFD, tokens_S, order_M, inverse_TK, weights_TK, h_MH = ctx.saved_tensors
+        x, up_SDH, down_SFD, order_M, inverse_TK, weights_TK, h_MH = ctx.saved_tensors
         matmul, fused, rows = ctx.rooms
         grad = grads[0].contiguous()
-        hidden = fused.down_gradient(grad, down_SFD, tokens_S, h_MH, ctx.kind, order_M, weights_TK)
+        hidden = fused.down_gradient(grad, down_SFD, ctx.cut, h_MH, ctx.kind, order_M, weights_TK)
         grad_x = grad_up = grad_down = grad_weights = None
         if ctx.needs_input_grad[2]:
-            grad_down = fused.down_wgrad(hidden.activation_MF, grad, tokens_S, order_M, ctx.divisor)
+            grad_down = fused.down_wgrad(hidden.activation_MF, grad, ctx.cut, order_M, ctx.divisor)
         if ctx.needs_input_grad[0]:
-            grad_x = matmul.grouped_mm(hidden.h_MH, up_SDH.transpose(1, 2), tokens_S, None, 1)
+            grad_x = matmul.grouped_mm(hidden.h_MH, up_SDH.transpose(1, 2), ctx.cut, None, 1)
             if inverse_TK is not None:
                 grad_x = rows.combine(grad_x, inverse_TK, None)
         if ctx.needs_input_grad[1]:
-            grad_up = matmul.grouped_wgrad(x, hidden.h_MH, tokens_S, order_M, ctx.divisor)
+            grad_up = matmul.grouped_wgrad(x, hidden.h_MH, ctx.cut, order_M, ctx.divisor)
         if ctx.needs_input_grad[7]:
-            grad_weights = torch.zeros_like(weights_TK)
-            grad_weights.view(-1)[order_M] = hidden.products_CM.sum(0).to(weights_TK.dtype)
+            grad_weights = hidden.products_CA.sum(0).view(weights_TK.shape).to(weights_TK.dtype)
         return grad_x, grad_up, grad_down, None, None, None, None, grad_weights, None
 
 

@@ -54,6 +54,12 @@ def candidates(capability: int, rows: Rows) -> tuple[Tile, ...]:
     return tuple(tile for tile in CANDIDATES[rows] if tile[1] <= 128 or capability in (90, 100, 103))
 
 
+def shared_bytes(tile: Tile, element_bytes: int) -> int:
+    """Shared memory of a product: operands of all stages, a result on its way out whole, and a quarter of another."""
+    m, n, k, _, stages = tile
+    return element_bytes * (stages * (m + n) * k + 5 * m * n // 4)
+
+
 def user_file() -> Path:
     """Where this user's own table lies."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-lightning" / "tiles.json"

@@ -39,8 +39,8 @@ def slopes(left, right, KIND: tl.constexpr):
         by_right = by_left
     elif KIND == 1:
         sigmoid = tl.sigmoid(left)
-        by_left = sigmoid * (1.0 + left * (1.0 - sigmoid)) * right
         by_right = left * sigmoid
+        by_left = (sigmoid + by_right * (1.0 - sigmoid)) * right
     elif KIND == 2:
         sigmoid = tl.sigmoid(1.5957691216057308 * (left + 0.044715 * left * left * left))
         inner = 1.5957691216057308 * (1.0 + 0.134145 * left * left)

@@ -117,7 +117,7 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _logit_gradient_kernel(
-    terms, terms_blocks, scores, ids, grad_weights, grad_scores, grad_logits, grads, grad_x,
+    terms, terms_blocks, scores, ids, grad_weights, grad_scores, grad_logits, beside, grads, grad_x,
     num_rows, width, num_experts, scale,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -176,7 +176,10 @@ def _logit_gradient_kernel(
             in_row = tl.arange(0, BLOCK_N)
             tile = grad_x + (first.to(tl.int64) * width + column)
             inside = here[:, None] & (column + in_row < width)[None, :]
-            tl.store(tile + (row[:, None] * width + in_row[None, :]), sums.to(grad_x.dtype.element_ty), mask=inside)
+            there = row[:, None] * width + in_row[None, :]
+            if beside is not None:
+                sums += tl.load(beside + first.to(tl.int64) * width + column + there, mask=inside, other=0)
+            tl.store(tile + there, sums.to(grad_x.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "piece"])
@@ -287,23 +290,25 @@ def logit_gradients(
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     choice: Choice,
     want_rows: bool,
+    grad_TD: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The terms of the gradient of the logits [3, T, E], and the gradient of the rows [T, D]."""
+    """The terms of the gradient of the logits [3, T, E], and the gradient of the rows [T, D], added to another."""
     _, num_experts, width = terms_3ED.shape
     num_tokens, experts = len(scores_TE), _experts(num_experts)
     grads_3TE = terms_3ED.new_empty(_TERMS, num_tokens, num_experts)
-    grad_TD = terms_3ED.new_empty(num_tokens, width) if want_rows else None
+    out_TD = terms_3ED.new_empty(num_tokens, width) if want_rows else None
     sizes = _blocks(experts, terms_3ED.device, holds_gradients=True)
     grad_logits, grad_scores, grad_weights = grads
     launch(
         _logit_gradient_kernel, (ceil_div(num_tokens, sizes.tokens),), scores_TE,
         terms_3ED, described(terms_3ED, [1, experts, sizes.columns], limits(terms_3ED.device)), scores_TE, ids_TK,
-        grad_weights, grad_scores, grad_logits, grads_3TE, grad_TD, num_tokens, width, num_experts, choice.scale,
-        SIGMOID=choice.is_sigmoid, NORMALIZED=choice.normalizes, TOP_K=choice.top_k, CHOICES=power_of_two(choice.top_k),
+        grad_weights, grad_scores, grad_logits, grad_TD, grads_3TE, out_TD, num_tokens, width, num_experts,
+        choice.scale, SIGMOID=choice.is_sigmoid, NORMALIZED=choice.normalizes, TOP_K=choice.top_k,
+        CHOICES=power_of_two(choice.top_k),
         BLOCK_M=sizes.tokens, EXPERTS=experts, BLOCK_N=sizes.columns, num_warps=sizes.warps,
         num_stages=min(2, sizes.stages),
     )  # fmt: skip
-    return grads_3TE, grad_TD
+    return grads_3TE, out_TD
 
 
 def router_wgrad(grads_3TE: Tensor, x_TD: Tensor) -> Tensor:

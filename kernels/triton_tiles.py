@@ -43,10 +43,6 @@ class Tiles:
     warps: int
     stages: int
 
-    def shared(self, element_bytes: int) -> int:
-        """Bytes of the operands of all stages, and of the tile on its way out."""
-        return element_bytes * (self.stages * (self.m + self.n) * self.k + self.m * self.n // 2)
-
 
 _SMALLEST = Tiles(m=16, n=16, k=16, warps=4, stages=1)
 _SINGLE = Tiles(m=64, n=64, k=32, warps=4, stages=3)
@@ -74,13 +70,14 @@ def tiles_for(dtype: torch.dtype, rows_per_slot: int, found: Limits) -> Tiles:
     rows = tile_table.rows_class(rows_per_slot)
     chosen = tile_table.chosen(found.capability, dtype.itemsize, rows)
     wanted = (() if chosen is None else (chosen,)) + tile_table.candidates(found.capability, rows)
-    tiles = (Tiles(m=m, n=n, k=k, warps=warps, stages=stages) for m, n, k, warps, stages in wanted)
-    return next(tile for tile in tiles if tile.shared(dtype.itemsize) <= found.shared)
+    fitting = (tile for tile in wanted if tile_table.shared_bytes(tile, dtype.itemsize) <= found.shared)
+    m, n, k, warps, stages = next(fitting)
+    return Tiles(m=m, n=n, k=k, warps=warps, stages=stages)
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity"])
 def _tile_kernel(
-    tokens, tiles, total, num_rows, num_slots, capacity,
+    tokens, tiles, total, starts, num_rows, num_slots, capacity,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slots = tl.arange(0, SLOTS)
@@ -98,37 +95,49 @@ def _tile_kernel(
     tl.store(tiles + tile, slot, mask=mask)
     tl.store(tiles + capacity + tile, start + (tile - before) * BLOCK_M, mask=mask)
     tl.store(tiles + 2 * capacity + tile, end, mask=mask)
-    tl.store(total, tl.sum((counts + BLOCK_M - 1) // BLOCK_M, axis=0), mask=tl.program_id(0) == 0)
+    if tl.program_id(0) == 0:
+        tl.store(total, tl.sum((counts + BLOCK_M - 1) // BLOCK_M, axis=0))
+        tl.store(starts + slots, ends - counts, mask=slots <= num_slots)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileList:
-    """Row tiles in the order of their rows.
+class RowTiles:
+    """Row tiles in the order of their rows, for all products over rows of the same slots.
 
     Attributes:
         entries_3R: int32, slot, first row and end of the slot of each; the slot after the last for rows past all.
         total: int32 [1], how many there are.
+        starts_S: int32 [S + 1], first row of each slot, and the first past all.
         capacity: R, the most that there can be.
+        tile: whose rows they are cut by.
     """
 
     entries_3R: Tensor
     total: Tensor
+    starts_S: Tensor
     capacity: int
+    tile: Tiles
 
 
-def tile_list(tokens_S: Tensor, num_rows: int, block_m: int) -> TileList:
+def row_tiles(tokens_S: Tensor, num_rows: int, tile: Tiles) -> RowTiles:
     """Cut the rows of each slot into tiles, and those past the sum; nothing is read on the host."""
     num_slots = len(tokens_S)
-    capacity = ceil_div(num_rows, block_m) + num_slots + 1
+    capacity = ceil_div(num_rows, tile.m) + num_slots + 1
     entries = tokens_S.new_empty(3, capacity, dtype=torch.int32)
     total = tokens_S.new_empty(1, dtype=torch.int32)
+    starts = tokens_S.new_empty(num_slots + 1, dtype=torch.int32)
     slots = power_of_two(num_slots + 1)
     block = max(1, min(128, 8192 // slots))
     launch(
         _tile_kernel, (ceil_div(capacity, block),), tokens_S,
-        tokens_S, entries, total, num_rows, num_slots, capacity, SLOTS=slots, BLOCK_M=block_m, BLOCK=block,
+        tokens_S, entries, total, starts, num_rows, num_slots, capacity, SLOTS=slots, BLOCK_M=tile.m, BLOCK=block,
     )  # fmt: skip
-    return TileList(entries_3R=entries, total=total, capacity=capacity)
+    return RowTiles(entries_3R=entries, total=total, starts_S=starts, capacity=capacity, tile=tile)
+
+
+def precision() -> str:
+    """fp32 operands are multiplied exactly unless torch was told that TF32 will do."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"  # the older flag may raise
 
 
 def described(tensor: Tensor, block: list[int], found: Limits) -> TensorDescriptor | None:

@@ -25,6 +25,7 @@ class Published:
         return self.matmul.flops / matmul_cost(self.matmul, DEVICES[self.device]).seconds / 1e12
 
 
+_AHEAD = {"is_persistent": True, "stores_ahead": True}
 _FP8 = Tile(m=128, n=256, k=128)
 _HALF = Tile(m=128, n=256, k=64)
 
@@ -36,7 +37,7 @@ PUBLISHED = (
     Published(
         source="Triton tutorial 09, fp8, persistent, descriptors (triton-lang/triton#5461)", device="h100",
         tflops=1330.7,
-        matmul=Matmul(rows=8192, width=8192, inner=4096, tile=_FP8, element_bytes=1.0, is_persistent=True),
+        matmul=Matmul(rows=8192, width=8192, inner=4096, tile=_FP8, element_bytes=1.0, **_AHEAD),
     ),
     Published(
         source="Triton tutorial 03, fp8 (triton-lang/triton#3546)", device="h100", tflops=1279.9,
@@ -45,15 +46,15 @@ PUBLISHED = (
     Published(
         source="FBGEMM Triton TMA persistent, fp8 rows (pytorch/FBGEMM#2766)", device="h100",
         tflops=1358.9, is_fitted=True,
-        matmul=Matmul(rows=6144, width=8192, inner=8192, tile=_FP8, element_bytes=1.0, is_persistent=True),
+        matmul=Matmul(rows=6144, width=8192, inner=8192, tile=_FP8, element_bytes=1.0, **_AHEAD),
     ),
     Published(
         source="the same, K of 64 (pytorch/FBGEMM#2766)", device="h100", tflops=131.8,
-        matmul=Matmul(rows=6144, width=8192, inner=64, tile=_FP8, element_bytes=1.0, is_persistent=True),
+        matmul=Matmul(rows=6144, width=8192, inner=64, tile=_FP8, element_bytes=1.0, **_AHEAD),
     ),
     Published(
         source="CUTLASS by torch.compile, bf16 (gist Chillee/2ec89696)", device="h100", tflops=780.2, is_fitted=True,
-        matmul=Matmul(rows=4224, width=2048, inner=8192, tile=_HALF, is_persistent=True, shares_loads=True),
+        matmul=Matmul(rows=4224, width=2048, inner=8192, tile=_HALF, shares_loads=True, **_AHEAD),
     ),
     Published(
         source="CUTLASS profiler's documentation, fp16 (NVIDIA/cutlass#956)", device="a100", tflops=235.0,

@@ -85,6 +85,9 @@ EPILOGUE_S = 0.6e-6
 STORE_BYTES = 80e9
 """A multiprocessor's way out to the second-level cache, per second."""
 
+READ_S = 0.7e-6
+"""From an epilogue's load to its first value, which nothing hides."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
@@ -109,8 +112,11 @@ class Matmul:
         gathers: rows of the left operand lie where an index says.
         hides_epilogue: by a second group of warps, or a second block of the multiprocessor.
         shares_loads: two blocks take the right operand from one load (clusters).
-        extra_bytes: read or written beside the operands and the result, each once: h and its gradient, say.
+        stores_ahead: the copy engine carries a tile's result out under the next tile.
+        input_factor: size of what an epilogue reads over M x N elements: h, say.
+        steps: instructions of an epilogue for each of its sums, beside rounding and storing.
         output_factor: size of what a tile stores over M x N elements; more where h and its activation are both kept.
+        extra_bytes: read or written beside all that, each once.
         element_bytes: of operands.
         terms: of the right operand, each of `element_bytes`, whose products are added: three of bf16 make one of fp32.
     """
@@ -126,7 +132,10 @@ class Matmul:
     gathers: bool = False
     hides_epilogue: bool = False
     shares_loads: bool = False
+    stores_ahead: bool = False
     extra_bytes: float = 0.0
+    input_factor: float = 0.0
+    steps: float = 0.0
     output_factor: float = 1.0
     element_bytes: float = 2.0
     terms: int = 1
@@ -166,13 +175,23 @@ def matmul_cost(matmul: Matmul, device: Device) -> Cost:
     fetch_s = steps * fetched / (device.cache / device.multiprocessors)
     prologue_s = device.prologue_s
     if matmul.is_persistent and device.has_copy_engine:
-        prologue_s = GATHERED_PROLOGUE * prologue_s if matmul.gathers else HANDOVER_S
-    store_s = EPILOGUE_S + 2 * tile.m * tile.n * matmul.output_factor / STORE_BYTES
+        # Steps of a sum over rows fetch their own indices ahead; a tile of rows begins with its own.
+        waits = matmul.gathers and not matmul.is_wgrad
+        prologue_s = GATHERED_PROLOGUE * prologue_s if waits else HANDOVER_S
     loop_s = max(multiply_s, fetch_s)
+    sums = tile.m * tile.n
+    out_s, store_s = 2.0 * sums * matmul.output_factor / STORE_BYTES, EPILOGUE_S
+    if matmul.stores_ahead and device.has_copy_engine:
+        loop_s = max(loop_s, out_s)
+    else:  # loads, arithmetic and stores of an epilogue's pieces overlap
+        in_s = 2.0 * sums * matmul.input_factor / (device.cache / device.multiprocessors)
+        arithmetic_s = sums * matmul.steps / (device.fp32_flops / 2 / device.multiprocessors)
+        store_s += max(in_s + out_s, arithmetic_s) + (READ_S if matmul.input_factor else 0.0)
     tile_s = max(loop_s + prologue_s, store_s) if matmul.hides_epilogue else loop_s + prologue_s + store_s
     rounds = ceil(tiles / matmul.tiles_of_program / device.multiprocessors) * matmul.tiles_of_program
     compute_s = rounds * tile_s
-    moved = matmul.element_bytes * operands + 2 * results * matmul.output_factor + matmul.extra_bytes
+    beside = 2 * results * (matmul.input_factor + matmul.output_factor) + matmul.extra_bytes
+    moved = matmul.element_bytes * operands + beside
     memory_s = moved / (MEMORY_SHARE * device.memory)
     if memory_s > compute_s:
         bound = "memory"

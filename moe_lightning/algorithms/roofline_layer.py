@@ -5,7 +5,7 @@ Shapes: T tokens, K choices, E experts, M = T*K rows, D model width, F expert wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from moe_lightning.algorithms.roofline import (
@@ -26,6 +26,9 @@ from moe_lightning.algorithms.roofline_router import (
     router_forward,
 )
 
+_ACTIVATION_STEPS, _GRADIENT_STEPS = 12, 34
+"""Instructions for each sum in the machine code of the fused epilogues for sm_90, beside those of a plain one."""
+
 _SORT_TILE = 8192
 """Elements of a block of the counting sort, see `kernels.triton_routing`."""
 
@@ -37,7 +40,8 @@ class Design:
     Attributes:
         gathers_in_load: the up projection reads tokens by index; else a permute writes them in order first.
         fuses_activation: into the up projection's epilogue, and its gradient into that of the down projection's.
-        is_persistent: matmuls walk over tiles with the copy engine ahead of them.
+        is_persistent: matmuls walk over tiles with the copy engine ahead of them, and behind them where they only store
+            their sums.
         scans_in_parallel: the sort's counts of blocks are summed by a tree.
         fuses_router: products on the tensor cores in three terms, with scores and choice behind them; else in fp32, and
             each of the rest a kernel.
@@ -57,7 +61,7 @@ class Design:
 DESIGNS = {
     "separate": Design(scans_in_parallel=True),
     "rows": Design(
-        fuses_activation=True, is_persistent=True, scans_in_parallel=True, fuses_router=True, launches=(14, 10)
+        fuses_activation=True, is_persistent=True, scans_in_parallel=True, fuses_router=True, launches=(13, 8)
     ),
     "fused": Design(
         gathers_in_load=True,
@@ -65,7 +69,7 @@ DESIGNS = {
         is_persistent=True,
         scans_in_parallel=True,
         fuses_router=True,
-        launches=(10, 9),
+        launches=(7, 5),
     ),
 }
 """Kernels of their own for every operation; those of several ranks, whose rows arrive by an exchange (which is left
@@ -87,10 +91,13 @@ def forward_kernels(shape: LayerShape, design: Design, device: Device) -> list[K
         kernels.append(Kernel(name="cast of weights", cost=rows_cost(weights * (SINGLE + HALF), device, launches=2)))
     if not design.gathers_in_load:
         kernels.append(Kernel(name="permute", cost=rows_cost((tokens + rows) * width * HALF, device)))
-    kept = 1.5 if design.fuses_activation else 1.0  # h, and the activation of half its width
+    kept, steps = (1.5, _ACTIVATION_STEPS) if design.fuses_activation else (1.0, 0)  # h, and its activation
     kernels.append(
-        _matmul("up projection", shape, design, device, (rows, 2 * hidden, width), gathers=True, output_factor=kept)
-    )
+        _matmul(
+            "up projection", shape, design, device, (rows, 2 * hidden, width),
+            gathers=True, steps=steps, output_factor=kept,
+        )
+    )  # fmt: skip
     if not design.fuses_activation:
         kernels.append(Kernel(name="activation", cost=rows_cost(3 * rows * hidden * HALF, device)))
     kernels.append(_matmul("down projection", shape, design, device, (rows, width, hidden)))
@@ -105,12 +112,12 @@ def backward_kernels(shape: LayerShape, design: Design, device: Device) -> list[
     if not design.gathers_in_load:  # else rows are gathered in the loads, and weighed in the epilogue
         spread = 3 * rows * width * HALF + rows * (INDEX + SINGLE)
         kernels.append(Kernel(name="spread of the gradient", cost=rows_cost(spread, device)))
-    extra = rows * hidden * 2 * HALF if design.fuses_activation else 0.0  # h is read by the epilogue
-    factor = 3.0 if design.fuses_activation else 1.0  # the gradient of h, and the activation for the weights' gradient
+    # The epilogue reads h, and stores its gradient and the activation for the weights' gradient.
+    read, steps, kept = (2.0, _GRADIENT_STEPS, 3.0) if design.fuses_activation else (0.0, 0, 1.0)
     kernels.append(
         _matmul(
             "gradient of down's input", shape, design, device, (rows, hidden, width),
-            gathers=True, output_factor=factor, extra_bytes=extra, columns=128 if design.fuses_activation else None,
+            gathers=True, input_factor=read, steps=steps, output_factor=kept,
         )
     )  # fmt: skip
     if not design.fuses_activation:
@@ -129,7 +136,6 @@ def backward_kernels(shape: LayerShape, design: Design, device: Device) -> list[
     return [
         *kernels,
         *router_backward(shape, device, is_fused=design.fuses_router),
-        Kernel(name="sum of the rows' gradients", cost=rows_cost(3 * tokens * width * HALF, device)),
         Kernel(
             name="other small kernels",
             cost=rows_cost((2 if design.fuses_router else 5) * scores, device, design.launches[1]),
@@ -156,23 +162,24 @@ def _matmul(
     *,
     is_wgrad: bool = False,
     gathers: bool = False,
+    input_factor: float = 0.0,
+    steps: float = 0.0,
     output_factor: float = 1.0,
-    extra_bytes: float = 0.0,
-    columns: int | None = None,
 ) -> Kernel:
     rows, width, inner = sizes
-    tile = tile_for(device, rows if is_wgrad else rows / shape.experts)
     matmul = Matmul(
         rows=rows,
         width=width,
         inner=inner,
         groups=shape.experts,
-        tile=tile if columns is None else replace(tile, n=min(tile.n, columns)),
+        tile=tile_for(device, rows if is_wgrad else rows / shape.experts),
         is_wgrad=is_wgrad,
-        is_persistent=design.is_persistent and not is_wgrad,
+        is_persistent=design.is_persistent,
         gathers=gathers and design.gathers_in_load,
+        stores_ahead=design.is_persistent and output_factor == 1.0,
+        input_factor=input_factor,
+        steps=steps,
         output_factor=output_factor,
-        extra_bytes=extra_bytes,
     )
     return Kernel(name=name, cost=matmul_cost(matmul, device), flops=matmul.flops)
 

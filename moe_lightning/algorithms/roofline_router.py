@@ -88,9 +88,13 @@ def router_forward(shape: LayerShape, device: Device, *, is_fused: bool) -> list
 
 
 def router_backward(shape: LayerShape, device: Device, *, is_fused: bool) -> list[Kernel]:
-    """Gradients of rows and weights."""
+    """Gradients of rows, added to those of the experts, and of weights."""
     if not is_fused or shape.experts > _MOST_EXPERTS:
-        return [Kernel(name="router, fp32, backward", cost=_in_fp32(shape, device, products=2))]
+        added = rows_cost(3.0 * shape.tokens * shape.d_model * HALF, device)
+        return [
+            Kernel(name="router, fp32, backward", cost=_in_fp32(shape, device, products=2)),
+            Kernel(name="sum of the rows' gradients", cost=added),
+        ]
     tile, tokens, width, experts = _tile(shape, device), shape.tokens, shape.d_model, shape.experts
     columns = tile.m
     held = Tile(m=tile.m, n=columns, k=tile.n)
@@ -99,7 +103,7 @@ def router_backward(shape: LayerShape, device: Device, *, is_fused: bool) -> lis
     rows = Matmul(
         rows=tokens, width=width, inner=experts, tile=held, terms=_TERMS, is_persistent=True,
         tiles_of_program=ceil(width / held.n),
-        extra_bytes=tokens * experts * (2.0 * SINGLE + _TERMS * HALF),
+        extra_bytes=tokens * experts * (2.0 * SINGLE + _TERMS * HALF), input_factor=1.0,
     )  # fmt: skip
     pieces = max(1, _PIECES // ceil(width / columns))
     weights = Matmul(

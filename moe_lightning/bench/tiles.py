@@ -17,7 +17,7 @@ from moe_lightning.bench.measure import timed
 from moe_lightning.bench.race import race
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import tile_table
-from moe_lightning.kernels.tile_table import CANDIDATES, Rows, candidates, key
+from moe_lightning.kernels.tile_table import CANDIDATES, Rows, candidates, key, shared_bytes
 from moe_lightning.text_table import table
 
 CAPABILITIES = {"a100": 80, "h100": 90, "b200": 100, "rtx5090": 120}
@@ -69,7 +69,9 @@ def modelled() -> dict[str, tile_table.Tile]:
     found = {}
     for name, capability in CAPABILITIES.items():
         for rows in CANDIDATES:
-            fitting = [tile for tile in candidates(capability, rows) if _shared(tile) <= DEVICES[name].shared]
+            fitting = [
+                tile for tile in candidates(capability, rows) if shared_bytes(tile, _HALF) <= DEVICES[name].shared
+            ]
             found[key(capability, _HALF, rows)] = min(fitting, key=partial(_modelled_seconds, name, _ROWS[rows]))
     return found
 
@@ -90,11 +92,6 @@ def measured(capability: int, rounds: int, seconds: Measure) -> dict[str, tile_t
     return found
 
 
-def _shared(tile: tile_table.Tile) -> int:
-    m, n, k, _, stages = tile
-    return _HALF * (stages * (m + n) * k + m * n // 2)
-
-
 def _modelled_seconds(device: str, rows: int, tile: tile_table.Tile) -> float:
     m, n, k, *_ = tile
     sizes = Matmul(
@@ -111,4 +108,5 @@ def _seconds(rows: int, tiles: Mapping[str, tile_table.Tile]) -> float:
     weight = torch.zeros(_SLOTS, _INNER, _WIDTH, device=device, dtype=torch.bfloat16)
     counts = torch.full((_SLOTS,), rows, device=device)
     with tile_table.forced(tiles):
-        return timed(lambda: triton_matmul.grouped_mm(x, weight, counts, None, 1))
+        cut = triton_matmul.cut(counts, len(x), x)
+        return timed(lambda: triton_matmul.grouped_mm(x, weight, cut, None, 1))

@@ -179,6 +179,7 @@ class MoELayer(nn.Module):
         is_token_T = None if is_token is None else _flat_mask(is_token, x)
         dispatcher, stacks = self._where(x.device)
         routing = self.router(x_TD, is_token_T)
+        x_TD = x_TD if routing.x_TD is None else routing.x_TD
         tokens_NE = self._gathered(routing.tokens_per_expert_E, dispatcher)
         computed_NE = self._after_drops(tokens_NE)
         self._account(routing, tokens_NE, computed_NE, is_token_T)
@@ -251,11 +252,12 @@ class MoELayer(nn.Module):
         if not self.training:
             return
         config = self.router.config
-        self.router.count_for_bias(tokens_NE.sum(dim=0))
+        tokens_E = tokens_NE.sum(dim=0) if len(tokens_NE) > 1 else tokens_NE[0]
+        self.router.count_for_bias(tokens_E)
         real = None if is_token_T is None else self._real_tokens(is_token_T, tokens_NE)
         losses = []
         if config.aux_loss_coef:
-            counts_E = tokens_NE.sum(dim=0) if config.aux_loss_scope == "global" else routing.tokens_per_expert_E
+            counts_E = tokens_E if config.aux_loss_scope == "global" else routing.tokens_per_expert_E
             losses.append(config.aux_loss_coef * load_balancing_loss(routing.scores_TE, counts_E, real))
         if config.z_loss_coef:
             losses.append(config.z_loss_coef * router_z_loss(routing.logits_TE, real))

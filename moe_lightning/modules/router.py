@@ -116,6 +116,7 @@ class Routing:
         scores_TE: float32 scores before selection, differentiable: what the load-balancing loss pushes on.
         logits_TE: float32.
         tokens_per_expert_E: int64, assignments before any drop.
+        x_TD: the tokens to go on with, see `kernels.Routed`; None: those that were given.
     """
 
     expert_ids_TK: Tensor
@@ -123,6 +124,7 @@ class Routing:
     scores_TE: Tensor
     logits_TE: Tensor
     tokens_per_expert_E: Tensor
+    x_TD: Tensor | None = None
 
 
 class TokenRouter(Protocol):
@@ -235,7 +237,7 @@ class Router(nn.Module):
         """Choose experts for every row that is a token; None: all are."""
         config = self.config
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE, scores_TE, weights_TK, expert_ids_TK = self.routed(x_TD)
+            logits_TE, scores_TE, weights_TK, expert_ids_TK, alike_TD = self.routed(x_TD)
         if self.stream.is_stand_in:
             expert_ids_TK = torch.full_like(expert_ids_TK, -1)
         elif is_token_T is not None:
@@ -252,6 +254,7 @@ class Router(nn.Module):
             scores_TE=scores_TE,
             logits_TE=logits_TE,
             tokens_per_expert_E=tokens_E,
+            x_TD=alike_TD,
         )
 
     def routed(self, x_TD: Tensor) -> ops.Routed:

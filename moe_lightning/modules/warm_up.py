@@ -71,7 +71,7 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
     x_TD = torch.randn(num_tokens, experts.width, generator=generator).to(device, dtype).requires_grad_()
     router = layer.router
     if isinstance(router, Router) and router.is_plain:
-        logits_TE, scores_TE, weights_TK, ids_TK = router.routed(x_TD)
+        logits_TE, scores_TE, weights_TK, ids_TK, _ = router.routed(x_TD)
     else:
         ids_TK = router.choose(scores_TE) if isinstance(router, Router) else ops.top_k_experts(scores_TE, config.top_k)
         logits_TE, weights_TK = scores_TE.requires_grad_(), scores_TE.gather(-1, ids_TK)

@@ -34,14 +34,14 @@ def compiler(request, monkeypatch, tmp_path):
     """Every launch compiles for the capability that the test was given."""
     capability = request.getfixturevalue("capability")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from moe_lightning.kernels import triton_matmul, triton_router, triton_tiles
+    from moe_lightning.kernels import triton_matmul, triton_router, triton_tiles, triton_wgrad
     from moe_lightning.kernels.triton_tiles import Limits
 
     found = Limits(capability=capability, shared=SHARED_BYTES[capability], multiprocessors=MULTIPROCESSORS[capability])
     compiler = Compiler(capability)
     for room in rooms():
         monkeypatch.setattr(room, "launch", compiler)
-    for room in (triton_matmul, triton_router, triton_tiles):
+    for room in (triton_matmul, triton_router, triton_tiles, triton_wgrad):
         monkeypatch.setattr(room, "limits", lambda device: found)
     return compiler
 
@@ -59,12 +59,13 @@ def experts(gathers: bool, kind: str = "swiglu") -> None:
     weights = torch.zeros(TOKENS, TOP_K) if gathers else None
     x = half(TOKENS if gathers else TOKENS * TOP_K, WIDTH)
     up, down = half(EXPERTS, WIDTH, 2 * HIDDEN if kind == "swiglu" else HIDDEN), half(EXPERTS, HIDDEN, WIDTH)
-    h, activation = room.up_and_activation(x, up, counts, order, TOP_K, kind)
-    room.grouped_mm(activation, down, counts, None, 1)
-    room.down_gradient(x, down, counts, h, kind, order, weights)
-    room.down_wgrad(activation, x, counts, order, TOP_K)
-    room.grouped_mm(h, up.transpose(1, 2), counts, None, 1)
-    room.grouped_wgrad(x, h, counts, order, TOP_K)
+    cut = room.cut(counts, TOKENS * TOP_K, x)
+    h, activation = room.up_and_activation(x, up, cut, order, TOP_K, kind)
+    room.grouped_mm(activation, down, cut, None, 1)
+    room.down_gradient(x, down, cut, h, kind, order, weights)
+    room.down_wgrad(activation, x, cut, order, TOP_K)
+    room.grouped_mm(h, up.transpose(1, 2), cut, None, 1)
+    room.grouped_wgrad(x, h, cut, order, TOP_K)
 
 
 def router(num_experts: int) -> None:
@@ -76,7 +77,7 @@ def router(num_experts: int) -> None:
     x, weight = half(TOKENS, WIDTH), torch.empty(num_experts, WIDTH)
     routed, terms = room.route(x, weight, None, None, choice)
     upstream = (None, routed.scores_TE, routed.weights_TK)
-    grads, _ = room.logit_gradients(terms, routed.scores_TE, routed.ids_TK, upstream, choice, want_rows=True)
+    grads, _ = room.logit_gradients(terms, routed.scores_TE, routed.ids_TK, upstream, choice, True, x)
     room.router_wgrad(grads, x)
     counts = torch.zeros(num_experts, dtype=torch.int64)
     room.balance(routed.scores_TE, counts)
@@ -153,9 +154,12 @@ def test_few_rows_single_precision_and_odd_widths_fit(capability, compiler):
     from moe_lightning.kernels import triton_matmul as room
 
     counts = torch.zeros(EXPERTS, dtype=torch.int64)
-    room.grouped_mm(half(512, WIDTH), half(EXPERTS, WIDTH, HIDDEN), counts, None, 1)
-    room.grouped_mm(torch.empty(8192, WIDTH), torch.empty(EXPERTS, WIDTH, HIDDEN), counts, None, 1)
-    room.grouped_mm(half(8192, 1001), half(EXPERTS, 1001, 77), counts, None, 1)
+    for x, weight in (
+        (half(512, WIDTH), half(EXPERTS, WIDTH, HIDDEN)),
+        (torch.empty(8192, WIDTH), torch.empty(EXPERTS, WIDTH, HIDDEN)),
+        (half(8192, 1001), half(EXPERTS, 1001, 77)),
+    ):
+        room.grouped_mm(x, weight, room.cut(counts, len(x), x), None, 1)
     for kernel in compiler.kernels:  # fp32 and odd widths take the paths that need not be fast, and may spill
         keeps_to_the_budget(kernel, capability, most_spilled=1024)
 

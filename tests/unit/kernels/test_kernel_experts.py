@@ -150,13 +150,13 @@ def test_autocast_casts_both_operands():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(("said", "precision"), [("tf32", "tf32"), ("ieee", "ieee"), ("none", "ieee")])
 def test_matmuls_hear_what_torch_was_told_of_tf32(said, precision):
-    from moe_lightning.kernels import triton_matmul
+    from moe_lightning.kernels import triton_tiles
 
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
     settings.fp32_precision = said  # where it is "tf32", reading allow_tf32 raises
     try:
-        assert triton_matmul._precision() == precision
+        assert triton_tiles.precision() == precision
     finally:
         settings.fp32_precision = before
 
