@@ -176,10 +176,10 @@ def _logit_gradient_kernel(
             in_row = tl.arange(0, BLOCK_N)
             tile = grad_x + (first.to(tl.int64) * width + column)
             inside = here[:, None] & (column + in_row < width)[None, :]
-            there = row[:, None] * width + in_row[None, :]
+            offset = row[:, None] * width + in_row[None, :]
             if beside is not None:
-                sums += tl.load(beside + first.to(tl.int64) * width + column + there, mask=inside, other=0)
-            tl.store(tile + there, sums.to(grad_x.dtype.element_ty), mask=inside)
+                sums += tl.load(beside + (first.to(tl.int64) * width + column) + offset, mask=inside, other=0)
+            tl.store(tile + offset, sums.to(grad_x.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "piece"])
