@@ -27,7 +27,7 @@ from moe_lightning.kernels.triton_wgrad import down_wgrad, grouped_wgrad
 __all__ = ["cut", "down_gradient", "down_wgrad", "grouped_mm", "grouped_wgrad", "up_and_activation"]
 
 _GROUP = 8
-_PIECE: tl.constexpr = tl.constexpr(8 if INTERPRETED else 64)
+_PIECE: tl.constexpr = tl.constexpr(8 if INTERPRETED else 32)
 """Columns that an epilogue holds at once; its gradients take half of them."""
 
 
