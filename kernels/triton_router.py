@@ -168,18 +168,20 @@ def _logit_gradient_kernel(
     tl.store(grads + 2 * plane + corner + place, low, mask=mask)
     if grad_x is not None:
         for column in range(0, width, BLOCK_N):
+            in_row = tl.arange(0, BLOCK_N)
+            inside = here[:, None] & (column + in_row < width)[None, :]
+            tile = first.to(tl.int64) * width + column
+            offset = row[:, None] * width + in_row[None, :]
+            if beside is not None:  # on its way under the products
+                others = tl.load(beside + tile + offset, mask=inside, other=0)
             b = _block(terms, terms_blocks, 0, 0, column, num_experts, width, EXPERTS, BLOCK_N)
             sums = tl.dot(high, b)
             sums = tl.dot(middle, b, sums)
             b = _block(terms, terms_blocks, 1, 0, column, num_experts, width, EXPERTS, BLOCK_N)
             sums = tl.dot(high, b, sums)
-            in_row = tl.arange(0, BLOCK_N)
-            tile = grad_x + (first.to(tl.int64) * width + column)
-            inside = here[:, None] & (column + in_row < width)[None, :]
-            offset = row[:, None] * width + in_row[None, :]
             if beside is not None:
-                sums += tl.load(beside + (first.to(tl.int64) * width + column) + offset, mask=inside, other=0)
-            tl.store(tile + offset, sums.to(grad_x.dtype.element_ty), mask=inside)
+                sums += others
+            tl.store(grad_x + tile + offset, sums.to(grad_x.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "piece"])

@@ -114,6 +114,7 @@ class Matmul:
         shares_loads: two blocks take the right operand from one load (clusters).
         stores_ahead: the copy engine carries a tile's result out under the next tile.
         input_factor: size of what an epilogue reads over M x N elements: h, say.
+        reads_ahead: that under the products; else only when they are done.
         steps: instructions of an epilogue for each of its sums, beside rounding and storing.
         output_factor: size of what a tile stores over M x N elements; more where h and its activation are both kept.
         extra_bytes: read or written beside all that, each once.
@@ -135,6 +136,7 @@ class Matmul:
     stores_ahead: bool = False
     extra_bytes: float = 0.0
     input_factor: float = 0.0
+    reads_ahead: bool = False
     steps: float = 0.0
     output_factor: float = 1.0
     element_bytes: float = 2.0
@@ -186,7 +188,8 @@ def matmul_cost(matmul: Matmul, device: Device) -> Cost:
     else:  # loads, arithmetic and stores of an epilogue's pieces overlap
         in_s = 2.0 * sums * matmul.input_factor / (device.cache / device.multiprocessors)
         arithmetic_s = sums * matmul.steps / (device.fp32_flops / 2 / device.multiprocessors)
-        store_s += max(in_s + out_s, arithmetic_s) + (READ_S if matmul.input_factor else 0.0)
+        reads_late = matmul.input_factor and not matmul.reads_ahead
+        store_s += max(in_s + out_s, arithmetic_s) + (READ_S if reads_late else 0.0)
     tile_s = max(loop_s + prologue_s, store_s) if matmul.hides_epilogue else loop_s + prologue_s + store_s
     rounds = ceil(tiles / matmul.tiles_of_program / device.multiprocessors) * matmul.tiles_of_program
     compute_s = rounds * tile_s

@@ -103,7 +103,7 @@ def router_backward(shape: LayerShape, device: Device, *, is_fused: bool) -> lis
     rows = Matmul(
         rows=tokens, width=width, inner=experts, tile=held, terms=_TERMS, is_persistent=True,
         tiles_of_program=ceil(width / held.n),
-        extra_bytes=tokens * experts * (2.0 * SINGLE + _TERMS * HALF), input_factor=1.0,
+        extra_bytes=tokens * experts * (2.0 * SINGLE + _TERMS * HALF), input_factor=1.0, reads_ahead=True,
     )  # fmt: skip
     pieces = max(1, _PIECES // ceil(width / columns))
     weights = Matmul(
