@@ -41,8 +41,22 @@ def test_no_matmul_is_faster_than_the_device(device) -> None:
 def test_what_helps_helps() -> None:
     plain = matmul_cost(SQUARE, H100).seconds
     persistent = matmul_cost(replace(SQUARE, is_persistent=True), H100).seconds
+    ahead = matmul_cost(replace(SQUARE, is_persistent=True, stores_ahead=True), H100).seconds
     hidden = matmul_cost(replace(SQUARE, is_persistent=True, hides_epilogue=True), H100).seconds
-    assert hidden < persistent < plain
+    assert hidden < ahead < persistent < plain
+
+
+def test_what_an_epilogue_does_costs() -> None:
+    plain = matmul_cost(replace(SQUARE, inner=512), H100).seconds
+    reading = matmul_cost(replace(SQUARE, inner=512, input_factor=1.0), H100).seconds
+    prefetched = matmul_cost(replace(SQUARE, inner=512, input_factor=1.0, reads_ahead=True), H100).seconds
+    computing = matmul_cost(replace(SQUARE, inner=512, steps=34), H100).seconds
+    assert plain < prefetched < reading
+    assert plain < computing
+
+
+def test_what_gathers_begins_later() -> None:
+    persistent = matmul_cost(replace(SQUARE, is_persistent=True), H100).seconds
     assert matmul_cost(replace(SQUARE, is_persistent=True, gathers=True), H100).seconds > persistent
 
 
@@ -66,8 +80,10 @@ def test_a_layer_gains_from_fusion(shape) -> None:
 
 
 def test_a_program_that_computes_all_columns_of_its_rows_is_rounded_up_whole() -> None:
+    device = replace(H100, memory=4 * H100.memory)  # so that it bounds neither
+
     def seconds(tokens: int) -> float:
-        kernels = router_backward(replace(SHAPES[0], tokens=tokens), H100, is_fused=True)
+        kernels = router_backward(replace(SHAPES[0], tokens=tokens), device, is_fused=True)
         return next(kernel.cost.seconds for kernel in kernels if kernel.name == "gradient of router's input") - LAUNCH_S
 
     full = 128 * H100.multiprocessors
