@@ -82,8 +82,9 @@ def _assumptions() -> str:
     constants = (
         f"A tile ends in {roofline.EPILOGUE_S * 1e6:.1f} us and its bytes at {roofline.STORE_BYTES / 1e9:.0f} GB/s; a "
         f"persistent one begins in {roofline.HANDOVER_S * 1e6:.2f} us, with gathered rows in "
-        f"{roofline.GATHERED_PROLOGUE:.0%} of the prologue.\nPlain sums of a persistent tile leave under the next one; an "
-        f"epilogue that reads waits {roofline.READ_S * 1e6:.1f} us, and computes at the fp32 rate.\nKernels of rows reach {roofline.MEMORY_SHARE:.0%} of the "
+        f"{roofline.GATHERED_PROLOGUE:.0%} of the prologue.\nPlain sums of a persistent tile leave under the next one; "
+        f"an epilogue that reads waits {roofline.READ_S * 1e6:.1f} us, and computes at the fp32 rate.\n"
+        f"Kernels of rows reach {roofline.MEMORY_SHARE:.0%} of the "
         f"memory's rate, fp32 matmuls {roofline.FP32_SHARE:.0%} of theirs; a launch costs "
         f"{roofline.LAUNCH_S * 1e6:.1f} us, a serial step {roofline.SCAN_STEP_S * 1e6:.1f} us.\n"
         "Rows lie evenly on the experts; nothing overlaps; the host is ahead."
