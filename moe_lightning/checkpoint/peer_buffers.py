@@ -56,7 +56,7 @@ class PendingParcels:
     def wait(self) -> dict[int, torch.Tensor]:
         """Index -> uint8 bytes on the host, of every parcel for this rank; raises as `World.read`."""
         if self._exchange is not None:
-            parts = torch.split(self._world.read(self._exchange.wait()), self._sizes)
+            parts = torch.split(self._exchange.read(self._world), self._sizes)
             self._delivered |= dict(zip(self._order, parts, strict=True))
             self._exchange = None
         return self._delivered

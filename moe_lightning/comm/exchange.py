@@ -89,6 +89,19 @@ class PendingExchange:
         self._work.wait()
         return self._received
 
+    def read(self, world: World) -> Tensor:
+        """What arrived, on the host; raises as `World.read`. Only the host waits: in a thread beside training the
+        present stream is the training's.
+        """
+        device = self._received.device
+        if device.type == "cpu":
+            return world.read(self.wait())
+        stream = torch.Stream(device=device)
+        with stream:
+            host = world.read(self.wait())
+        stream.synchronize()  # where nothing arrives nothing was read, and what was sent may still be on its way
+        return host
+
 
 def linear(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     """What a linear map over ranks makes of a tensor; `back`, its transpose, makes the gradient of the result's."""

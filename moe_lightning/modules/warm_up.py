@@ -68,10 +68,12 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
     num_tokens = -(-rows * max(1, experts.num_slots) // (16 * config.top_k)) * 16
     generator = torch.Generator().manual_seed(0)
     scores_TE = torch.rand(num_tokens, layer.num_experts, generator=generator).to(device)
-    x_TD = torch.randn(num_tokens, experts.width, generator=generator).to(device, dtype).requires_grad_()
-    router = layer.router
+    given_TD = torch.randn(num_tokens, experts.width, generator=generator).to(device, dtype).requires_grad_()
+    router, x_TD = layer.router, given_TD
     if isinstance(router, Router) and router.is_plain:
-        logits_TE, scores_TE, weights_TK, ids_TK, _ = router.routed(x_TD)
+        with torch.autocast(device.type, enabled=False):
+            logits_TE, scores_TE, weights_TK, ids_TK, alike_TD = router.routed(given_TD)
+        x_TD = given_TD if alike_TD is None else alike_TD
     else:
         ids_TK = router.choose(scores_TE) if isinstance(router, Router) else ops.top_k_experts(scores_TE, config.top_k)
         logits_TE, weights_TK = scores_TE.requires_grad_(), scores_TE.gather(-1, ids_TK)
@@ -98,7 +100,7 @@ def _compute(layer: MoELayer, rows: int, dtype: torch.dtype, device: torch.devic
         result = result + load_balancing_loss(scores_TE, counts_E)
     if config.z_loss_coef:
         result = result + router_z_loss(logits_TE)
-    leaves = [x_TD, *(p for p in layer.parameters() if p.requires_grad)]
+    leaves = [given_TD, *(p for p in layer.parameters() if p.requires_grad)]
     torch.autograd.grad(result, leaves, allow_unused=True)
 
 

@@ -108,7 +108,7 @@ class Checkpoints:
         trainer, rank = self._state.trainer, self._worlds.present.rank
         with self._leave_state_out():
             dump = seams.dump_trainer(trainer)
-        objects: dict[str, Any] = {f"rng/{rank}": random_state()}
+        objects: dict[str, Any] = {f"rng/{rank}": random_state(self._worlds.present.device)}
         if rank == 0:
             kept = {key: value for key, value in dump.items() if key not in ("state_dict", "optimizer_states")}
             # Lightning looks for both keys before it asks the strategy, which reads them from the directory.

@@ -20,16 +20,16 @@ def kept_generators(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([] if device.type == "cpu" else [device.index], device_type=device.type)
 
 
-def random_state() -> dict[str, Any]:
-    """The global random generators of this process as tensors and plain values."""
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The global random generators of this process, and that of its device, as tensors and plain values."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":  # a training on CPUs leaves GPUs alone
+        state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
@@ -44,5 +44,5 @@ def restore_random_state(checkpoint: CheckpointSource, world: World) -> None:
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if "cuda" in state and world.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], world.device)

@@ -14,6 +14,7 @@ from tests.distributed.training import TINY, RandomTokens, Recorder, make_traine
 from tests.gpu.fake_comms import meet_on_the_device
 from tests.gpu.fake_device import OnDevice, set_up
 from tests.gpu.fake_elastic import on_the_device
+from tests.gpu.fake_streams import assert_no_races
 from tests.gpu.fake_training import FakeAccelerator
 
 STEPS = 3
@@ -27,7 +28,9 @@ def run(rank: int, ranks: int, strategy: dict[str, Any]) -> dict[str, list[float
     torch.utils.swap_tensors = _swapped
     codec._WRITERS[OnDevice] = codec._WRITERS[Tensor]  # it knows no subclasses
     meet_on_the_device(rank, ranks)
-    return {"expected": expected, "losses": fit(rank, ranks, strategy, FakeAccelerator())}
+    losses = fit(rank, ranks, strategy, FakeAccelerator())
+    assert_no_races()
+    return {"expected": expected, "losses": losses}
 
 
 def _swapped(here: Tensor, there: Tensor, swap: Any = torch.utils.swap_tensors) -> None:

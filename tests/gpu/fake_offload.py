@@ -19,7 +19,8 @@ from moe_lightning.state import host_updates
 from moe_lightning.strategies import world_ddp
 from tests.distributed.training import RandomTokens, Recorder, make_trainer
 from tests.gpu.answers import answer
-from tests.gpu.fake_device import NAME, FakeDevice, on_hosts, set_up
+from tests.gpu.fake_comms import meet_on_the_device, set_up_comms
+from tests.gpu.fake_device import NAME, FakeDevice, set_up
 from tests.gpu.fake_training import FakeAccelerator, Module, SummedGradients
 from tests.gpu.rooms import rooms
 
@@ -48,7 +49,7 @@ def fit(
 ) -> list[float]:
     recorder = Recorder()
     trainer = make_trainer(
-        rank, ranks, {"process_group_backend": "gloo", **strategy}, callbacks=[*callbacks, recorder],
+        rank, ranks, strategy, callbacks=[*callbacks, recorder],
         accelerator=FakeAccelerator(), gradient_clip_val=1.0, max_steps=steps, limit_val_batches=0,
         enable_checkpointing=any(isinstance(callback, PartialExpertsCheckpoint) for callback in callbacks),
     )  # fmt: skip
@@ -60,7 +61,8 @@ def run(rank: int, ranks: int, dense: str, folder: str) -> dict[str, Any]:
     set_up()
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters are to stay the same objects
     fake, locked = FakeDevice(), list[int]()
-    on_hosts()
+    set_up_comms()
+    meet_on_the_device(rank, ranks)
     for room in rooms():
         room.launch = fake.launch  # type: ignore[assignment]
     world_ddp.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]

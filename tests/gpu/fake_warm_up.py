@@ -1,4 +1,4 @@
-"""python -m tests.gpu.fake_warm_up: two ranks warm up before they meet, then compute a step, on fake devices.
+"""python -m tests.gpu.fake_warm_up RANKS DTYPE: ranks warm up before they meet, then compute a step, on fake devices.
 
 Prints which variants of kernels each rank's step launched that its warm-up had not, as JSON; run with
 TRITON_INTERPRET=1.
@@ -6,8 +6,10 @@ TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,9 +23,10 @@ from moe_lightning.modules.warm_up import warm_up
 from tests.distributed.harness import connect
 from tests.gpu.answers import answer
 from tests.gpu.fake_device import FakeDevice, OnDevice, on_hosts, set_up
+from tests.gpu.interpreter import widen_bf16
 from tests.gpu.rooms import rooms
 
-RANKS, EXPERTS, WIDTH, HIDDEN, TOKENS = 2, 4, 16, 32, 48
+EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 16, 32, 48
 
 
 class Variants(FakeDevice):
@@ -52,13 +55,16 @@ def variant(value: Any, is_plain: bool) -> str:
     return type(value).__name__
 
 
-def run(rank: int, _: int) -> list[str]:
-    device = set_up()
+def run(rank: int, ranks: int, dtype_name: str) -> list[str]:
+    device, dtype = set_up(), getattr(torch, dtype_name)
+    if dtype == torch.bfloat16:
+        widen_bf16(pytest.MonkeyPatch())  # the process has no other use of the interpreter
     torch.manual_seed(0)
     module = nn.ModuleList([MoELayer(WIDTH, HIDDEN, EXPERTS, {"top_k": 2}, activation="swiglu"), StreamDropout(0.1)])
     layer: Any = module[0]
-    placement, groups = uniform_placement(EXPERTS, RANKS, 2), [tuple(range(RANKS))]
-    layer.place(Dispatcher(placement, World.offline(rank, RANKS, torch.device("cpu")), groups), torch.device("cpu"))
+    placement, groups = uniform_placement(EXPERTS, ranks, min(2, ranks)), [tuple(range(ranks))]
+    before = World.single() if ranks == 1 else World.offline(rank, ranks, torch.device("cpu"))
+    layer.to(dtype).place(Dispatcher(placement, before, groups), torch.device("cpu"))
     fake = Variants()
     for room in rooms():
         room.launch = fake.launch  # type: ignore[assignment]
@@ -69,16 +75,19 @@ def run(rank: int, _: int) -> list[str]:
         assert torch.equal(state, torch.get_rng_state())
         assert all(torch.equal(p.host, numbers[name]) and p.grad is None for name, p in layer.named_parameters())
         warmed, fake.launched = fake.launched, set()
-        layer.dispatcher = Dispatcher(placement, connect(), groups)
+        if ranks > 1:
+            layer.dispatcher = Dispatcher(placement, connect(), groups)
         on_hosts()
-        x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank)).to(device).requires_grad_()
-        y = module[1](layer(x))
-        torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
-        gradients = torch.zeros(2, 500, device=device)
-        ops.sum_in_rank_order(gradients, out=gradients[0].clone())
+        x_TD = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank)).to(device, dtype)
+        y_TD = module[1](layer(x_TD.requires_grad_()))
+        ends = [y_TD, layer.auxiliary_loss]
+        torch.autograd.grad(ends, [x_TD, *layer.parameters()], [torch.ones_like(end) for end in ends])
+        if ranks > 1:
+            gradients = torch.zeros(2, 500, dtype=dtype, device=device)
+            ops.sum_in_rank_order(gradients, out=gradients[0].clone())
     assert fake.launched
     return sorted(fake.launched - warmed)
 
 
 if __name__ == "__main__":
-    answer(run, RANKS)
+    answer(run, int(sys.argv[1]), sys.argv[2])

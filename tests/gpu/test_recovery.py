@@ -4,6 +4,7 @@ killed come back, and losses are those of the CPU.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,17 @@ def test_survivors_go_on_and_the_killed_come_back(tmp_path: Path, places: tuple[
         lost = [report for report in run.reports() if report["lost_ranks"]]
         assert lost
         assert all(report["steps_lost"] == 0 for report in lost)
+
+
+@pytest.mark.slow
+def test_a_recovery_locks_no_memory_again(tmp_path: Path) -> None:
+    """Buffers of snapshots, and copies of dense parameters for updates on the host."""
+    chosen = {"strategy": {"offload_optimizer": True}, "saving": {"every_n_steps": 1}, "holds": [Hold(step=3, ranks=2)]}
+    kill = Kill(worker=1, step=2, place="backward")
+    with elastic_run(tmp_path, workers=2, steps=5, kills=[kill], **chosen, **options()) as run:
+        run.supervise(restart=[1])
+        assert run.kills_done() == 1
+    lines = [[json.loads(line) for line in path.open()] for path in tmp_path.glob("locked-*.jsonl")]
+    steps = next(found for found in lines if found[0]["step"] == 1 and found[-1]["step"] == 5)
+    assert {line["ranks"] for line in steps} == {1, 2}
+    assert {line["bytes"] for line in steps if line["step"] >= 2} == {steps[1]["bytes"]}, steps

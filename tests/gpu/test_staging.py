@@ -13,6 +13,7 @@ CHUNK = 64
 def run(rank: int, ranks: int) -> list[int]:
     """Bytes that arrived; each copy has a stream of its own, as snapshots have."""
     from tests.gpu.fake_device import FakeDevice, set_up
+    from tests.gpu.fake_streams import assert_no_races
 
     device = set_up()
     staging.CHUNK_BYTES = CHUNK
@@ -32,6 +33,9 @@ def run(rank: int, ranks: int) -> list[int]:
                 stage.finish()
             except InterruptedError:
                 stage.forget()
+        stage.forget()
+        del source
+        assert_no_races()
     return arena.tolist()
 
 

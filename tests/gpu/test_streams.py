@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
@@ -23,6 +24,8 @@ def run(rank: int, ranks: int) -> dict[str, bool]:
                 except fake_streams.Race:
                     assert len(fake_streams.races) == before + 1
                 found[f"{case.__name__} {waits}"] = len(fake_streams.races) > before
+    with pytest.raises(fake_streams.Race, match="freed on stream"):
+        fake_streams.assert_no_races()
     return found
 
 
