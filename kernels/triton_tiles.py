@@ -81,9 +81,13 @@ def _tile_kernel(
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slots = tl.arange(0, SLOTS)
-    counts = tl.load(tokens + slots, mask=slots < num_slots, other=0).to(tl.int32)
-    counts = tl.where(slots == num_slots, num_rows - tl.sum(counts, axis=0), counts)
-    ends = tl.cumsum(counts, axis=0)
+    # Counts that an aborted collective has left are cut to the rows that there are: no product then runs for hours, or
+    # outside of its operands, before the host hears of it.
+    counts = tl.minimum(tl.maximum(tl.load(tokens + slots, mask=slots < num_slots, other=0), 0), num_rows)
+    upto = tl.cumsum(counts, axis=0)
+    first = tl.minimum(upto - counts, num_rows).to(tl.int32)
+    ends = tl.where(slots == num_slots, num_rows, tl.minimum(upto, num_rows)).to(tl.int32)
+    counts = ends - first
     tile_ends = tl.cumsum((counts + BLOCK_M - 1) // BLOCK_M, axis=0)
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
@@ -97,7 +101,7 @@ def _tile_kernel(
     tl.store(tiles + 2 * capacity + tile, end, mask=mask)
     if tl.program_id(0) == 0:
         tl.store(total, tl.sum((counts + BLOCK_M - 1) // BLOCK_M, axis=0))
-        tl.store(starts + slots, ends - counts, mask=slots <= num_slots)
+        tl.store(starts + slots, first, mask=slots <= num_slots)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,6 +161,22 @@ def test_matmuls_hear_what_torch_was_told_of_tf32(said, precision):
         settings.fp32_precision = before
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="counts on a GPU are trusted by the host alone")
+@pytest.mark.parametrize("counts", [[1 << 40, -5, 3], [-1, -1, -1], [39, 39, 39], [1 << 31, 1 << 31, 1 << 31]])
+def test_counts_of_an_aborted_collective_end_and_stay_inside(counts):
+    from moe_lightning.kernels import triton_matmul as room
+
+    x, weight = randn(40, 16), randn(3, 16, 24, seed=1)
+    cut = room.cut(torch.tensor(counts), len(x), x)
+    starts = cut.starts_S.tolist()
+    assert starts == sorted(starts)
+    assert 0 <= starts[0] <= starts[-1] <= len(x)
+    assert int(cut.total) <= cut.capacity
+    y = room.grouped_mm(x, weight, cut, None, 1)
+    assert not y[starts[-1] :].any()
+    assert room.grouped_wgrad(x, y, cut, None, 1).isfinite().all()
+
+
 X, W = torch.zeros(4, 8), torch.zeros(2, 8, 6)
 
 
