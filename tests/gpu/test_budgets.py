@@ -34,7 +34,7 @@ def on_the_fake_device(module: str, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_layer_waits_once_and_launches_few_kernels(ranks: int) -> None:
     for found in counts(ranks, aux_loss_coef=0.0):
         forward, backward = found["forward"], found["backward"]
@@ -55,7 +55,7 @@ def test_the_balancing_loss_adds_no_wait() -> None:
         assert found["forward"]["launches"] <= 30, found["forward"]["kernels"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_plan_on_the_device_waits_for_nothing(ranks: int) -> None:
     for found in counts(ranks, aux_loss_coef=0.01, plan="device"):
         forward, backward = found["forward"], found["backward"]
