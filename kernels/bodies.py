@@ -83,7 +83,7 @@ class Routed(NamedTuple):
 
     Attributes:
         x_TD: the tokens themselves. The gradient of who goes on with these joins the router's own in one pass over the
-            tokens; None where that is nothing but a sum.
+            tokens; None where that is nothing but a sum, or the tokens need no gradient.
     """
 
     logits_TE: Tensor

@@ -69,13 +69,13 @@ class Route(torch.autograd.Function):
         selection_E: Tensor | None,
         choice: Choice,
         room: RouterBodies,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         routed, terms_3ED = room.route(x_TD, weight_ED, bias_E, selection_E, choice)
         ctx.save_for_backward(x_TD, terms_3ED, routed.scores_TE, routed.ids_TK)
         ctx.choice, ctx.room, ctx.dtypes = choice, room, (weight_ED.dtype, None if bias_E is None else bias_E.dtype)
         ctx.mark_non_differentiable(routed.ids_TK)
         ctx.set_materialize_grads(False)
-        return *routed[:4], x_TD
+        return *routed[:4], x_TD if ctx.needs_input_grad[0] else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:

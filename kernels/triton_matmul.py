@@ -74,10 +74,12 @@ def _rows_kernel(
         slot = tl.load(tiles + tile)
         first = tl.load(tiles + capacity + tile)
         end = tl.load(tiles + 2 * capacity + tile)
-        # Rows past all slots get zeros: outside of x there is nothing else.
+        # Rows past all slots get zeros: outside of x and of the weights descriptors find nothing else.
         present = slot < num_slots
         fetched = tl.where(present, first, num_rows)
-        held = tl.minimum(slot, num_slots - 1)
+        held = slot
+        if weight_blocks is None:
+            held = tl.minimum(slot, num_slots - 1)
         in_tile = tl.arange(0, BLOCK_M)
         in_slot = first + in_tile < end
         if x_blocks is None:
@@ -113,7 +115,7 @@ def _rows_kernel(
 
         # Sums are rounded before anything follows, as if a kernel of its own had read them; what follows runs in
         # pieces, which need fewer registers.
-        if x_blocks is None:
+        if x_blocks is None or weight_blocks is None:
             sums = tl.where(present, sums, 0.0)
         sums = sums.to(out.dtype.element_ty)
         if EPILOGUE == 0:
@@ -124,7 +126,7 @@ def _rows_kernel(
         elif EPILOGUE == 1:
             right = sums
             if TWO:
-                if x_blocks is None:
+                if x_blocks is None or weight_blocks is None:
                     more = tl.where(present, more, 0.0)
                 right = more.to(out.dtype.element_ty)
             _activation(sums, right, out, h, first, end, column, width, KIND, TWO, BLOCK_M, BLOCK_N)

@@ -1,7 +1,8 @@
 """Gradients of the experts' weights with Triton: a sum over the rows of each slot.
 
-Persistent programs walk over all tiles of all slots in one loop, so that operands of the next tile are on their way
-under the end of the present one; the copy engine stores a result beside the threads.
+A program walks over several tiles, of any slots, in one loop, so that operands of the next tile are on their way under
+the end of the present one; the copy engine stores a result beside the threads. A tile takes as long as its slot has
+rows: there are several programs for each multiprocessor, so that one with a busy slot's tile takes fewer of them.
 
 Legend: M rows, D inner width, F output width, S slots.
 """
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from moe_lightning.kernels.triton_launch import ceil_div, launch, power_of_two
 from moe_lightning.kernels.triton_tiles import RowTiles, described, limits, precision, tiles_for
+
+_PROGRAMS = 4
+"""Of a multiprocessor, one after the other."""
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -101,7 +105,7 @@ def _wgrad(
     tile = tiles_for(x.dtype, inner, found)
     tiles = num_slots * ceil_div(inner, tile.m) * ceil_div(width, tile.n)
     launch(
-        _weight_kernel, (min(found.multiprocessors, tiles),), x,
+        _weight_kernel, (min(_PROGRAMS * found.multiprocessors, tiles),), x,
         x, grad, cut.starts_S, gather_M, out_SDF, described(out_SDF, [1, tile.m, tile.n], found), inner, width,
         num_slots, DIVISOR=divisor, GATHERED=gather_M is not None and not gathers_grad,
         GRAD_GATHERED=gather_M is not None and gathers_grad, PRECISION=precision(), SLOTS=power_of_two(num_slots),

@@ -85,6 +85,9 @@ EPILOGUE_S = 0.6e-6
 STORE_BYTES = 80e9
 """A multiprocessor's way out to the second-level cache, per second."""
 
+_WGRAD_PROGRAMS = 4
+"""That a multiprocessor runs one after the other, see `kernels.triton_wgrad`: each begins and ends by itself."""
+
 READ_S = 0.7e-6
 """From an epilogue's load to its first value, which nothing hides."""
 
@@ -185,6 +188,8 @@ def matmul_cost(matmul: Matmul, device: Device) -> Cost:
     out_s, store_s = 2.0 * sums * matmul.output_factor / STORE_BYTES, EPILOGUE_S
     if matmul.stores_ahead and device.has_copy_engine:
         loop_s = max(loop_s, out_s)
+        if matmul.groups > 1 and not matmul.is_wgrad:  # the last tile of a group goes row by row
+            store_s += out_s / _row_tiles(matmul)
     else:  # loads, arithmetic and stores of an epilogue's pieces overlap
         in_s = 2.0 * sums * matmul.input_factor / (device.cache / device.multiprocessors)
         arithmetic_s = sums * matmul.steps / (device.fp32_flops / 2 / device.multiprocessors)
@@ -193,6 +198,8 @@ def matmul_cost(matmul: Matmul, device: Device) -> Cost:
     tile_s = max(loop_s + prologue_s, store_s) if matmul.hides_epilogue else loop_s + prologue_s + store_s
     rounds = ceil(tiles / matmul.tiles_of_program / device.multiprocessors) * matmul.tiles_of_program
     compute_s = rounds * tile_s
+    if matmul.is_persistent and matmul.is_wgrad:
+        compute_s += (min(_WGRAD_PROGRAMS, rounds) - 1) * (device.prologue_s - prologue_s + out_s)
     beside = 2 * results * (matmul.input_factor + matmul.output_factor) + matmul.extra_bytes
     moved = matmul.element_bytes * operands + beside
     memory_s = moved / (MEMORY_SHARE * device.memory)

@@ -177,6 +177,14 @@ def test_counts_of_an_aborted_collective_end_and_stay_inside(counts):
     assert room.grouped_wgrad(x, y, cut, None, 1).isfinite().all()
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("widths", [(16, 16), (16, 10), (7, 16)])
+def test_rows_past_the_sum_are_zero_whatever_the_weights_are(widths, value):
+    x, weight = randn(40, widths[0]), randn(2, *widths, seed=1)
+    weight[-1, 0, 0] = value
+    assert not ops.grouped_mm(x, weight, [16, 8])[24:].any()
+
+
 X, W = torch.zeros(4, 8), torch.zeros(2, 8, 6)
 
 

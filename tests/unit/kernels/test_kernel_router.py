@@ -69,6 +69,19 @@ def test_values_and_gradients_are_those_of_fp64(num_tokens, num_experts, choice,
         assert worst(found, truth) < 1e-6
 
 
+def test_the_gradient_of_who_goes_on_with_the_rows_is_added_once():
+    x, weight = rows(37).requires_grad_(), randn(5, WIDTH, seed=1).requires_grad_()
+    routed = ops.route(x, weight, PLAIN)
+    upstream, beside = randn(37, PLAIN.top_k, seed=2), rows(37, seed=3)
+    (own,) = torch.autograd.grad(routed.weights_TK, x, upstream, retain_graph=True)
+    assert torch.equal(routed.x_TD, x)
+    (both,) = torch.autograd.grad([routed.weights_TK, routed.x_TD], x, [upstream, beside], retain_graph=True)
+    torch.testing.assert_close(both.float(), own.float() + beside.float(), rtol=2**-7, atol=1e-2)
+    (alone,) = torch.autograd.grad(routed.x_TD, x, beside)
+    assert torch.equal(alone, beside)
+    assert ops.route(x.detach(), weight, PLAIN).x_TD is None, "rows without a gradient stay so"
+
+
 def test_logits_keep_every_digit_of_their_weights():
     """Two terms of bf16 would be 2**-17 away."""
     weight = torch.tensor([[1.0 + 2.0**-23, 0.0], [2.0**-23 + 2.0**-9 + 1.0, 3.0]], device=DEVICE)
@@ -80,7 +93,7 @@ def test_logits_keep_every_digit_of_their_weights():
 def test_a_row_does_not_see_its_batch():
     x, weight = rows(50), randn(9, WIDTH, seed=1)
     whole, part = ops.route(x, weight, PLAIN), ops.route(x[16:41], weight, PLAIN)
-    for found, wanted in zip(part, whole, strict=True):
+    for found, wanted in zip(part[:4], whole[:4], strict=True):
         assert torch.equal(found, wanted[16:41])
 
 
@@ -88,7 +101,7 @@ def test_biases_may_have_gaps():
     x, weight, gaps = rows(9), randn(6, WIDTH, seed=1), randn(12, seed=2)[::2]
     found = ops.route(x, weight, PLAIN, bias_E=gaps, selection_E=gaps)
     wanted = ops.route(x, weight, PLAIN, bias_E=gaps.contiguous(), selection_E=gaps.contiguous())
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found[:4], wanted[:4], strict=True))
 
 
 @pytest.mark.parametrize(
