@@ -74,11 +74,11 @@ def _rows_kernel(
         slot = tl.load(tiles + tile)
         first = tl.load(tiles + capacity + tile)
         end = tl.load(tiles + 2 * capacity + tile)
-        # Rows past all slots get zeros: outside of x and of the weights descriptors find nothing else.
+        # Rows past all slots get zeros: where both operands come by descriptors, these find nothing else outside.
         present = slot < num_slots
         fetched = tl.where(present, first, num_rows)
         held = slot
-        if weight_blocks is None:
+        if x_blocks is None or weight_blocks is None:
             held = tl.minimum(slot, num_slots - 1)
         in_tile = tl.arange(0, BLOCK_M)
         in_slot = first + in_tile < end
