@@ -50,7 +50,7 @@ def test_a_check_that_dies_or_hangs_ends_no_other(tmp_path: Path) -> None:
         },
         budget_s=PATIENCE_S,
     )
-    outcomes += outcomes_of(dict.fromkeys(("hangs", "hangs too"), (*python, starts)), budget_s=6.0)
+    outcomes += outcomes_of(dict.fromkeys(("hangs", "hangs too"), (*python, starts)), budget_s=3.0)
     notes = {one.name: (one.verdict, one.note) for one in outcomes}
     assert notes["killed"] == ("FAIL", f"ended by signal {signal.SIGKILL.value}: said nothing")
     assert notes["raises"] == ("FAIL", "ValueError: a wrong value")
