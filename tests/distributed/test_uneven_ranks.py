@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 
-from moe_lightning.bench.uneven_worker import Burner
+from benchmarks.uneven_worker import Burner
 from moe_lightning.callbacks import speed_follower
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.rank_clock import RankClock, Rates
