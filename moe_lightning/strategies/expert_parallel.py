@@ -65,7 +65,7 @@ class ExpertParallelStrategy(EditingStrategy):
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
         dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
         plan: where it is planned who computes which tokens: "host", or "device", see `comm.device_plan`.
-        kernels: the bodies in this process, see `kernels.set_backend`. None: as that says.
+        kernels: their implementation in this process, see `kernels.set_backend`. None: as that says.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
             each), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
             `strategies.dense_shardings.DENSE_SHARDINGS`.
