@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, close, equals_reference, randn
 
 from moe_lightning import ExpertParallelStrategy
 from moe_lightning import kernels as ops
@@ -10,6 +9,7 @@ from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import backends, torch_grouped
 from moe_lightning.modules.moe_layer import MoELayer
+from tests.unit.kernels.kernel_cases import DEVICE, close, equals_reference, randn
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -6,11 +6,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, DTYPES, INTERPRETED, close, equals_reference, kernel_settings, randn, routings
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
+from tests.unit.kernels.kernel_cases import (
+    DEVICE,
+    DTYPES,
+    INTERPRETED,
+    close,
+    equals_reference,
+    kernel_settings,
+    randn,
+    routings,
+)
 
 COUNTS = {"list": list, "tuple": tuple, "tensor": torch.tensor, "there": lambda n: torch.tensor(n, device=DEVICE)}
 """What the counts of rows may be."""

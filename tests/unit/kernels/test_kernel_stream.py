@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import TRITON
 from torch import Tensor
 
 from moe_lightning import kernels as ops
 from moe_lightning.kernels import torch_kernels
+from tests.unit.kernels.conftest import TRITON
 
 DRAWS = (
     ops.Draw(key=torch_kernels.mixed(3), first=0, here=1, parts=1, part=0),
