@@ -284,3 +284,22 @@ def _flat_mask(is_token: Tensor, x: Tensor) -> Tensor:
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """The MoE layers of a model in the order of its modules: layer l is entry l."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state_dict of a model that no strategy holds, with all experts.
+
+    Raises:
+        ConfigurationError: experts lie on ranks of a Trainer that has ended, and were not kept here.
+    """
+    state: dict[str, Any] = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer) and module.experts.slot_experts != tuple(range(module.num_experts)):
+            stacks = {} if module.ended is None else module.ended.stacks(module.experts)
+            if not stacks:
+                raise ConfigurationError(
+                    f"this process holds experts {list(module.experts.slot_experts)} of {module.num_experts} only of "
+                    f"{name or 'the layer'}: save a checkpoint with the Trainer that placed them"
+                )
+            state |= {".".join(filter(None, (name, "experts", key))): value for key, value in stacks.items()}
+    return state

@@ -135,6 +135,7 @@ class ExpertParallelStrategy(EditingStrategy):
         self._kept: KeptExperts | None = None
         self._pipeline: Pipeline | None = None
         self._data: StepData | None = None
+        self._is_placed = False
 
     # ------------------------------------------------------------------ world
 
@@ -175,10 +176,31 @@ class ExpertParallelStrategy(EditingStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        module, is_training = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        module = self.lightning_module
         assert module is not None
+        self.place_module(module)
+        if "tp" in self.world.axis_groups and (trainer.state.fn == TrainerFn.FITTING or cut_parameters(module)):
+            self.state.parts.layers.begin(module, self.worlds.mesh.world)
+        self.steps.draw_noise()
+        self._keep_from_ddp()
+        super().setup(trainer)
+        if self._pipeline is not None:
+            self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
+        seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
+        if self.elastic is not None and self.elastic.is_newcomer:
+            trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self._is_placed = False
+
+    @override
+    def place_module(self, module: pl.LightningModule) -> None:
+        if self._is_placed:
+            return
+        trainer = module.trainer
         check_module(trainer, module, cuts_dense=self.state.parts.is_wished)
-        self.build_groups()
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module)
@@ -192,17 +214,8 @@ class ExpertParallelStrategy(EditingStrategy):
         elif self._pipeline is not None:
             self._pipeline.cut.apply(self.root_device)
         assert self._kept is not None
-        self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
-        if "tp" in self.world.axis_groups and (is_training or cut_parameters(module)):
-            self.state.parts.layers.begin(module, self.worlds.mesh.world)
-        self.steps.draw_noise()
-        self._keep_from_ddp()
-        super().setup(trainer)
-        if self._pipeline is not None:
-            self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
-        seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
-        if self.elastic is not None and self.elastic.is_newcomer:
-            trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
+        self._kept.take_back(weights_change=trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is not None)
+        self._is_placed = True
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

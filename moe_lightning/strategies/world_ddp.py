@@ -169,6 +169,7 @@ class WorldDDPStrategy(DDPStrategy):
         if self.elastic is None:
             self._join()
         self.worlds.ranks_per_node = self.num_processes
+        self._build_groups()
         self._has_met = True
 
     @abstractmethod
@@ -191,7 +192,7 @@ class WorldDDPStrategy(DDPStrategy):
         ):
             super().setup_distributed()
 
-    def build_groups(self) -> None:
+    def _build_groups(self) -> None:
         """Build the groups of a world that stays to the end, unless this rank is in one; collective."""
         if self.worlds.is_joined:
             return
