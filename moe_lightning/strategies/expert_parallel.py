@@ -43,6 +43,7 @@ from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
+from moe_lightning.strategies.world_ddp import WorldDDPStrategy
 from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
@@ -91,6 +92,9 @@ class ExpertParallelStrategy(EditingStrategy):
     """
 
     strategy_name = "expert_parallel"
+    of_process = WorldDDPStrategy.of_process | {
+        "state", "steps", "weigh", "scale_sum", "checkpoints", "evaluation_weights", "_kept", "_pipeline", "_data",
+        "_is_placed", "_before_hooks"}  # fmt: skip
 
     def __init__(
         self,
@@ -120,15 +124,22 @@ class ExpertParallelStrategy(EditingStrategy):
             ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots,
             kernels=kernels)  # fmt: skip
         self._seed = seed
-        self.worlds.axes = chosen_axes(mesh)
-        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp)
+        self._axes = chosen_axes(mesh)
+        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self._axes.pp)
         self._schedule: ScheduleName = schedule
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
-        check_parts(self.worlds.axes, dense)
-        self.state = RankState(
-            self.worlds, dense=dense, shard_size=shard_size, max_slots=slots, on_host=offload_optimizer
-        )
-        self.steps = Steps(self.worlds, self.state, check_replicas_every=check_replicas_every)
+        check_parts(self._axes, dense)
+        self._of_state: dict[str, Any] = {
+            "dense": dense, "shard_size": shard_size, "max_slots": slots, "on_host": offload_optimizer}  # fmt: skip
+        self._check_replicas_every = check_replicas_every
+        self.begin()
+
+    @override
+    def begin(self) -> None:
+        super().begin()
+        self.worlds.axes = self._axes
+        self.state = RankState(self.worlds, **self._of_state)
+        self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
