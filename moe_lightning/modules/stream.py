@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,10 @@ class SampleStream:
         copied = SampleStream(self.seed)
         copied.__dict__.update(self.__dict__)
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In another process nobody drives it."""
+        return {**self.__dict__, "_is_driven": False, "is_stand_in": False}
 
     def advance(self, *, step: int, first_sample: int, num_samples: int, total_samples: int = 0) -> None:
         """Enter a micro-batch; one of no samples is a stand-in."""
