@@ -52,7 +52,6 @@ MAY_IMPORT["strategies"] = {
 }
 MAY_IMPORT["callbacks"] = {*MAY_IMPORT, "strategies"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "callbacks", "__version__"}
-MAY_IMPORT["bench"] = {*MAY_IMPORT, "cli"}
 MAY_IMPORT |= {"conf": set(), "__init__": set(MAY_IMPORT)}
 SHARED = {"errors", "config", "values", "registry", "mistakes"}
 MAY_COMMUNICATE = {"comm", "elastic", "strategies", "fsdp_seams"}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_lightning.bench.uneven_worker import Burner
+from benchmarks.uneven_worker import Burner
 from moe_lightning.callbacks import speed_follower
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.rank_clock import RankClock, Rates

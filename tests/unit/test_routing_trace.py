@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import balance_trace
 from moe_lightning.algorithms.allocation import allocate_replicas
 from moe_lightning.algorithms.balancing import SHADOW_POLICIES, PlacementPolicy, plan_placement, replan_placement
 from moe_lightning.algorithms.cluster import Cluster
@@ -30,8 +31,8 @@ from moe_lightning.algorithms.shadows import (
     predict_plan,
     shadow_quota,
 )
-from moe_lightning.bench import balance_trace
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.routing import load_trace
 from tests.options import options_of
 
 FOLDER = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
@@ -49,7 +50,7 @@ COSTS = replace(balance_trace.reference_costs(), transfer="average")
 def trace() -> balance_trace.RoutingTrace:
     if not PATH.is_file():
         pytest.skip(f"no routing trace at {PATH}: set MOE_LIGHTNING_TRACES to the folder that holds it")
-    return balance_trace.load_trace(PATH)
+    return load_trace(PATH)
 
 
 def hottest(trace: balance_trace.RoutingTrace, sample: int, layer: int, experts: int) -> np.ndarray:
@@ -223,16 +224,16 @@ def test_the_benchmark_prints_a_row_per_strategy(
 
 def test_traces_that_cannot_be_judged_say_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is not a file"):
-        balance_trace.load_trace(tmp_path / "absent.npz")
+        load_trace(tmp_path / "absent.npz")
     counts = np.ones((3, 2, 4, 8), dtype=np.uint16)
     np.savez(tmp_path / "bare.npz", counts=counts)
     with pytest.raises(ConfigurationError, match="iteration is not a file in the archive"):
-        balance_trace.load_trace(tmp_path / "bare.npz")
+        load_trace(tmp_path / "bare.npz")
     np.savez(tmp_path / "short.npz", counts=counts, iteration=np.arange(2))
     with pytest.raises(ConfigurationError, match=r"needs counts \[samples, layers, ranks, experts\]"):
-        balance_trace.load_trace(tmp_path / "short.npz")
+        load_trace(tmp_path / "short.npz")
     np.savez(tmp_path / "small.npz", counts=counts, iteration=np.array([1, 101, 201]))
-    small = balance_trace.load_trace(tmp_path / "small.npz")
+    small = load_trace(tmp_path / "small.npz")
     with pytest.raises(ConfigurationError, match="no sample from --first=600 on"):
         balance_trace.judge(small, "packed", slots_per_rank=4)
     assert balance_trace.judge(small, "packed", slots_per_rank=4, first=0, step=1).imbalance == 1.0

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import kernels as bench
+from benchmarks import kernels_cuda
+from benchmarks.kernel_contenders import Shape, contenders, layer_contenders
 from moe_lightning import kernels as ops
-from moe_lightning.bench import kernels as bench
-from moe_lightning.bench import kernels_cuda
-from moe_lightning.bench.kernel_contenders import Shape, contenders, layer_contenders
 from moe_lightning.errors import ConfigurationError
 from tests.options import options_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import tiles
 from moe_lightning import kernels
-from moe_lightning.bench import tiles
 from moe_lightning.cli.bench import main
 from moe_lightning.kernels import tile_table
 from moe_lightning.modules.warm_up import ROWS_PER_SLOT
