@@ -146,18 +146,20 @@ def shares(total: int, speeds: IntArray, most: int | None = None) -> IntArray:
     least, even = min(1, total // num_ranks), -(-total // num_ranks)
     most = 2 * even if most is None else max(most, even)
 
-    rates: list[int] = speeds.tolist()  # Python's integers: a time has 24 more bits than a total
+    low, high = 0, -(-(total << _TIME_BITS) // int(speeds.min()))
+    fits = high * int(speeds.max()) < 1 << 63
+    rates = speeds if fits else speeds.astype(np.object_)  # Python's integers
 
-    def within(time: int) -> list[int]:
-        return [min(max(time * rate >> _TIME_BITS, least), most) for rate in rates]
+    def within(time: int) -> IntArray:
+        units: IntArray = np.clip(time * rates >> _TIME_BITS, least, most)
+        return units
 
-    low, high = 0, -(-(total << _TIME_BITS) // min(rates))
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if sum(within(middle)) >= total else (middle + 1, high)
-    units = np.array(within(low))
-    for rank in np.argsort((units << _TIME_BITS) // speeds, kind="stable")[::-1]:  # who is last gets one less
+        low, high = (low, middle) if int(within(middle).sum()) >= total else (middle + 1, high)
+    units = within(low)
+    for rank in np.argsort((units << _TIME_BITS) // rates, kind="stable")[::-1]:  # who is last gets one less
         if int(units.sum()) > total and units[rank] > least:
             units[rank] -= 1
     assert int(units.sum()) == total
-    return units
+    return units.astype(np.int64, copy=False)
