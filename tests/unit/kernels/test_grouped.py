@@ -69,7 +69,7 @@ def test_more_rows_than_offsets_count_are_refused(monkeypatch):
 
 
 def test_only_the_matmuls_are_others():
-    own, usual = backends.bodies(DEVICE), backends._bodies("auto", DEVICE.type)
+    own, usual = backends.implementation(DEVICE), backends._implementation("auto", DEVICE.type)
     assert own.matmul is torch_grouped
     assert own.fused is None
     assert (own.rows, own.routing, own.activation) == (usual.rows, usual.routing, usual.activation)
