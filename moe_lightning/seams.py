@@ -85,6 +85,32 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
+def is_step_open(trainer: pl.Trainer) -> bool:
+    """True while a batch runs, or waits for further micro-batches of its step. No public property says it."""
+    loop = trainer.fit_loop.epoch_loop
+    batches: Any = loop.batch_progress
+    return batches.current.ready != batches.current.processed or loop._should_accumulate()
+
+
+def leave_open_step_out(loops: dict[str, Any], micros: int) -> None:
+    """Take the batches of a step that has not ended out of the fit loop's state: it then is that of a checkpoint of
+    `on_train_batch_end` after the batch before them. What the loop saves after an exception counts them in part, and
+    resumes with a step of fewer micro-batches.
+
+    Args:
+        micros: micro-batches of the step.
+    """
+    batches = loops["epoch_loop.batch_progress"]
+    current = batches["current"]
+    is_running = current["ready"] > current["processed"]
+    count = (current["ready"] - is_running) % micros + is_running
+    for progress in (batches["total"], current):
+        ready = progress["ready"] - count
+        progress |= {"ready": ready, "started": ready, "processed": ready, "completed": ready - 1}
+    batches["is_last_batch"] = False
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the loop counts that batch again as it restarts
+
+
 def logs_now(trainer: pl.Trainer) -> bool:
     """Whether what is logged in this step reaches the loggers. No public property says it."""
     return trainer._logger_connector.should_update_logs

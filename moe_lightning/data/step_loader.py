@@ -57,6 +57,7 @@ class StepLoader:
     Attributes:
         step_sampler: what decides the samples; it holds the position.
         current: the slice of the batch yielded last, or None before the first.
+        has_begun: True once a Trainer has counted the batch yielded last.
         replaces_stock: it stands for a DataLoader, which stock Lightning would use without a position.
     """
 
@@ -66,6 +67,8 @@ class StepLoader:
         self.dataset = dataset
         self.step_sampler = sampler
         self.current: StepSlice | None = None
+        self.has_begun = False
+        self._before_step: dict[str, Any] | None = None
         # A Trainer announces epochs to batch_sampler.sampler; its prediction writers read indices from its own wrapper.
         self.batch_sampler: Any = _SeenIndices(sampler) if sampler.evaluation else sampler
         self._own_generator = None
@@ -178,8 +181,11 @@ class StepLoader:
         if self._own_generator is not None:
             self._own_generator.manual_seed(mixed_seed(sampler.seed, sampler.rank, sampler.consumed))
         for batch in _with_plain_mistakes(self._loader):
-            self.current = sampler.slice_at(sampler.consumed)
-            sampler.consumed += self.current.micro_total
+            current = sampler.slice_at(sampler.consumed)
+            if current.micro == 0:
+                self._before_step = self.state_dict()
+            self.current, self.has_begun = current, False
+            sampler.consumed += current.micro_total
             yield self._received(batch)
             if sampler.moves != moves:
                 return
@@ -204,10 +210,14 @@ class StepLoader:
         """The position after the batch yielded last: {"consumed": samples of the global stream}."""
         return self.step_sampler.state_dict()
 
+    def state_before_step(self) -> dict[str, Any]:
+        """The position before the step of the batch yielded last, for a step that did not end."""
+        return self.state_dict() if self._before_step is None else dict(self._before_step)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position; raises ConfigurationError as StepSampler.load_state_dict."""
         self.step_sampler.load_state_dict(state_dict)
-        self.current = None
+        self.current, self._before_step = None, dict(state_dict)
 
     def bind(self, **place: int) -> None:
         """Cut the same stream for another world; as StepSampler.bind."""

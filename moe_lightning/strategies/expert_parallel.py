@@ -40,7 +40,7 @@ from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExper
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.stage_state import StageState
-from moe_lightning.strategies.step_data import StepData
+from moe_lightning.strategies.step_data import StepData, begin_batch
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
 from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
@@ -325,7 +325,11 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Callbacks and steps see this rank's part of each sequence."""
-        return self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
+        batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
+        trainer = seams.trainer_of(self.lightning_module)
+        if trainer is not None and trainer.training:
+            begin_batch(trainer.train_dataloader)
+        return batch
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

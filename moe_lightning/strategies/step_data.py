@@ -119,15 +119,39 @@ class StepData:
             loader.load_state_dict(state)
 
 
-def loader_states(loaders: object) -> list[dict[str, Any]]:
-    """The positions of the StepLoaders in a collection of loaders."""
-    return [loader.state_dict() for loader in seams.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+def loader_states(loaders: object, *, is_in_step: bool = False) -> list[dict[str, Any]]:
+    """The positions of the StepLoaders in a collection of loaders.
+
+    Args:
+        is_in_step: take those before the step that has not ended.
+    """
+    return [_state_of(loader, is_in_step) for loader in seams.tree_leaves(loaders) if isinstance(loader, StepLoader)]
 
 
-def states_of_stateful(loaders: object) -> list[dict[str, Any]]:
+def states_of_stateful(loaders: object, *, is_in_step: bool) -> list[dict[str, Any]]:
     """The positions of the loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
     stateful = [loader for loader in seams.tree_leaves(loaders) if isinstance(loader, Stateful)]
-    return [loader.state_dict() for loader in stateful if not getattr(loader, "replaces_stock", False)]
+    return [_state_of(loader, is_in_step) for loader in stateful if not getattr(loader, "replaces_stock", False)]
+
+
+def _state_of(loader: Stateful, is_in_step: bool) -> dict[str, Any]:
+    if is_in_step and isinstance(loader, StepLoader):
+        return loader.state_before_step()
+    return loader.state_dict()
+
+
+def is_in_step(trainer: pl.Trainer) -> bool:
+    """True if a training batch was fetched whose optimizer step has not ended."""
+    loaders = [loader for loader in seams.tree_leaves(trainer.train_dataloader) if isinstance(loader, StepLoader)]
+    is_waiting = any(loader.current is not None and not loader.has_begun for loader in loaders)
+    return is_waiting or seams.is_step_open(trainer)
+
+
+def begin_batch(loaders: object) -> None:
+    """The Trainer counts the batch that the loaders have yielded from here on."""
+    for loader in seams.tree_leaves(loaders):
+        if isinstance(loader, StepLoader):
+            loader.has_begun = True
 
 
 def training_slice(loaders: object) -> StepSlice | None:
