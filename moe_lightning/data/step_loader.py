@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from moe_lightning import seams
+from moe_lightning.data.accumulation import accumulation_of, factors_of
 from moe_lightning.data.sampler_order import SamplerOrder
 from moe_lightning.data.step_sampler import StandIn, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
@@ -69,6 +70,7 @@ class StepLoader:
         self.current: StepSlice | None = None
         self.has_begun = False
         self._before_step: dict[str, Any] | None = None
+        self._trainer: Trainer | None = None
         # A Trainer announces epochs to batch_sampler.sampler; its prediction writers read indices from its own wrapper.
         self.batch_sampler: Any = _SeenIndices(sampler) if sampler.evaluation else sampler
         self._own_generator = None
@@ -115,6 +117,7 @@ class StepLoader:
             shuffle=shuffle is not False,
             drop_last=batches.drop_last,
             evaluation=not training,
+            keeps_micro_batch=training,
             order=order,
         )
         converted = cls(loader.dataset, sampler, **kept_options(loader))
@@ -171,6 +174,8 @@ class StepLoader:
         sampler = self.step_sampler
         if sampler.evaluation:
             sampler.consumed = 0
+        elif self._trainer is not None and self._trainer.accumulate_grad_batches != sampler.num_micros:
+            self.bind(num_micros=self._trainer.accumulate_grad_batches)  # a schedule has changed it at this epoch
         end = sampler.epoch_end
         while sampler.consumed < end:
             yield from self._until_moved()
@@ -226,18 +231,26 @@ class StepLoader:
 
     def bind_to(self, trainer: Trainer) -> None:
         """Take rank, world, accumulation and the limit of an epoch from a Trainer; to overfit batches, training keeps
-        them in a fixed order.
+        them in a fixed order. The accumulation is that of the Trainer when an epoch begins.
 
         Raises:
-            ConfigurationError: as `bind`, or the Trainer's limit_train_batches ends inside a step, whose batch would be
-                smaller than the others.
+            ConfigurationError: as `bind`, or a schedule of accumulation would change the number of micro-batches of an
+                epoch, where the global batch is constant.
         """
         place = trainer.distributed_sampler_kwargs or {"rank": trainer.global_rank, "num_replicas": trainer.world_size}
         self.bind(
-            rank=place["rank"], world_size=place["num_replicas"], num_micros=trainer.accumulate_grad_batches
+            rank=place["rank"], world_size=place["num_replicas"], num_micros=accumulation_of(trainer)
         )  # along some axes of a mesh ranks share their samples
         if self.step_sampler.evaluation:
             return
+        factors = sorted(factors_of(trainer))
+        if len(factors) > 1 and not self.step_sampler.keeps_micro_batch:
+            raise ConfigurationError(
+                f"GradientAccumulationScheduler changes accumulate_grad_batches among {factors}, and a loader of a "
+                "constant global batch would have other numbers of batches in an epoch, which Lightning counts once: "
+                "use one factor, or a torch DataLoader, whose batch_size is a micro-batch"
+            )
+        self._trainer = trainer
         if getattr(trainer, "overfit_batches", 0):
             self.step_sampler.shuffle = False
         if not getattr(trainer, "fast_dev_run", False):
@@ -246,14 +259,8 @@ class StepLoader:
     def _limit_epoch(self, limit: int | float | None) -> None:
         limit = 1.0 if limit is None else limit
         batches = min(limit, len(self)) if isinstance(limit, int) else int(len(self) * limit)
-        num_micros = self.step_sampler.num_micros
-        if batches % num_micros and batches != len(self):
-            raise ConfigurationError(
-                f"limit_train_batches={limit} ends an epoch after {batches} micro-batches, inside a step of "
-                f"accumulate_grad_batches={num_micros}; set it to {max(1, batches // num_micros) * num_micros}."
-            )
         if batches:
-            self.step_sampler.limit_epoch(-(-batches // num_micros))
+            self.step_sampler.limit_epoch(batches)
 
     # Lightning sets this one on loaders whose workers it seeds (seed_everything(workers=True)).
     @property

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from moe_lightning import seams
 from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.data.accumulation import accumulation_of
 from moe_lightning.data.step_loader import StepLoader, reason_not_to_cut
 from moe_lightning.data.step_sampler import StepSampler, StepSlice
 from moe_lightning.data.streams import StreamLoader, by_index, reason_not_to_stream, samples_of_epoch
@@ -69,7 +70,7 @@ class StepData:
                 return loader
             if reason is not None:
                 raise ConfigurationError(reason)
-            micros = trainer.accumulate_grad_batches if trainer.training else 1
+            micros = accumulation_of(trainer) if trainer.training else 1
             place: dict[str, Any] = {
                 **self._world,
                 "num_micros": micros,
@@ -145,6 +146,20 @@ def is_in_step(trainer: pl.Trainer) -> bool:
     loaders = [loader for loader in seams.tree_leaves(trainer.train_dataloader) if isinstance(loader, StepLoader)]
     is_waiting = any(loader.current is not None and not loader.has_begun for loader in loaders)
     return is_waiting or seams.is_step_open(trainer)
+
+
+def require_accumulation(trainer: pl.Trainer) -> None:
+    """
+    Raises:
+        ConfigurationError: the Trainer's accumulation was changed within an epoch.
+    """
+    for loader in seams.tree_leaves(trainer.train_dataloader):
+        if isinstance(loader, StepLoader) and loader.step_sampler.num_micros != trainer.accumulate_grad_batches:
+            raise ConfigurationError(
+                f"accumulate_grad_batches was changed from {loader.step_sampler.num_micros} to "
+                f"{trainer.accumulate_grad_batches} within an epoch, whose steps are cut already: change it in "
+                "on_train_epoch_start, or use GradientAccumulationScheduler"
+            )
 
 
 def begin_batch(loaders: object) -> None:
