@@ -1,7 +1,7 @@
 """Schedules of gradient accumulation.
 
-Lightning's GradientAccumulationScheduler sets the Trainer's `accumulate_grad_batches` when an epoch begins: too late for
-loaders, which are made before the first one, and not at all in an epoch that is resumed.
+Lightning's GradientAccumulationScheduler sets the Trainer's `accumulate_grad_batches` when an epoch begins: too late
+for loaders, which are made before the first one, and not at all in an epoch that is resumed.
 """
 
 from __future__ import annotations

@@ -133,7 +133,10 @@ def refused(rank: int, world_size: int) -> list[str]:
     """Words about a loader of a constant global batch, and about a factor that changes within an epoch."""
     words: list[str] = []
     constant = StepLoader.of_samples(RandomTokens(36), global_batch_size=6, seed=0, training=True)
-    runs: list[dict[str, Any]] = [{"schedule": {0: 1, 1: 2}, "loader": constant}, {"schedule": None, "callbacks": [Changing()]}]
+    runs: list[dict[str, Any]] = [
+        {"schedule": {0: 1, 1: 2}, "loader": constant},
+        {"schedule": None, "callbacks": [Changing()]},
+    ]
     for run in runs:
         with pytest.raises(ConfigurationError) as caught:
             fit(rank, world_size, **run)
