@@ -20,6 +20,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -131,11 +132,27 @@ def run_fit_as_usual(trainer: pl.Trainer) -> None:
     trainer.fit_loop.__dict__.pop("run", None)
 
 
-def forget_restart(trainer: pl.Trainer) -> None:
-    """Without it a resumed fit leaves out what schedulers of plateaus do at the end of the first epoch. The loop's own
-    setter keeps True under `max_steps`; one that does not would do.
+def end_resumed_epochs(trainer: pl.Trainer) -> None:
+    """Let the end of an epoch that was resumed be that of any other, until `end_epochs_as_usual`: Lightning leaves out
+    what schedulers of plateaus do there, although no metric of it is missing. No public hook comes just before it.
     """
-    trainer.fit_loop._restarting = False
+    trainer.fit_loop.on_advance_end = partial(_end_epoch_without_restart, trainer.fit_loop)  # type: ignore[method-assign]
+
+
+def end_epochs_as_usual(trainer: pl.Trainer) -> None:
+    """Undo `end_resumed_epochs`."""
+    trainer.fit_loop.__dict__.pop("on_advance_end", None)
+
+
+def _end_epoch_without_restart(loop: Any) -> None:
+    loop._restarting = False  # the loop's own setter keeps True under `max_steps`
+    type(loop).on_advance_end(loop)
+
+
+def warn_of_few_workers(trainer: pl.Trainer, loader: DataLoader[Any]) -> None:
+    """Say what Lightning says of a loader's workers; it looks at DataLoaders only."""
+    assert trainer.state.stage is not None
+    _worker_check(trainer, loader, f"{trainer.state.stage.dataloader_prefix}_dataloader")
 
 
 def _fetcher(trainer: pl.Trainer) -> Any:
@@ -181,7 +198,7 @@ def end_epoch(trainer: pl.Trainer, *, drop_logged: bool) -> None:
     epoch_loop = loop.epoch_loop
     if drop_logged:
         epoch_loop._results.clear()
-    _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # see forget_restart
+    _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # see _end_epoch_without_restart
     epoch_loop.batch_progress.increment_completed()
     epoch_loop._skip_next_val = True
     epoch_loop.on_advance_end(_fetcher(trainer))

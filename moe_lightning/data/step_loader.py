@@ -19,6 +19,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
 )
 
@@ -59,6 +60,7 @@ class StepLoader:
         step_sampler: what decides the samples; it holds the position.
         current: the slice of the batch yielded last, or None before the first.
         has_begun: True once a Trainer has counted the batch yielded last.
+        sampler: the user's own, where the loader stands for a DataLoader; else `step_sampler`.
         replaces_stock: it stands for a DataLoader, which stock Lightning would use without a position.
     """
 
@@ -67,6 +69,7 @@ class StepLoader:
     def __init__(self, dataset: Dataset[Any], sampler: StepSampler, **options: Any) -> None:
         self.dataset = dataset
         self.step_sampler = sampler
+        self.sampler: Sampler[Any] | Iterable[Any] = sampler
         self.current: StepSlice | None = None
         self.has_begun = False
         self._before_step: dict[str, Any] | None = None
@@ -121,6 +124,7 @@ class StepLoader:
             order=order,
         )
         converted = cls(loader.dataset, sampler, **kept_options(loader))
+        converted.sampler = batches.sampler
         converted.replaces_stock = True
         return converted
 
@@ -203,6 +207,16 @@ class StepLoader:
     def batch_size(self) -> int:
         """Samples of this rank in the first micro-batch of an epoch, the largest it gets."""
         return self.step_sampler.slice_at(0).count
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that load samples, as in torch's DataLoader."""
+        return self._loader.num_workers
+
+    @property
+    def pin_memory(self) -> bool:
+        """True if batches are copied into pinned memory, as in torch's DataLoader."""
+        return self._loader.pin_memory
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any]:

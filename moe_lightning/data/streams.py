@@ -94,6 +94,7 @@ class StreamLoader(StepLoader):
             keeps_micro_batch=training,
         )
         cut = cls(loader.dataset, sampler, **kept_options(loader))  # type: ignore[arg-type]
+        cut.sampler = batches.sampler
         cut.replaces_stock = True
         return cut
 

@@ -231,6 +231,7 @@ class ExpertParallelStrategy(EditingStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         follow_schedule(self.state.trainer)
+        seams.end_resumed_epochs(self.state.trainer)
 
     @override
     def on_train_end(self) -> None:
@@ -248,6 +249,8 @@ class ExpertParallelStrategy(EditingStrategy):
             self._kept.hand_out()
             self.state.parts.give_step_up(self.world)
         seams.unclip(self.precision_plugin)
+        if (trainer := seams.trainer_of(self.lightning_module)) is not None:
+            seams.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else experts were refused their places, and the user shall see that error
         if self._pipeline is not None:

@@ -61,7 +61,7 @@ class StepData:
             return loader
         is_alone = self._world["world_size"] == self._world["pieces"] == 1 and not self._must_cut
         if isinstance(loader, DataLoader):
-            loader = by_index(loader)
+            given, loader = loader, by_index(loader)
             is_stream = isinstance(loader.dataset, IterableDataset)
             reason = reason_not_to_stream(loader, trainer) if is_stream else reason_not_to_cut(loader)
             if reason is not None and is_alone:
@@ -70,6 +70,7 @@ class StepData:
                 return loader
             if reason is not None:
                 raise ConfigurationError(reason)
+            seams.warn_of_few_workers(trainer, given)
             micros = accumulation_of(trainer) if trainer.training else 1
             place: dict[str, Any] = {
                 **self._world,

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning import seams
 from moe_lightning.algorithms.mesh_shape import Axis
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
@@ -81,7 +80,6 @@ class Steps:
         self._state.parts.take_buffers(self._worlds.mesh.world)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
-        seams.forget_restart(trainer)
         self._weights.begin(self.batch)
         traces = without_traces(module) if self.stream.is_stand_in else nullcontext()
         with traces, self.sequences.watched(training=True):
