@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
@@ -31,12 +31,6 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense:
             "would skip different steps: use 'bf16-mixed' or '32-true'"
         )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    schedules = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
-    if any(len(set(s.scheduling.values())) > 1 for s in schedules):
-        raise ConfigurationError(
-            "GradientAccumulationScheduler changes the global batch during the run: "
-            "use a constant accumulate_grad_batches"
-        )
     averaging = next((c for c in callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)), None)
     if averaging is not None:
         raise ConfigurationError(
