@@ -39,7 +39,7 @@ from moe_lightning.strategies.pipeline import Pipeline
 from moe_lightning.strategies.pipeline_checks import check_for_pipeline, chosen_micro_batches
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.placing import Placing
-from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState
 from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation
 from moe_lightning.strategies.steps import Steps
@@ -95,7 +95,7 @@ class ExpertParallelStrategy(EditingStrategy):
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
         "state", "steps", "weigh", "scale_sum", "checkpoints", "evaluation_weights", "_kept", "_pipeline", "_data",
-        "_is_placed", "_before_hooks"}  # fmt: skip
+        "_is_placed", "_num_groups", "_before_hooks"}  # fmt: skip
 
     def __init__(
         self,
@@ -148,6 +148,7 @@ class ExpertParallelStrategy(EditingStrategy):
         self._pipeline: Pipeline | None = None
         self._data: StepData | None = None
         self._is_placed = False
+        self._num_groups = 0
 
     # ------------------------------------------------------------------ world
 
@@ -212,7 +213,8 @@ class ExpertParallelStrategy(EditingStrategy):
         if self._is_placed:
             return
         trainer = module.trainer
-        check_module(trainer, module, cuts_dense=self.state.parts.is_wished)
+        fixed = FIXED_GROUPS if self.state.fixes_groups else None
+        check_module(trainer, module, cuts_dense=self.state.parts.is_wished, fixed_groups=fixed)
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module)
@@ -233,9 +235,13 @@ class ExpertParallelStrategy(EditingStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with nullcontext() if self._pipeline is None else self._pipeline.cut.whole():
             super().setup_optimizers(trainer)
+        self._require_separate_updates()
+        self.state.take_optimizers(self.optimizers)
+
+    def _require_separate_updates(self) -> None:
+        self._num_groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
         if self.world.size > 1 or self.elastic is not None:
             require_separate_updates(self.optimizers, self.experts.stack_of)
-        self.state.take_optimizers(self.optimizers)
 
     @override
     def configure_ddp(self) -> None:
@@ -367,6 +373,9 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         require_accumulation(self.state.trainer)
+        if sum(len(optimizer.param_groups) for optimizer in self.optimizers) != self._num_groups:
+            self._require_separate_updates()
+        self.sum_unfrozen()
         with self.steps.training(args):
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)

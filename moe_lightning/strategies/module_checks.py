@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
@@ -15,11 +20,14 @@ from moe_lightning.state.frozen_base import frozen_base
 from moe_lightning.state.row_blocks import cuts_of
 
 
-def check_module(trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense: bool) -> None:
+def check_module(
+    trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense: bool, fixed_groups: str | None
+) -> None:
     """Warn where the loss would depend on the number of ranks in spite of all.
 
     Args:
         cuts_dense: whether ranks have parts of the dense parameters.
+        fixed_groups: why optimizers get no further groups; None: they may.
 
     Raises:
         ConfigurationError: what cannot be trained the same on any number of ranks.
@@ -37,6 +45,9 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense:
             f"{type(averaging).__name__} copies the module before experts have their places: average checkpoints "
             "after training"
         )
+    finetuning = next((c for c in callbacks if isinstance(c, BaseFinetuning)), None)
+    if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:
+        raise ConfigurationError(f"{type(finetuning).__name__} adds parameter groups, but {fixed_groups}")
     if seams.was_compiled(module):
         raise ConfigurationError(
             "torch.compile of the whole module cannot follow tokens, whose numbers are known at run time only: "
