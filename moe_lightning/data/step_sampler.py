@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -88,7 +88,7 @@ class StepSampler(Sampler[list[int]]):
         seed: with the epoch's number it decides the permutation.
         shuffle: permute each epoch; otherwise samples come in their order, the same in all of them.
         drop_last: whole steps only, so an epoch leaves out up to `global_batch_size - 1` samples; else they are its
-            last step.
+            last step. "micro": whole micro-batches, of which the last step may have fewer.
         evaluation: one epoch from its first sample, whenever it is iterated.
         order: the indices of an epoch, int64 [num_samples], by its number and the same on every rank; without
             `shuffle` those of the first one. None: those of the data set.
@@ -113,7 +113,7 @@ class StepSampler(Sampler[list[int]]):
         pieces: PositiveInt = 1,
         seed: int = 0,
         shuffle: bool = True,
-        drop_last: bool = True,
+        drop_last: bool | Literal["micro"] = True,
         evaluation: bool = False,
         order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
@@ -123,10 +123,11 @@ class StepSampler(Sampler[list[int]]):
             ("seed", seed, 0),
         ):
             _require_at_least(name, value, least)
-        if drop_last and num_samples < global_batch_size:
+        whole = global_batch_size // num_micros if drop_last == "micro" else global_batch_size
+        if drop_last and num_samples < whole:
             kind = "evaluation" if evaluation else "training"
             raise ConfigurationError(
-                f"The {kind} data has {num_samples} samples, fewer than one step of {global_batch_size} "
+                f"The {kind} data has {num_samples} samples, fewer than one step of {whole} "
                 f"(global_batch_size); lower it to at most {num_samples}, set drop_last=False, or bring more data."
             )
         self.num_samples = num_samples
@@ -135,7 +136,7 @@ class StepSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.evaluation = evaluation
         self._given_order = order
-        self._usable = num_samples - num_samples % global_batch_size if drop_last else num_samples
+        self._usable = num_samples - num_samples % whole if drop_last else num_samples
         self.all_steps = -(-self._usable // global_batch_size)
         self.epoch_steps = self.all_steps
         self.consumed = 0
