@@ -147,11 +147,6 @@ def is_strategy(name: str) -> bool:
     return is_under(name, "moe_lightning.strategies") and name.count(".") > 1
 
 
-def test_no_file_is_long() -> None:
-    long = [path.name for path, _ in source_files() if len(path.read_text().splitlines()) > 400]
-    assert not long
-
-
 def test_only_the_rooms_for_it_communicate() -> None:
     wrong = [
         f"{path}:{line}: {room} may not use {name}"

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_lightning.kernels.bodies import ExpertSort
-from moe_lightning.kernels.triton_launch import INTERPRETED, ceil_div, launch, power_of_two
+from moe_lightning.kernels.interface import ExpertSort
+from moe_lightning.kernels.triton.launch import INTERPRETED, ceil_div, launch, power_of_two
 
 _TILE = 1024 if INTERPRETED else 8192
 """Elements of a (rows, experts) tile in registers."""
 
 _ROWS = 32 if INTERPRETED else 512
-"""Of a block of `chunk_order`."""
+"""Rows of a block of `chunk_order`."""
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _place_kernel(
 
 @triton.jit
 def _old_place(starts, ends, row, here, num_chunks, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where rows of the new order were before."""
+    """Return the old places of rows of the new order."""
     low = tl.zeros((BLOCK,), dtype=tl.int32)  # the first chunk that ends behind the row lies in low..high
     high = tl.full((BLOCK,), 0, dtype=tl.int32) + (num_chunks - 1)
     for _ in range(STEPS):
@@ -160,7 +160,7 @@ def _block(num_experts: int) -> int:
 
 
 def _count(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Of each assignment how many of its expert come before it in its block, and the blocks' counts [E, B]."""
+    """Return each assignment's place among those of its expert in its block, and the blocks' counts [E, B]."""
     num_blocks = ceil_div(ids_TK.numel(), _block(num_experts))
     rank_TK, counts_EB = torch.empty_like(ids_TK), ids_TK.new_empty(num_experts, num_blocks)
     launch(

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_lightning.kernels.bodies import ACTIVATIONS, is_gated
-from moe_lightning.kernels.triton_launch import ceil_div, launch, row_tile
+from moe_lightning.kernels.interface import ACTIVATIONS, is_gated
+from moe_lightning.kernels.triton.launch import ceil_div, launch, row_tile
 
 
 @triton.jit

@@ -1,17 +1,23 @@
-"""Row movement with Triton: gathers over tiles of rows; every sum runs inside one program in a fixed order.
+"""Row movement, keyed dropout, parity and ordered sums with Triton; every sum runs inside one program in a fixed order.
 
-Legend: T tokens, K choices, M rows, D model width.
+Legend: T tokens, K choices, M rows, D model width, L elements.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_lightning.kernels.triton_launch import ceil_div, launch, row_tile
+from moe_lightning.kernels import torch_kernels
+from moe_lightning.kernels.interface import Draw
+from moe_lightning.kernels.torch_kernels import words
+from moe_lightning.kernels.triton.launch import INTERPRETED, ceil_div, launch, row_tile
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -109,3 +115,97 @@ def spread(
         ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
     return out_MD, products_M
+
+
+_BLOCK = 64 if INTERPRETED else 2048
+
+
+@triton.jit
+def _xor_kernel(a, b, c, d, out, length, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < length
+    parity = tl.load(a + place, mask=mask, other=0)
+    if COUNT > 1:
+        parity ^= tl.load(b + place, mask=mask, other=0)
+    if COUNT > 2:
+        parity ^= tl.load(c + place, mask=mask, other=0)
+    if COUNT > 3:
+        parity ^= tl.load(d + place, mask=mask, other=0)
+    tl.store(out + place, parity, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _sum_kernel(parts, out, num_parts, length, stride_part, stride, stride_out, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < length
+    total = tl.load(parts + place * stride, mask=mask, other=0).to(tl.float32)
+    for part in range(1, num_parts):
+        total += tl.load(parts + part * stride_part + place * stride, mask=mask, other=0).to(tl.float32)
+    tl.store(out + place * stride_out, total.to(out.dtype.element_ty), mask=mask)
+
+
+def xor(buffers: Sequence[Tensor], out: Tensor) -> None:
+    """out = XOR of equal-length uint8 buffers, four at a time; `out` may be one of them."""
+    for parts, result in words(buffers, out):
+        if any(part.data_ptr() == result.data_ptr() for part in parts[4:]):
+            parts = sorted(parts, key=lambda part: part.data_ptr() != result.data_ptr())  # read it before it is written
+        _xor(parts[:4], result)
+        for start in range(4, len(parts), 3):
+            _xor([result, *parts[start : start + 3]], result)
+
+
+def _xor(parts: Sequence[Tensor], out: Tensor) -> None:
+    a, b, c, d = [*parts, *[parts[0]] * (4 - len(parts))]
+    grid = (ceil_div(out.numel(), _BLOCK),)
+    launch(_xor_kernel, grid, out, a, b, c, d, out, out.numel(), COUNT=len(parts), BLOCK=_BLOCK)
+
+
+def sum_in_rank_order(parts_NL: Tensor, out_L: Tensor) -> None:
+    """out = ((parts[0] + parts[1]) + parts[2]) + ..., accumulated in fp32 and rounded once."""
+    num_parts, length = parts_NL.shape
+    launch(
+        _sum_kernel, (ceil_div(length, _BLOCK),), out_L,
+        parts_NL, out_L, num_parts, length, *parts_NL.stride(), out_L.stride(0), BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+_GOLDEN: tl.constexpr = tl.constexpr(torch_kernels.GOLDEN)
+_MIX_1: tl.constexpr = tl.constexpr(torch_kernels.MIX_1)
+_MIX_2: tl.constexpr = tl.constexpr(torch_kernels.MIX_2)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["num_rows", "key", "first", "here", "parts", "part"])
+def _dropout_kernel(
+    x, out, num_rows, width, key, first, here, parts, part, p, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    size = here.to(tl.int64)
+    place = (row // size + first) * (size * parts) + row % size + size * part
+    rows = _mix(place * _GOLDEN + key)
+    bits = _mix(rows[:, None] + ((column + 1).to(tl.int64) * _GOLDEN)[None, :])
+    uniform = (((bits >> 40) & 0xFFFFFF).to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    mask = (row < num_rows)[:, None] & (column < width)[None, :]
+    where = row[:, None] * width + column[None, :]
+    value = tl.load(x + where, mask=mask, other=0).to(tl.float32)
+    tl.store(out + where, (value * tl.where(uniform >= p, scale, 0.0)).to(out.dtype.element_ty), mask=mask)
+
+
+def dropout(x_MD: Tensor, p: float, draw: Draw) -> Tensor:
+    """[M, D], in one launch; applied to a gradient it is its own backward."""
+    num_rows, width = x_MD.shape
+    out_MD = torch.empty_like(x_MD)
+    scale = torch.tensor(np.float32(1.0) / np.float32(1.0 - p)).to(x_MD.dtype).item()  # rounded as in torch
+    rows, columns = row_tile(width, elements=2048)
+    launch(
+        _dropout_kernel, (ceil_div(num_rows, rows), ceil_div(width, columns)), x_MD, x_MD, out_MD, num_rows, width,
+        draw.key, draw.first, draw.here, draw.parts, draw.part, p, scale, ROWS=rows, COLUMNS=columns,
+    )  # fmt: skip
+    return out_MD

@@ -1,5 +1,6 @@
-"""One signature for each primitive; a room of bodies (torch_*, triton_*) implements it without autograd; `functions`
-adds the gradients.
+"""Interface of the kernels: one signature for each primitive, without autograd, which `autograd` adds.
+
+`torch_kernels` and the modules of `triton` implement it.
 
 Legend: T tokens, K choices, A = T*K assignments, M rows (A less the dropped), E experts, S slots, D model width,
 F expert width, N parts, L elements.
@@ -13,14 +14,14 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 ACTIVATIONS = ("gelu", "swiglu", "gelu_tanh", "swiglu_clamped")
-"""What an expert's hidden layer passes; see `expert_activation`."""
+"""Activations of an expert's hidden layer; see `expert_activation`."""
 
 CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0
 """Constants of "swiglu_clamped", those of GPT-OSS."""
 
 
 def is_gated(kind: str) -> bool:
-    """Whether an activation takes gate and up side by side and halves the width."""
+    """True if an activation takes gate and up side by side and halves the width."""
     return kind.startswith("swiglu")
 
 
@@ -40,7 +41,7 @@ class ExpertSort(NamedTuple):
     rank_in_expert_TK: Tensor
 
 
-class RoutingBodies(Protocol):
+class RoutingKernels(Protocol):
     def top_k(self, scores_TE: Tensor, top_k: int) -> Tensor:
         """int64 [T, K]: ids of the largest scores, descending, ties to the lower id."""
         ...
@@ -70,7 +71,7 @@ class RoutingBodies(Protocol):
 
 
 class Choice(NamedTuple):
-    """How a linear router chooses: K, sigmoid or softmax of the logits, weights over their sum, times a factor."""
+    """Choice of a linear router: K, sigmoid or softmax of the logits, weights over their sum, times a factor."""
 
     top_k: int
     is_sigmoid: bool
@@ -79,7 +80,7 @@ class Choice(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What a linear router says of tokens: fp32 but for the ids, which are int64.
+    """Result of a linear router for tokens: fp32 but for the ids, which are int64.
 
     Attributes:
         x_TD: the tokens themselves. The gradient of who goes on with these joins the router's own in one pass over the
@@ -93,7 +94,7 @@ class Routed(NamedTuple):
     x_TD: Tensor | None = None
 
 
-class RouterBodies(Protocol):
+class RouterKernels(Protocol):
     """A linear router of bf16 rows and fp32 weights, as exact as fp32, for devices that have faster units for it."""
 
     MOST_EXPERTS: int
@@ -101,7 +102,7 @@ class RouterBodies(Protocol):
     def route(
         self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, selection_E: Tensor | None, choice: Choice
     ) -> tuple[Routed, Tensor]:
-        """What is chosen, and what of the weights the gradients need."""
+        """Return the routing, and the terms of the weights that the gradients need."""
         ...
 
     def logit_gradients(
@@ -135,7 +136,7 @@ class RouterBodies(Protocol):
         ...
 
 
-class RowBodies(Protocol):
+class RowKernels(Protocol):
     def gather(self, x_TD: Tensor, index_M: Tensor, divisor: int) -> Tensor:
         """[M, D]: x[index // divisor]."""
         ...
@@ -152,9 +153,9 @@ class RowBodies(Protocol):
         ...
 
 
-class MatmulBodies(Protocol):
+class MatmulKernels(Protocol):
     def cut(self, tokens_S: Tensor, num_rows: int, x: Tensor) -> Any:
-        """What all products of rows sorted by slot share, made once and in the room's own form.
+        """Return what all products of rows sorted by slot share, in a form of the implementation's own.
 
         Args:
             x: of the dtype and on the device of the operands.
@@ -172,7 +173,7 @@ class MatmulBodies(Protocol):
 
 
 class HiddenGradients(NamedTuple):
-    """What the backward of a down projection leaves.
+    """Result of the backward of a down projection.
 
     Attributes:
         h_MH: the gradient of h.
@@ -185,7 +186,7 @@ class HiddenGradients(NamedTuple):
     products_CA: Tensor | None
 
 
-class FusedBodies(Protocol):
+class FusedKernels(Protocol):
     """Matmuls with the activation behind them, for devices where a kernel of its own would cost a pass over memory."""
 
     def up_and_activation(
@@ -219,7 +220,7 @@ class FusedBodies(Protocol):
         ...
 
 
-class ActivationBodies(Protocol):
+class ActivationKernels(Protocol):
     def activation(self, h_MH: Tensor, kind: str, gate_M: Tensor | None) -> Tensor: ...
 
     def activation_grad(
@@ -230,7 +231,7 @@ class ActivationBodies(Protocol):
 
 
 class Sharing(NamedTuple):
-    """How the holders of an expert share its tokens, see `algorithms.quota.settled_quota`.
+    """Rule by which the holders of an expert share its tokens, see `algorithms.quota.settled_quota`.
 
     Attributes:
         rounds: of multiplicative weights; 0 splits evenly over replicas.
@@ -266,18 +267,18 @@ class Runs(NamedTuple):
     recv_N: Tensor
 
 
-class PlanBodies(Protocol):
+class PlanKernels(Protocol):
     def plan_rows(self, tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
         """int64 [E, N] each: rows of each expert that the rank sends to, and receives from, every rank."""
         ...
 
     def runs(self, send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, is_packed: bool) -> Runs:
-        """How a plan's rows lie in blocks."""
+        """Return the layout of a plan's rows in blocks."""
         ...
 
 
 class Draw(NamedTuple):
-    """Which numbers to draw: a key, and the rows of the global batch that the local ones are.
+    """Random numbers to draw: a key, and the position of the local rows in the global batch.
 
     Attributes:
         key: int64, already mixed.
@@ -294,13 +295,13 @@ class Draw(NamedTuple):
     part: int
 
 
-class StreamBodies(Protocol):
+class StreamKernels(Protocol):
     def dropout(self, x_MD: Tensor, p: float, draw: Draw) -> Tensor:
         """[M, D]: 0 where the number of an element is below p, else x / (1 - p)."""
         ...
 
 
-class ByteBodies(Protocol):
+class ByteKernels(Protocol):
     def xor(self, buffers: Sequence[Tensor], out: Tensor) -> None: ...
 
     def sum_in_rank_order(self, parts_NL: Tensor, out_L: Tensor) -> None: ...

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_lightning.kernels.bodies import Choice, Routed
-from moe_lightning.kernels.triton_launch import INTERPRETED, ceil_div, launch, power_of_two
-from moe_lightning.kernels.triton_tiles import described, limits
+from moe_lightning.kernels.interface import Choice, Routed
+from moe_lightning.kernels.triton.launch import INTERPRETED, ceil_div, launch, power_of_two
+from moe_lightning.kernels.triton.tiles import described, limits
 
 MOST_EXPERTS = 256
 """A program holds the scores of all experts in registers."""
@@ -93,7 +93,7 @@ def _route_kernel(
     if selection is not None:
         value += tl.load(selection + expert, mask=real, other=0)[None, :]
 
-    # Bits made monotone, ties to the lower id, as in `triton_routing`; + 0.0 turns -0.0 into 0.0.
+    # Bits made monotone, ties to the lower id, as in `triton.routing`; + 0.0 turns -0.0 into 0.0.
     key = (value + 0.0).to(tl.int32, bitcast=True)
     key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     lowest = -0x80000000
@@ -262,7 +262,7 @@ def _blocks(experts: int, device: torch.device, *, holds_gradients: bool = False
 def route(
     x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, selection_E: Tensor | None, choice: Choice
 ) -> tuple[Routed, Tensor]:
-    """What is chosen, and the terms of the weights [3, E, D] for the gradients."""
+    """Return the routing, and the terms of the weights [3, E, D] for the gradients."""
     num_tokens, num_experts = len(x_TD), len(weight_ED)
     terms_3ED = x_TD.new_empty(_TERMS, *weight_ED.shape)
     logits_TE, scores_TE = (x_TD.new_empty(num_tokens, num_experts, dtype=torch.float32) for _ in range(2))

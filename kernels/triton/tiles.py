@@ -16,12 +16,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_lightning.kernels import tile_table
-from moe_lightning.kernels.triton_launch import INTERPRETED, ceil_div, launch, power_of_two
+from moe_lightning.kernels.triton.launch import INTERPRETED, ceil_div, launch, power_of_two
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a kernel may count on: compute capability times ten, bytes of shared memory, multiprocessors."""
+    """Limits of a device: compute capability times ten, bytes of shared memory, multiprocessors."""
 
     capability: int
     shared: int
@@ -50,7 +50,7 @@ _SINGLE = Tiles(m=64, n=64, k=32, warps=4, stages=3)
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
-    """Of a GPU; of none in particular in the interpreter."""
+    """Return the limits of a GPU; in the interpreter those of none in particular."""
     if device.type != "cuda":
         return Limits(capability=90, shared=1 << 30, multiprocessors=3)
     found = torch.cuda.get_device_properties(device)

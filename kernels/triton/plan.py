@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_lightning.kernels import torch_plan
-from moe_lightning.kernels.bodies import Runs, Sharing
-from moe_lightning.kernels.triton_launch import launch, power_of_two
+from moe_lightning.kernels import torch_kernels
+from moe_lightning.kernels.interface import Runs, Sharing
+from moe_lightning.kernels.triton.launch import launch, power_of_two
 
 _CELLS = 4096
-"""Of a table in the registers of one program; torch plans what is larger."""
+"""Most cells of a table in the registers of one program; torch plans larger ones."""
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _plan_kernel(
 
 @triton.jit
 def _blocks(rows_N, column, num_ranks, block, IS_PACKED: tl.constexpr):
-    """Where each rank's rows begin, and how much room is left behind them."""
+    """Return the start of each rank's rows, and the unused rows behind them."""
     if IS_PACKED:
         left = block * num_ranks - tl.sum(rows_N, axis=0)
         return tl.cumsum(rows_N, axis=0) - rows_N, tl.where(column == num_ranks - 1, left, 0)
@@ -150,7 +150,7 @@ def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharin
     num_experts, num_ranks = tokens_EN.shape
     experts, ranks = power_of_two(num_experts), power_of_two(num_ranks)
     if experts * ranks > _CELLS:
-        return torch_plan.plan_rows(tokens_EN, replicas_EN, rank, sharing)
+        return torch_kernels.plan_rows(tokens_EN, replicas_EN, rank, sharing)
     send_EN, recv_EN = (torch.empty_like(replicas_EN) for _ in range(2))
     launch(
         _plan_kernel, (1,), tokens_EN, tokens_EN, *tokens_EN.stride(), replicas_EN, send_EN, recv_EN, num_experts,
@@ -165,7 +165,7 @@ def runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, is_packe
     (num_experts, num_ranks), num_slots = send_EN.shape, len(slots_C)
     experts, ranks, slots = (power_of_two(number) for number in (num_experts, num_ranks, num_slots))
     if max(experts, slots) * ranks > _CELLS:
-        return torch_plan.runs(send_EN, recv_EN, slots_C, block, is_packed)
+        return torch_kernels.runs(send_EN, recv_EN, slots_C, block, is_packed)
     sizes = [num_ranks * (num_experts + 1)] * 2 + [(num_slots + 1) * num_ranks] * 2 + [num_slots, num_ranks, num_ranks]
     made = Runs(*send_EN.new_empty(sum(sizes)).split(sizes))
     launch(

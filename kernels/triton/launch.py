@@ -1,4 +1,4 @@
-"""What the Triton rooms share: launching on the device of the data, and tile sizes."""
+"""Launching on the device of the data, and tile sizes."""
 
 from __future__ import annotations
 

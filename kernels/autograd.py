@@ -1,4 +1,4 @@
-"""The gradients of the operations, written once over the primitives of `bodies`.
+"""The gradients of the operations, written once over the primitives of `interface`.
 
 Every backward of rows is made of gathers and matmuls; nothing is scattered, so nothing is added in an undefined order.
 """
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels.bodies import (
-    ActivationBodies,
+from moe_lightning.kernels.interface import (
+    ActivationKernels,
     Choice,
     Draw,
-    FusedBodies,
-    MatmulBodies,
-    RouterBodies,
-    RoutingBodies,
-    RowBodies,
-    StreamBodies,
+    FusedKernels,
+    MatmulKernels,
+    RouterKernels,
+    RoutingKernels,
+    RowKernels,
+    StreamKernels,
 )
 
 Grads = tuple[Tensor | None, ...]
@@ -34,7 +34,7 @@ def apply(function: Any, *arguments: object) -> Any:
 def _require_first_derivative() -> None:
     """
     Raises:
-        ConfigurationError: somebody wants to differentiate the gradients, which kernels compute outside of any graph.
+        ConfigurationError: the gradients, which kernels compute outside of any graph, are to be differentiated.
     """
     if torch.is_grad_enabled():
         raise ConfigurationError(
@@ -45,8 +45,8 @@ def _require_first_derivative() -> None:
 
 class TopK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores_TE: Tensor, top_k: int, room: RoutingBodies) -> tuple[Tensor, Tensor]:
-        ids_TK = room.top_k(scores_TE, top_k)
+    def forward(ctx: Any, scores_TE: Tensor, top_k: int, kernels: RoutingKernels) -> tuple[Tensor, Tensor]:
+        ids_TK = kernels.top_k(scores_TE, top_k)
         ctx.save_for_backward(ids_TK)
         ctx.mark_non_differentiable(ids_TK)
         ctx.shape = scores_TE.shape
@@ -68,11 +68,12 @@ class Route(torch.autograd.Function):
         bias_E: Tensor | None,
         selection_E: Tensor | None,
         choice: Choice,
-        room: RouterBodies,
+        kernels: RouterKernels,
     ) -> tuple[Tensor | None, ...]:
-        routed, terms_3ED = room.route(x_TD, weight_ED, bias_E, selection_E, choice)
+        routed, terms_3ED = kernels.route(x_TD, weight_ED, bias_E, selection_E, choice)
         ctx.save_for_backward(x_TD, terms_3ED, routed.scores_TE, routed.ids_TK)
-        ctx.choice, ctx.room, ctx.dtypes = choice, room, (weight_ED.dtype, None if bias_E is None else bias_E.dtype)
+        ctx.choice, ctx.kernels = choice, kernels
+        ctx.dtypes = (weight_ED.dtype, None if bias_E is None else bias_E.dtype)
         ctx.mark_non_differentiable(routed.ids_TK)
         ctx.set_materialize_grads(False)
         return *routed[:4], x_TD if ctx.needs_input_grad[0] else None
@@ -85,50 +86,50 @@ class Route(torch.autograd.Function):
         x_TD, terms_3ED, scores_TE, ids_TK = ctx.saved_tensors
         logits, scores, weights, _, beside = (None if grad is None else grad.contiguous() for grad in grads)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grads_3TE, grad_x = ctx.room.logit_gradients(
+        grads_3TE, grad_x = ctx.kernels.logit_gradients(
             terms_3ED, scores_TE, ids_TK, (logits, scores, weights), ctx.choice, wants_x, beside
         )
-        grad_weight = ctx.room.router_wgrad(grads_3TE, x_TD).to(ctx.dtypes[0]) if wants_weight else None
+        grad_weight = ctx.kernels.router_wgrad(grads_3TE, x_TD).to(ctx.dtypes[0]) if wants_weight else None
         grad_bias = grads_3TE.sum((0, 1), dtype=torch.float32).to(ctx.dtypes[1]) if wants_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class Balance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores_TE: Tensor, counts_E: Tensor, room: RouterBodies) -> Tensor:
+    def forward(ctx: Any, scores_TE: Tensor, counts_E: Tensor, kernels: RouterKernels) -> Tensor:
         ctx.save_for_backward(scores_TE, counts_E)
-        ctx.room = room
-        return room.balance(scores_TE, counts_E).sum()
+        ctx.kernels = kernels
+        return kernels.balance(scores_TE, counts_E).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         _require_first_derivative()
-        return ctx.room.balance_gradient(*ctx.saved_tensors, grads[0]), None, None
+        return ctx.kernels.balance_gradient(*ctx.saved_tensors, grads[0]), None, None
 
 
 class Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor, room: RowBodies) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor, kernels: RowKernels) -> Tensor:
         ctx.save_for_backward(inverse_TK)
-        ctx.room = room
-        return room.gather(x_TD, order_M, inverse_TK.shape[1])
+        ctx.kernels = kernels
+        return kernels.gather(x_TD, order_M, inverse_TK.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         _require_first_derivative()
         (inverse_TK,) = ctx.saved_tensors
-        return ctx.room.combine(grads[0].contiguous(), inverse_TK, None), None, None, None
+        return ctx.kernels.combine(grads[0].contiguous(), inverse_TK, None), None, None, None
 
 
 class Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_MD: Tensor, inverse_TK: Tensor, order_M: Tensor, weights_TK: Tensor | None, room: RowBodies
+        ctx: Any, rows_MD: Tensor, inverse_TK: Tensor, order_M: Tensor, weights_TK: Tensor | None, kernels: RowKernels
     ) -> Tensor:
-        ctx.room, ctx.top_k = room, inverse_TK.shape[1]
+        ctx.kernels, ctx.top_k = kernels, inverse_TK.shape[1]
         needs_rows = weights_TK is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(inverse_TK, order_M, weights_TK, rows_MD if needs_rows else None)
-        return room.combine(rows_MD, inverse_TK, weights_TK)
+        return kernels.combine(rows_MD, inverse_TK, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
@@ -136,8 +137,8 @@ class Unpermute(torch.autograd.Function):
         inverse_TK, order_M, weights_TK, rows_MD = ctx.saved_tensors
         grad_TD = grads[0].contiguous()
         if weights_TK is None:
-            return ctx.room.gather(grad_TD, order_M, ctx.top_k), None, None, None, None
-        grad_rows, products_M = ctx.room.spread(grad_TD, order_M, rows_MD, weights_TK, ctx.needs_input_grad[0])
+            return ctx.kernels.gather(grad_TD, order_M, ctx.top_k), None, None, None, None
+        grad_rows, products_M = ctx.kernels.spread(grad_TD, order_M, rows_MD, weights_TK, ctx.needs_input_grad[0])
         grad_weights = None
         if products_M is not None and len(order_M) > inverse_TK.numel():  # padded: several rows name an assignment
             grad_weights = products_M[inverse_TK.clamp_min(0)].masked_fill_(inverse_TK < 0, 0).to(weights_TK.dtype)
@@ -150,16 +151,16 @@ class Unpermute(torch.autograd.Function):
 
 class GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None, room: RowBodies) -> Tensor:
+    def forward(ctx: Any, x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None, kernels: RowKernels) -> Tensor:
         ctx.save_for_backward(index_M, inverse_M)
-        ctx.room = room
-        return room.gather(x_MD, index_M, 1)
+        ctx.kernels = kernels
+        return kernels.gather(x_MD, index_M, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         index_M, inverse_M = ctx.saved_tensors
         return (
-            ctx.room.gather(grads[0].contiguous(), invert(index_M) if inverse_M is None else inverse_M, 1),
+            ctx.kernels.gather(grads[0].contiguous(), invert(index_M) if inverse_M is None else inverse_M, 1),
             None,
             None,
             None,
@@ -170,14 +171,14 @@ class KeyedDropout(torch.autograd.Function):
     """Keeps nothing but the key: the backward draws the same numbers again."""
 
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, p: float, draw: Draw, room: StreamBodies) -> Tensor:
-        ctx.drawn = p, draw, room
-        return room.dropout(x_MD, p, draw)
+    def forward(ctx: Any, x_MD: Tensor, p: float, draw: Draw, kernels: StreamKernels) -> Tensor:
+        ctx.drawn = p, draw, kernels
+        return kernels.dropout(x_MD, p, draw)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        p, draw, room = ctx.drawn
-        return room.dropout(grads[0].contiguous(), p, draw), None, None, None
+        p, draw, kernels = ctx.drawn
+        return kernels.dropout(grads[0].contiguous(), p, draw), None, None, None
 
 
 class GroupedMM(torch.autograd.Function):
@@ -191,19 +192,19 @@ class GroupedMM(torch.autograd.Function):
         tokens_S: Tensor,
         order_M: Tensor | None,
         inverse_TK: Tensor | None,
-        rooms: tuple[MatmulBodies, RowBodies],
+        kernels: tuple[MatmulKernels, RowKernels],
     ) -> Tensor:
         ctx.save_for_backward(x, weight_SDF, order_M, inverse_TK)
-        ctx.rooms = rooms
+        ctx.kernels = kernels
         ctx.divisor = 1 if inverse_TK is None else inverse_TK.shape[1]
-        ctx.cut = rooms[0].cut(tokens_S, len(x) if order_M is None else len(order_M), x)
-        return rooms[0].grouped_mm(x, weight_SDF, ctx.cut, order_M, ctx.divisor)
+        ctx.cut = kernels[0].cut(tokens_S, len(x) if order_M is None else len(order_M), x)
+        return kernels[0].grouped_mm(x, weight_SDF, ctx.cut, order_M, ctx.divisor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         _require_first_derivative()
         x, weight_SDF, order_M, inverse_TK = ctx.saved_tensors
-        matmul, rows = ctx.rooms
+        matmul, rows = ctx.kernels
         grad_MF = grads[0].contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -217,15 +218,15 @@ class GroupedMM(torch.autograd.Function):
 
 class ExpertActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h_MH: Tensor, gate_M: Tensor | None, kind: str, room: ActivationBodies) -> Tensor:
-        ctx.room, ctx.kind = room, kind
+    def forward(ctx: Any, h_MH: Tensor, gate_M: Tensor | None, kind: str, kernels: ActivationKernels) -> Tensor:
+        ctx.kernels, ctx.kind = kernels, kind
         ctx.save_for_backward(h_MH, gate_M)
-        return room.activation(h_MH, kind, gate_M)
+        return kernels.activation(h_MH, kind, gate_M)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         h_MH, gate_M = ctx.saved_tensors
-        grad_h, grad_gate = ctx.room.activation_grad(grads[0].contiguous(), h_MH, ctx.kind, gate_M)
+        grad_h, grad_gate = ctx.kernels.activation_grad(grads[0].contiguous(), h_MH, ctx.kind, gate_M)
         if grad_gate is not None:
             grad_gate = grad_gate.to(gate_M.dtype)
         return grad_h, grad_gate, None, None
@@ -247,10 +248,10 @@ class ExpertMLP(torch.autograd.Function):
         order_M: Tensor | None,
         inverse_TK: Tensor | None,
         weights_TK: Tensor | None,
-        rooms: tuple[MatmulBodies, FusedBodies, RowBodies],
+        kernels: tuple[MatmulKernels, FusedKernels, RowKernels],
     ) -> Tensor:
-        matmul, fused, rows = rooms
-        ctx.rooms, ctx.kind = rooms, kind
+        matmul, fused, rows = kernels
+        ctx.kernels, ctx.kind = kernels, kind
         ctx.divisor = 1 if inverse_TK is None else inverse_TK.shape[1]
         ctx.cut = matmul.cut(tokens_S, len(x) if order_M is None else len(order_M), x)
         h_MH, activation_MF = fused.up_and_activation(x, up_SDH, ctx.cut, order_M, ctx.divisor, kind)
@@ -262,7 +263,7 @@ class ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         _require_first_derivative()
         x, up_SDH, down_SFD, order_M, inverse_TK, weights_TK, h_MH = ctx.saved_tensors
-        matmul, fused, rows = ctx.rooms
+        matmul, fused, rows = ctx.kernels
         grad = grads[0].contiguous()
         hidden = fused.down_gradient(grad, down_SFD, ctx.cut, h_MH, ctx.kind, order_M, weights_TK)
         grad_x = grad_up = grad_down = grad_weights = None
