@@ -16,6 +16,7 @@ from torch import nn
 
 from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.state.frozen_base import frozen_base
 from moe_lightning.state.row_blocks import cuts_of
 
@@ -40,10 +41,10 @@ def check_module(
         )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     averaging = next((c for c in callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)), None)
-    if averaging is not None:
+    if averaging is not None and (cuts_dense or moe_layers(module)):
         raise ConfigurationError(
-            f"{type(averaging).__name__} copies the module before experts have their places: average checkpoints "
-            "after training"
+            f"{type(averaging).__name__} copies the module before experts and parts of layers have their places: "
+            "average checkpoints after training"
         )
     finetuning = next((c for c in callbacks if isinstance(c, BaseFinetuning)), None)
     if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:

@@ -231,7 +231,8 @@ class Steps:
         Under manual optimization what earlier calls left in the gradients is summed already: it steps aside.
         """
         module, experts = self._state.module, self._state.experts
-        earlier = {} if module.automatic_optimization else _take_gradients(module)
+        is_summed = self._worlds.present.size > 1 or self._state.parts.is_wished
+        earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
         if experts.visits is not None:
             experts.visits.is_last_backward = not self.is_blocked
         yield
