@@ -34,7 +34,8 @@ def work(program: str, run: Callable[[], object]) -> int:
         print(f"{program}: this rank leaves: {notice}; what only it held is handed over", file=sys.stderr)
         leave_process_groups()
         return EXIT_PREEMPTED
-    except RunFinished:  # before this process could join: there is nothing to do
+    except RunFinished as end:  # before this process could join, or without it: there is nothing to do
+        print(f"{program}: this rank ends: {end}", file=sys.stderr)
         leave_process_groups()
         return 0
     except PeerFailed as error:
