@@ -167,5 +167,5 @@ def test_what_a_pipeline_wraps_is_looked_into_and_let_go() -> None:
     cause = fault.__cause__
     scrub(fault)
     assert cause is not None
-    assert fault.__cause__ is fault.__context__ is cause.__traceback__ is None
+    assert (fault.__cause__, fault.__context__, cause.__traceback__) == (None, None, None)
     assert not is_worlds_fault(ValueError("a mistake"), None)
