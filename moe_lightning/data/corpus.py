@@ -28,6 +28,7 @@ from moe_lightning.data.sources import (
     fingerprint,
     is_text,
     is_token_file,
+    reading,
     text_files,
     token_file,
     token_range,
@@ -35,7 +36,7 @@ from moe_lightning.data.sources import (
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, token_dtype, tokenizer_key
 from moe_lightning.errors import ConfigurationError
 
-_LAYOUT = 2  # raised when an entry's files change their meaning
+_LAYOUT = 3  # raised when an entry's files change their meaning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +104,8 @@ def prepare_corpus(
         tokenizer: "bytes", "bpe:SIZE" (trained on the training part, kept as tokenizer.json), or a tokenizer.json.
             For a token file a tokenizer.json states the vocabulary; without one it is the largest token plus one
             (256 for uint8).
-        val_fraction: held out, inside (0, 1): of several files about this fraction, chosen whole by a hash of
-            (seed, name), so that adding files moves no other; of a single file its end.
+        val_fraction: fraction of the bytes (of a token file: of the tokens) that is held out, inside (0, 1). Whole
+            files in the order of a hash of (seed, name), and of the last of them, as of a single file, the end.
         seed: another split of the same files.
         dtype: of a .bin file: uint8, uint16 or uint32.
 
@@ -184,7 +185,7 @@ def _text_corpus(source: str, cache: Path, tokenizer: str, val_fraction: float, 
 
     def build(folder: Path) -> dict[str, Any]:
         kept = [file for file in files if is_text(file)] if source == "stdlib" else files
-        train, val = _split(kept, val_fraction, seed)
+        train, val = _split(source, kept, val_fraction, seed)
         encoder = load_tokenizer(tokenizer, (chunk for span in train for chunk in span.chunks()))
         encoder.save(folder)
         return {
@@ -215,30 +216,34 @@ def _text_corpus(source: str, cache: Path, tokenizer: str, val_fraction: float, 
     )
 
 
-def _split(files: Sequence[TextFile], val_fraction: float, seed: int) -> tuple[list[TextSpan], list[TextSpan]]:
-    """Training and held-out spans; with two files or more both parts hold at least one of them."""
-    if len(files) == 1:
-        return _split_file(files[0], val_fraction)
-    places = {file: xxhash.xxh3_64_intdigest(f"{seed}:{file.name}".encode()) / 2**64 for file in files}
-    in_order = sorted(files, key=lambda file: places[file])
-    held_out = {file for file in in_order if places[file] < val_fraction} | {in_order[0]}
-    held_out.discard(in_order[-1])
-    spans = {file: TextSpan(path=file.path, start=0, stop=file.size_bytes) for file in files}
-    return [spans[f] for f in files if f not in held_out], [spans[f] for f in files if f in held_out]
-
-
-def _split_file(file: TextFile, val_fraction: float) -> tuple[list[TextSpan], list[TextSpan]]:
-    """Cut off the end, at the next start of a character."""
-    middle = file.size_bytes - round(file.size_bytes * val_fraction)
-    with file.path.open("rb") as text:
-        text.seek(middle)
-        middle += next((i for i, byte in enumerate(text.read(3)) if byte & 0xC0 != 0x80), 0)
-    if not 0 < middle < file.size_bytes:
+def _split(
+    source: str, files: Sequence[TextFile], val_fraction: float, seed: int
+) -> tuple[list[TextSpan], list[TextSpan]]:
+    """Training and held-out spans. Files are held out in the order of a hash of (seed, name) until the fraction of all
+    bytes is reached; of the last one only the end is.
+    """
+    total = sum(file.size_bytes for file in files)
+    left = round(total * val_fraction)
+    ends = dict[TextFile, int]()  # of the training part
+    for file in sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(f"{seed}:{file.name}".encode())):
+        ends[file] = 0 if left >= file.size_bytes else _start_of_character(file, file.size_bytes - left)
+        left = max(0, left - file.size_bytes)
+    train = [TextSpan(path=file.path, start=0, stop=ends[file]) for file in files if ends[file]]
+    spans = [TextSpan(path=file.path, start=ends[file], stop=file.size_bytes) for file in files]
+    val = [span for span in spans if span.start < span.stop]
+    if not train or not val:
         raise ConfigurationError(
-            f"val_fraction={val_fraction} of the {file.size_bytes} bytes of {file.path} leaves a part empty; give more."
+            f"val_fraction={val_fraction} of the {total} bytes of source={source!r} leaves a part empty; give more."
         )
-    train = TextSpan(path=file.path, start=0, stop=middle)
-    return [train], [TextSpan(path=file.path, start=middle, stop=file.size_bytes)]
+    return train, val
+
+
+def _start_of_character(file: TextFile, at: int) -> int:
+    """The first byte from `at` on that begins a UTF-8 character, or the end of the file."""
+    with reading(file.path), file.path.open("rb") as text:
+        text.seek(at)
+        following = text.read(4)
+    return at + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
 
 
 def _write_tokens(path: Path, spans: Iterable[TextSpan], tokenizer: Tokenizer) -> int:

@@ -6,6 +6,7 @@ import glob
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,24 +37,32 @@ class TextSpan:
         Raises:
             ConfigurationError: the file is not UTF-8.
         """
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.start)
-                while (left := self.stop - file.tell()) > 0:
-                    chunk = file.read(min(_CHUNK_BYTES, left))
-                    if len(chunk) < left:
-                        chunk += file.readline(left - len(chunk))
-                    chunk.decode()
-                    yield chunk
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(
-                f"{self.path} is not UTF-8 text ({error.reason}); convert it, leave it out with a glob such as "
-                "'folder/**/*.txt', or give tokens as one .bin or .npy file."
-            ) from error
-        except OSError as error:
-            raise ConfigurationError(
-                f"{self.path} cannot be read ({error.strerror}); change its permissions."
-            ) from error
+        with reading(self.path), self.path.open("rb") as file:
+            file.seek(self.start)
+            while (left := self.stop - file.tell()) > 0:
+                chunk = file.read(min(_CHUNK_BYTES, left))
+                if len(chunk) < left:
+                    chunk += file.readline(left - len(chunk))
+                chunk.decode()
+                yield chunk
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say of errors inside which text file they concern.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{path} is not UTF-8 text ({error.reason}); convert it, leave it out with a glob such as "
+            "'folder/**/*.txt', or give tokens as one .bin or .npy file."
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read ({error.strerror}); change its permissions.") from error
 
 
 @dataclass(frozen=True, kw_only=True)

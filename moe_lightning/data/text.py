@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
@@ -114,7 +114,7 @@ class TextData(StepDataModule):
         context_length: tokens of one sample.
         global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
         num_workers: DataLoader processes on each rank; slicing a memory map rarely needs any.
-        val_fraction: held out, inside (0, 1).
+        val_fraction: fraction of the bytes that is held out, inside (0, 1).
         val_samples: at most so many held-out windows, spread evenly; None for all.
         tokenizer: "bytes", "bpe:SIZE" or the path of a tokenizer.json.
         cache_dir: where tokens are kept; the user's cache folder if None.
@@ -186,7 +186,14 @@ class TextData(StepDataModule):
 
     def prepare_data(self) -> None:
         """Build the tokens, once on every node; other ranks then find them."""
-        prepare_corpus(**self._source)
+        corpus = prepare_corpus(**self._source)
+        asked, total = self._source["val_fraction"], corpus.train.count + corpus.val.count
+        if abs(corpus.val.count / total - asked) > asked / 5:
+            rank_zero_warn(
+                f"{corpus.val.count:,} of the {total:,} tokens of {corpus.name} are held out, "
+                f"{corpus.val.count / total:.1%} and not val_fraction={asked}: text this short, or whose files differ "
+                "this much in bytes a token, is not split more exactly"
+            )
 
     def setup(self, stage: str | None = None) -> None:
         """Map the tokens."""
