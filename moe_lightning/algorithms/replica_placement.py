@@ -162,7 +162,10 @@ def deal_to_ranks(table: IntArray, cluster: Cluster, load: IntArray | None = Non
     """
     assert (table.sum(axis=0) <= cluster.node_slots()).all()
     held = np.zeros((len(table), cluster.num_ranks), dtype=np.int16)
-    weight = np.full(len(table), ONE_TOKEN) if load is None else load * ONE_TOKEN // np.maximum(table.sum(axis=1), 1)
+    weight = np.full(len(table), ONE_TOKEN)
+    if load is not None:  # a rank's time is at most the whole load at the fastest speed, and must fit into int64
+        unit = max(1, min(ONE_TOKEN, (1 << 62) // max(1, int(load.sum()) * cluster.pace.fastest)))
+        weight = load * unit // np.maximum(table.sum(axis=1), 1)
     order = np.argsort(-weight, kind="stable")
     nodes_of_size: dict[int, list[list[int]]] = {}
     dealt: list[tuple[IntArray, IntArray]] = []

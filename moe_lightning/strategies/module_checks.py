@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
@@ -57,6 +59,24 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense:
         rank_zero_warn(
             "BatchNorm takes its statistics from each rank's part of the batch, so the loss depends on the number "
             "of ranks: use LayerNorm or GroupNorm, or on GPUs sync_batchnorm=True"
+        )
+
+
+def require_same_parameters(module: nn.Module, before: Collection[nn.Parameter]) -> None:
+    """
+    Args:
+        before: its parameters before `on_load_checkpoint`.
+
+    Raises:
+        ConfigurationError: the hook has replaced some, and the ranks have their parts already.
+    """
+    known = set(before)
+    replaced = next((name for name, p in module.named_parameters() if known and p not in known), None)
+    if replaced is not None:
+        raise ConfigurationError(
+            f"the module replaces the parameter {replaced} in on_load_checkpoint, when dense=fsdp, hsdp, mesh.tp and "
+            "mesh.pp have cut it already: build it with its size in __init__ or configure_model, or use dense=ddp or "
+            "zero1"
         )
 
 

@@ -120,6 +120,13 @@ class PlacedExperts:
         self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
         self._replica_sum = ReplicaSum(stacks, self.world)
 
+    def is_up_to_date(self) -> bool:
+        """True if the module's layers and their parameters are still those that were placed."""
+        if not same_objects(moe_layers(self.module), self.layers):
+            return False
+        placed = [parameter for stack in self.stacks for parameter in stack.parameters.values()]
+        return same_objects([p for layer in self.layers for p in layer.experts.stacked_parameters().values()], placed)
+
     def sum_replica_gradients(self) -> None:
         """Bring the gradients of shadows home, then add those of each expert over its holders, in rank order."""
         if self.visits is not None:
@@ -375,3 +382,8 @@ class PlacedExperts:
         """The state_dict keys of the expert parameters."""
         named = module.named_parameters(remove_duplicate=False)
         return {name: self.stack_of[parameter] for name, parameter in named if parameter in self.stack_of}
+
+
+def same_objects(these: Sequence[object], those: Sequence[object]) -> bool:
+    """True if two sequences hold the same objects, whatever these compare as."""
+    return len(these) == len(those) and all(one is other for one, other in zip(these, those, strict=True))

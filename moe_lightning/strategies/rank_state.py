@@ -99,10 +99,17 @@ class RankState:
         assert self._experts is not None, "the strategy is not set up"
         return self._experts
 
+    def holds(self, module: nn.Module) -> bool:
+        """True if this is the state of a module, in whatever world."""
+        return self._module is module
+
     def is_of(self, module: nn.Module) -> bool:
-        """Whether the experts are those of a module in the present world."""
+        """Whether the experts are those of a module in the present world: a user may have replaced its layers since
+        they were placed."""
         known = self._experts
-        return known is not None and known.module is module and known.world is self._worlds.mesh.world
+        if known is None or known.module is not module or known.world is not self._worlds.mesh.world:
+            return False
+        return self.stages is not None or known.is_up_to_date()
 
     def take(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
         """Hold a module whose experts have their places, or some stages of it; raises as `check_for_recovery`."""

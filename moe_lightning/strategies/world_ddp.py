@@ -62,6 +62,9 @@ class WorldDDPStrategy(DDPStrategy):
         ConfigurationError: processes that are forked or spawned, or, when it is set up, a communication hook.
     """
 
+    of_process = frozenset({"worlds", "elastic", "may_change", "_own_launcher", "_has_met", "_kept_from_ddp"})
+    """Attributes that `begin` makes."""
+
     def __init__(self, *, timeout_s: float, **kwargs: Any) -> None:
         if kwargs.get("start_method", "popen") != "popen":
             raise ConfigurationError(
@@ -73,12 +76,26 @@ class WorldDDPStrategy(DDPStrategy):
         super().__init__(timeout=self.collectives_timeout, **kwargs)
         stock = inspect.signature(DDPStrategy.__init__).parameters
         self._options = {name: value for name, value in kwargs.items() if name not in stock}
+
+    def begin(self) -> None:
+        """Make what belongs to this process and its run: constructors and copies from other processes begin so."""
         self.worlds = Worlds()
         self.elastic: ElasticWorlds | None = None
         self.may_change: Callable[[object], bool] = lambda file: True
         self._own_launcher: PrivateLauncher | None = None
         self._has_met = False
         self._kept_from_ddp: Collection[str] = ()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """What the constructor and the Trainer gave; what `begin` makes belongs to this process."""
+        kept = {name: value for name, value in super().__getstate__().items() if name not in self.of_process}
+        return kept | {"_model": self.lightning_module}  # DDP holds a group
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.begin()
 
     @property
     def world(self) -> World:
@@ -169,6 +186,7 @@ class WorldDDPStrategy(DDPStrategy):
         if self.elastic is None:
             self._join()
         self.worlds.ranks_per_node = self.num_processes
+        self._build_groups()
         self._has_met = True
 
     @abstractmethod
@@ -191,7 +209,7 @@ class WorldDDPStrategy(DDPStrategy):
         ):
             super().setup_distributed()
 
-    def build_groups(self) -> None:
+    def _build_groups(self) -> None:
         """Build the groups of a world that stays to the end, unless this rank is in one; collective."""
         if self.worlds.is_joined:
             return

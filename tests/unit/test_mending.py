@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
         yield made.root
 
 
-def places(root: Path, step: int, key: str) -> tuple[Path, int, int]:
+def places(root: Path, step: int, key: str) -> tuple[Any, int, int]:
     """(file, first byte, bytes) of a tensor in a checkpoint."""
     checkpoint = Checkpoint(root / f"step-{step:08d}")
     (item,) = checkpoint.stored(key)
