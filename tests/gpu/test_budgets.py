@@ -48,6 +48,7 @@ def test_a_layer_waits_once_and_launches_few_kernels(ranks: int) -> None:
         assert backward["collectives"] == exchanges
 
 
+@pytest.mark.slow  # by default, the test of a plan on the device has the loss
 def test_the_balancing_loss_adds_no_wait() -> None:
     for found in counts(2, aux_loss_coef=0.01):
         assert len(found["forward"]["waits"]) == 1

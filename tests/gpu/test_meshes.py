@@ -14,7 +14,7 @@ from tests.parameters import slow
 @pytest.mark.parametrize(
     "strategy",
     [
-        {"mesh": {"tp": 2}},
+        slow({"mesh": {"tp": 2}}),
         slow({"mesh": {"cp": 2}}),
         slow({"dense": "zero1"}),
         {"dense": "fsdp"},

@@ -178,6 +178,7 @@ def test_compiled_parts_compute_the_same() -> None:
     check_compiled(fit_compiled(0, 1, "eager", MIXED), fit_compiled(0, 1, None, MIXED))
 
 
+@pytest.mark.slow
 def test_compiled_parts_exchange_sequences() -> None:
     eager = fit_compiled(0, 1, None, MIXED)
     for result in run_ranks(2, fit_compiled, "eager", MIXED, 2):
