@@ -81,7 +81,7 @@ def read_settings(
         for override in reader.overrides(setting):
             if override not in (typed, f"++{typed}"):
                 changed.append(override.partition("=")[0])
-                _tell(f"{vocabulary.program}: {shown(typed)} is read as {override}")
+                _tell(f"{vocabulary.program}: {shown(typed)} is read as {override.lstrip('+')}")
             read.append(override)
     for key in changed:
         further = vocabulary.beside.get(key)
@@ -190,7 +190,8 @@ class _Reader:
         if vocabulary.has(key) and key not in self.known:
             self.explain(key)
             targets = vocabulary.names[key].split("|")
-            return [f"{next((target for target in targets if target in self.known), targets[0])}={value}"]
+            target = next((target for target in targets if target in self.known), targets[0])
+            return self.overrides(f"{target}={value}")
         group, _, name = key.partition(".")
         if group in vocabulary.further and vocabulary.further[group](name):
             return [f"++{setting}"]

@@ -56,6 +56,9 @@ _TRAIN_NAMES = with_groups(
         "trainer.log_every_n_steps": "logging_steps log_every log_interval steps_per_print log_every_steps",
         "trainer.val_check_interval": "eval_steps eval_interval eval_every val_every val_interval",
         "trainer.accelerator": "device",
+        "trainer.max_time": "max_time",
+        "trainer.limit_train_batches": "limit_train_batches",
+        "trainer.fast_dev_run": "fast_dev_run",
         "callbacks.checkpoint.every_n_train_steps": "save_steps save_interval save_every checkpoint_every "
         "callbacks.checkpoint.every_n_steps callbacks.checkpoint.every",
         "strategy.ep_size": "ep expert_parallel_size expert_model_parallel_size moe_ep_size",
@@ -87,8 +90,8 @@ _TRAIN_SETTINGS = {
     "logger=[wandb]": ("logger=default",),
     "logger=[wandb,csv]": ("logger=default",),
     **{f"callbacks={word}": ("callbacks=[]",) for word in ("false", "none", "null", "no")},
-    **{f"wandb={word}": ("logger=csv",) for word in _NO_WORDS},
-    **{f"wandb={word}": ("logger=default",) for word in _YES_WORDS},
+    **{f"{name}={word}": ("logger=csv",) for name in ("wandb", "use_wandb") for word in _NO_WORDS},
+    **{f"{name}={word}": ("logger=default",) for name in ("wandb", "use_wandb") for word in _YES_WORDS},
     "tensorboard=true": ("logger=tensorboard",),
     **{f"resume={word}": ("resume=true",) for word in ("last", "latest", "auto", "yes", "on")},
     **{f"resume={word}": ("resume=false",) for word in ("none", "null", "no", "off", "never")},
@@ -159,6 +162,8 @@ TRAIN = Vocabulary(
         "checkpoint": "callbacks.checkpoint=null leaves full checkpoints out, "
         "callbacks.checkpoint.every_n_train_steps=N says when",
         "eval_only": "give task=validate",
+        "gradient_checkpointing": "callbacks=recompute computes dense layers again; a Hugging Face model has "
+        "model.gradient_checkpointing=true",
     },
     further={"trainer": _is_further_trainer_argument},
     nullable={
