@@ -263,6 +263,17 @@ def test_a_name_that_leads_elsewhere_moves_nothing(folder: Path, name: str) -> N
 
 
 @pytest.mark.slow
+def test_early_stopping_ends_a_run_on_two_ranks(tmp_path: Path) -> None:
+    write_words(tmp_path, 500)
+    no_progress = ("optimizer.lr=1e-12", "trainer.val_check_interval=1", "trainer.max_steps=50")
+    result = _fork(
+        tmp_path, *no_progress, "ranks=2", "callbacks=early_stopping", "callbacks.early_stopping.min_delta=0.1"
+    )
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in (tmp_path / "outputs" / "tiny" / "checkpoints").iterdir()] == ["step-0000004.ckpt"]
+
+
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_itself(folder: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *COMMAND]
     result = run_program(*torchrun, *TINY, "run_name=torchrun", "trainer.max_steps=2", folder=folder)
