@@ -36,6 +36,7 @@ from moe_lightning.checkpoint.storage import Place, exists
 from moe_lightning.checkpoint.storages import place_of, storage_of
 from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.mistakes import sentence_of_memory
 from moe_lightning.values import NonNegativeInt, Probability, Range
 
 _Times = Annotated[int, Range(least=1, most=1024)]
@@ -59,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"moe-ckpt: {error}", file=sys.stderr)
         return 1
+    except (MemoryError, RuntimeError) as error:
+        sentence = sentence_of_memory(error)
+        if sentence is None:
+            raise
+        print(f"moe-ckpt: {sentence}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"moe-ckpt: {error.filename or getattr(arguments, 'path', '')}: {error.strerror}", file=sys.stderr)
         return 2

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from moe_lightning.cli.train import main
+from moe_lightning.mistakes import report, sentence_of_memory
 from tests.commands import WORDS, write_words
 
 TINY = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_steps=1")
@@ -134,3 +136,24 @@ def test_a_defect_keeps_its_traceback(
     assert exit_.value.code == 1
     assert "Traceback" in err
     assert "NameError" in err
+
+
+def out_of_memory(kind: str) -> object:
+    """An allocation that fails."""
+    if kind == "Python":
+        raise MemoryError
+    if kind == "NumPy":
+        return np.empty(1 << 50)
+    return torch.empty(1 << 50)
+
+
+@pytest.mark.parametrize("kind", ["Python", "NumPy", "torch"])
+def test_memory_that_does_not_suffice_is_one_sentence(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((MemoryError, RuntimeError)) as raised:
+        out_of_memory(kind)
+    assert report("moe-train", raised.value) == 2
+    sentence = capfd.readouterr().err
+    assert sentence.startswith("moe-train: error: this needs more memory than there is (")
+    assert f"in out_of_memory, {__file__}:" in sentence
+    assert sentence.count("\n") == 1
+    assert sentence_of_memory(RuntimeError("the user's own words: out of memory")) is None
