@@ -548,11 +548,14 @@ def test_the_data_module_under_a_trainer(book: Path, cache: Path, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_limit_inside_a_step_is_one_sentence(book: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_limit_may_end_an_epoch_inside_a_step(book: Path, cache: Path, tmp_path: Path) -> None:
     data = TextData(source=str(book), cache_dir=cache, context_length=16, global_batch_size=12)
-    trainer = small_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3, limit_train_batches=8)
-    with pytest.raises(ConfigurationError, match=r"limit_train_batches=8 ends an epoch after 8 .*; set it to 6"):
-        trainer.fit(Counter(), data)
+    trainer = small_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=3, limit_train_batches=8)
+    trainer.fit(Counter(), data)
+    assert trainer.global_step == 2 * 3
+    sampler = trainer.train_dataloader.step_sampler
+    assert sampler.epoch_size == 2 * 12 + 8
+    assert [sampler.slice_at(at).step_total for at in (0, 12, 24)] == [12, 12, 8]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
