@@ -17,6 +17,7 @@ Exit codes: 0 done, 1 a damaged checkpoint, 2 a mistake in the command.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed usage and reason
         return int(stop.code or 0)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be UTF-8
     console = Console(highlight=False)
     try:
         if isinstance(getattr(arguments, "path", None), str):

@@ -125,6 +125,14 @@ def test_recipe_that_is_no_yaml(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "broken.yaml" in _sentence(["--config-dir", "mine", "recipes=broken"], capfd)
 
 
+def test_recipe_that_is_no_utf8(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "latin.yaml").write_bytes(b"# caf\xe9\nseed: 2\n")
+    said = _sentence(["--config-dir", str(tmp_path), "recipes=latin"], capfd)
+    assert f"{tmp_path / 'recipes' / 'latin.yaml'} is not UTF-8 text (invalid continuation byte)" in said
+    assert "codec" not in said
+
+
 def test_a_defect_keeps_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
