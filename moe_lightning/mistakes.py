@@ -39,8 +39,8 @@ def one_line(message: object) -> str:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """The sentence for a mistake of the user, a path that cannot be used, and what is found wrong in a run; None for a
-    defect of ours.
+    """The sentence for a mistake of the user, a path that cannot be used, memory that does not suffice, and what is
+    found wrong in a run; None for a defect of ours.
 
     What went wrong in cleaning up after a mistake does not hide it.
     """
@@ -62,7 +62,21 @@ def sentence_of(error: BaseException) -> str | None:
             return one_line(link)
         chain.append(link)
         link = link.__cause__ or link.__context__
-    return _sentence_of_path(error)
+    return sentence_of_memory(error) or _sentence_of_path(error)
+
+
+def sentence_of_memory(error: BaseException) -> str | None:
+    """The sentence for an allocation that failed, of Python, NumPy or torch; None for any other error."""
+    is_of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: " in str(error)
+    if not isinstance(error, MemoryError) and not (is_of_torch and isinstance(error, RuntimeError)):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    why = ", ".join(part for part in (one_line(error)[:100], where) if part)
+    return (
+        f"this needs more memory than there is ({why}): lower the sizes that were given (model, context, samples of a "
+        "micro-batch, ranks of this machine), or raise the limit of the process"
+    )
 
 
 def report(program: str, error: BaseException) -> int:

@@ -18,6 +18,7 @@ Exit codes: 0 done, 1 a damaged checkpoint, 2 a mistake in the command.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -38,6 +39,7 @@ from moe_lightning.checkpoint.storages import place_of, storage_of
 from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.mistakes import sentence_of_memory
 from moe_lightning.values import NonNegativeInt, Probability, Range
 
 _Times = Annotated[int, Range(least=1, most=1024)]
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed usage and reason
         return int(stop.code or 0)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be UTF-8
     console = Console(highlight=False)
     try:
         if isinstance(getattr(arguments, "path", None), str):
@@ -61,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"moe-ckpt: {error}", file=sys.stderr)
         return 1
+    except (MemoryError, RuntimeError) as error:
+        sentence = sentence_of_memory(error)
+        if sentence is None:
+            raise
+        print(f"moe-ckpt: {sentence}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"moe-ckpt: {error.filename or getattr(arguments, 'path', '')}: {error.strerror}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from omegaconf import Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
+from moe_lightning.bounded_files import read_text
 from moe_lightning.cli.validation import check_run_name
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import one_line, suggestion
@@ -112,11 +114,26 @@ def composition_mistakes(overrides: Sequence[str], *, sweeps: bool = True) -> It
         raise ConfigurationError(_sentence(error, overrides, sweeps)) from error
 
 
+def _not_utf8(arguments: Sequence[str]) -> Path | None:
+    """The file of --config-dir that does not decode: the error itself does not name it."""
+    pairs = itertools.pairwise(arguments)
+    folders = [value for option, value in pairs if option in ("--config-dir", "-cd")]
+    folders += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config-dir=")]
+    for path in sorted(path for folder in folders for path in Path(folder).rglob("*.yaml")):
+        try:
+            read_text(path)
+        except (OSError, ValueError):
+            return path
+    return None
+
+
 def _sentence(error: Exception, overrides: Sequence[str], sweeps: bool) -> str:
     if isinstance(error, MissingConfigException):
         return _about_choice(error)
     if isinstance(error, OverrideParseException):
         return unreadable(str(error.override))
+    if isinstance(error, UnicodeDecodeError):
+        return f"{_not_utf8(overrides) or 'a configuration file'} is not UTF-8 text ({error.reason}): save it as UTF-8"
     if isinstance(error, YAMLError):
         return f"a configuration file is not YAML: {one_line(error)}"
     if isinstance(error, MissingMandatoryValue) and error.full_key:
