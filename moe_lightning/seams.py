@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
-from lightning.pytorch.loggers import CometLogger, CSVLogger, WandbLogger
+from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -382,6 +382,11 @@ def forget_version(logger: CSVLogger) -> None:
     """
     if logger._experiment is None:
         logger._version = None
+
+
+def has_begun(logger: CSVLogger | TensorBoardLogger) -> bool:
+    """True if the logger has made its folder: the public property makes it."""
+    return logger._experiment is not None
 
 
 def wandb_run(logger: WandbLogger) -> Any:

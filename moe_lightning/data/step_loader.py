@@ -7,7 +7,7 @@ Lightning leaves such a loader as it is (no sampler is injected), saves and rest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class StepLoader:
         """The same data, order and options under a StepSampler.
 
         The loader's batch size is taken as the *global* micro-batch: a training step has `batch_size * num_micros`
-        samples over all ranks, the last one of an epoch what is left unless the loader's `drop_last` is set.
+        samples over all ranks, the last one of an epoch what is left, without a partial batch under `drop_last`.
         `shuffle=True` draws a permutation of its own for each epoch; a sampler of the user's is read in a way that is
         the same on every rank. A DistributedSampler is replaced, its shuffling kept.
 
@@ -107,8 +107,9 @@ class StepLoader:
         if reason is not None:
             raise ConfigurationError(reason)
         batches = batches_of(loader)
-        shuffle = _shuffles(batches.sampler)
-        order = SamplerOrder(batches.sampler, seed) if shuffle is None else None
+        indices = _of_all_ranks(batches.sampler)
+        shuffle = _shuffles(indices, loader.dataset)
+        order = SamplerOrder(indices, seed) if shuffle is None else None
         sampler = StepSampler(
             num_samples=len(loader.dataset) if order is None else order.num_samples,  # type: ignore[arg-type]
             global_batch_size=batches.batch_size * (num_micros if training else 1),
@@ -307,6 +308,15 @@ class _SeenIndices(seams.BatchIndices):
         return indices
 
 
+def is_empty(loader: DataLoader[Any], *, training: bool) -> bool:
+    """True if a stock loader of a map-style data set has nothing to yield. To train on less than a batch under
+    `drop_last` is a mistake, which StepSampler refuses.
+    """
+    if _kind(batches_of(loader)) is not BatchSampler or not isinstance(batches_of(loader).sampler, Sized):
+        return False
+    return len(batches_of(loader).sampler if training else batches_of(loader)) == 0
+
+
 def reason_not_to_cut(loader: DataLoader[Any]) -> str | None:
     """Why the global batches of a stock loader cannot be cut over ranks, in a sentence; None where they can."""
     if isinstance(loader.dataset, IterableDataset):
@@ -360,12 +370,22 @@ def batches_of(loader: DataLoader[Any]) -> Any:
     return batches
 
 
-def _shuffles(sampler: Any) -> bool | None:
-    """Whether a sampler takes all samples in random order, or in their own; None: in another way."""
-    if _kind(sampler) is SequentialSampler:
+def _of_all_ranks(sampler: Any) -> Any:
+    """The sampler, or in the place of a DistributedSampler the one whose indices that shares among the ranks."""
+    if _kind(sampler) is not DistributedSampler:
+        return sampler
+    return RandomSampler(sampler.dataset) if sampler.shuffle else SequentialSampler(sampler.dataset)
+
+
+def _shuffles(sampler: Any, dataset: Any) -> bool | None:
+    """True if a sampler draws a permutation of the whole data set, False if it takes it in its order; None: other
+    indices, such as those of a part of it.
+    """
+    kind = _kind(sampler)
+    if kind not in (SequentialSampler, RandomSampler) or not isinstance(dataset, Sized):
+        return None
+    if not len(sampler.data_source) == len(sampler) == len(dataset):
+        return None
+    if kind is SequentialSampler:
         return False
-    if _kind(sampler) is DistributedSampler:
-        return bool(sampler.shuffle)
-    if _kind(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
-        return True
-    return None
+    return None if sampler.replacement else True

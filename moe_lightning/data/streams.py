@@ -22,6 +22,7 @@ from moe_lightning.data.accumulation import factors_of
 from moe_lightning.data.step_loader import StepLoader, batches_of, kept_options, reason_in_batches
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.data.stream_reader import Mark, Read, StreamReader
+from moe_lightning.values import NonNegativeInt, PositiveInt, validated
 
 
 class StreamSampler(StepSampler):
@@ -181,6 +182,7 @@ class ByIndex(Dataset[Any]):
         return self._stream[index]
 
 
+@validated
 class PartwiseShuffle(Sampler[int]):
     """Indices in a random order in which place i of every batch comes from the i-th part of the data set, so that a
     rank, whose places stay the same, reads its own parts of the files alone. Drawn from torch's global generator.
@@ -190,7 +192,7 @@ class PartwiseShuffle(Sampler[int]):
         batch_size: parts, runs of neighbours of the same length but for a sample.
     """
 
-    def __init__(self, size: int, batch_size: int) -> None:
+    def __init__(self, size: NonNegativeInt, batch_size: PositiveInt) -> None:
         self._size, self._parts = size, max(1, min(size, batch_size))
 
     def __len__(self) -> int:

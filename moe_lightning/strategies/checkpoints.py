@@ -23,6 +23,7 @@ from moe_lightning.checkpoint.full_state import (
     read_checkpoint,
 )
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.mending import find_usable, mended
 from moe_lightning.checkpoint.sealing import check_file
 from moe_lightning.checkpoint.storage import Place
@@ -327,7 +328,12 @@ def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
         return mended(path, report=report)
     found = find_usable(path, report=report)
     if found.checkpoint is None:
+        reason = f"it has no {MANIFEST}" if storage_of(path).names(path) else "it is empty"
+        if found.problems:
+            more = f" ({len(found.problems) - 1} more problems)" if len(found.problems) > 1 else ""
+            reason = f"{found.problems[0]}{more}"
         raise CheckpointError(
-            f"{path} holds no whole checkpoint: name a .ckpt file or a directory of step-... directories, or start anew"
+            f"{path} holds no whole checkpoint, as {reason}: name a .ckpt file or a directory of step-... directories, "
+            "or start anew"
         )
     return found.checkpoint

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from moe_lightning import seams
 from moe_lightning.algorithms.placement import IntArray
 from moe_lightning.data.accumulation import accumulation_of
-from moe_lightning.data.step_loader import StepLoader, reason_not_to_cut
+from moe_lightning.data.sampler_order import NoCommonOrderError
+from moe_lightning.data.step_loader import StepLoader, is_empty, reason_not_to_cut
 from moe_lightning.data.step_sampler import StepSampler, StepSlice
 from moe_lightning.data.streams import StreamLoader, by_index, reason_not_to_stream, samples_of_epoch
 from moe_lightning.errors import ConfigurationError
@@ -63,10 +64,12 @@ class StepData:
         if isinstance(loader, DataLoader):
             given, loader = loader, by_index(loader)
             is_stream = isinstance(loader.dataset, IterableDataset)
+            if not is_stream and is_empty(loader, training=trainer.training):
+                return loader  # Lightning warns of it, and leaves it out
             reason = reason_not_to_stream(loader, trainer) if is_stream else reason_not_to_cut(loader)
             if reason is not None and is_alone:
                 if is_stream:
-                    rank_zero_warn(f"This run has one rank, and no position in its data is saved: {reason}")
+                    _warn_of_no_position(reason)
                 return loader
             if reason is not None:
                 raise ConfigurationError(reason)
@@ -79,7 +82,13 @@ class StepData:
                 "training": trainer.training,
             }
             if not is_stream:
-                return StepLoader.from_dataloader(loader, **place)
+                try:
+                    return StepLoader.from_dataloader(loader, **place)
+                except NoCommonOrderError as error:
+                    if not is_alone:
+                        raise
+                    _warn_of_no_position(str(error))
+                    return loader
             samples = samples_of_epoch(loader, trainer)
             assert samples is not None, "reason_not_to_stream has looked"
             return StreamLoader.of_stream(loader, num_samples=samples, **place)
@@ -119,6 +128,10 @@ class StepData:
         self._restored = [] if cut else list(states)
         for loader, state in zip(cut, states, strict=False):
             loader.load_state_dict(state)
+
+
+def _warn_of_no_position(reason: str) -> None:
+    rank_zero_warn(f"This run has one rank, and no position in its data is saved: {reason}")
 
 
 def loader_states(loaders: object, *, is_in_step: bool = False) -> list[dict[str, Any]]:

@@ -43,11 +43,14 @@ class Steps:
         stage_loss: of the batch that ran last, what the last stage of a pipeline differentiates on this rank; None
             elsewhere.
         last_gradient_norm: of the last clipped step, over the whole model.
+        repairs_replicas: overwrite a replica that differs from a majority, unless the comparison before did so, too:
+            something else than a lost bit then parts them.
     """
 
     def __init__(self, worlds: Worlds, state: RankState, *, check_replicas_every: int) -> None:
         self._worlds, self._state = worlds, state
         self._check_replicas_every, self._compared_step = check_replicas_every, -1
+        self.repairs_replicas = self._has_just_repaired = False
         self._weights = StepWeights()
         self.is_blocked = False
         self.stream = SampleStream()
@@ -163,7 +166,9 @@ class Steps:
         every = self._check_replicas_every
         if every and step % every == 0 and step not in (0, self._compared_step):
             self._compared_step = step
-            self._state.experts.compare_replicas(step)
+            repairs = self.repairs_replicas and not self._has_just_repaired
+            optimizers = self._state.optimizers if repairs else None
+            self._has_just_repaired = self._state.experts.compare_replicas(step, optimizers)
 
     # ------------------------------------------------------------------ losses
 
@@ -231,7 +236,8 @@ class Steps:
         Under manual optimization what earlier calls left in the gradients is summed already: it steps aside.
         """
         module, experts = self._state.module, self._state.experts
-        earlier = {} if module.automatic_optimization else _take_gradients(module)
+        is_summed = self._worlds.present.size > 1 or self._state.parts.is_wished
+        earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
         if experts.visits is not None:
             experts.visits.is_last_backward = not self.is_blocked
         yield

@@ -34,7 +34,7 @@ def epoch_order(sampler: StepSampler) -> list[int]:
 
 def steps_of(
     world_size: int, num_micros: int, steps: int, speeds: np.ndarray | None = None, most: int = 10**9, **options: Any
-) -> list[list[int]]:
+) -> list[list[int | None]]:
     """The ordered global batch of each step, put together from every rank's slices at the offsets they name; speeds
     change rank with every step."""
     batches: list[list[int | None]] = [[None] * options["global_batch_size"] for _ in range(steps)]

@@ -78,6 +78,7 @@ ATTRIBUTES = {
     "lightning.pytorch.callbacks.model_summary.ModelSummary": {"_max_depth"},
     "lightning.pytorch.loggers.CSVLogger": {"_experiment", "_version"},
     "lightning.pytorch.loggers.CometLogger": {"_online"},
+    "lightning.pytorch.loggers.TensorBoardLogger": {"_experiment"},
     "lightning.pytorch.loggers.WandbLogger": {"_experiment", "_id", "_save_dir", "_wandb_init"},
     "lightning.pytorch.loops.fit_loop._FitLoop": {"_data_fetcher"},
     "lightning.pytorch.loops.optimization.automatic.Closure": {"_result"},
