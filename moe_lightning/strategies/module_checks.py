@@ -17,6 +17,7 @@ from torch import nn
 
 from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.state.frozen_base import frozen_base
 from moe_lightning.state.row_blocks import cuts_of
 
@@ -33,10 +34,9 @@ def check_module(
     Raises:
         ConfigurationError: what cannot be trained the same on any number of ranks.
     """
-    precision = trainer.precision
-    if str(precision).startswith("16"):
+    if str(trainer.precision) == "16-mixed":
         raise ConfigurationError(
-            f"precision='{precision}' scales the loss, and ranks with different experts "
+            "precision='16-mixed' scales the loss, and ranks with different experts "
             "would skip different steps: use 'bf16-mixed' or '32-true'"
         )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def check_module(
     finetuning = next((c for c in callbacks if isinstance(c, BaseFinetuning)), None)
     if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigurationError(f"{type(finetuning).__name__} adds parameter groups, but {fixed_groups}")
-    if seams.was_compiled(module):
+    if seams.was_compiled(module) and moe_layers(module):
         raise ConfigurationError(
             "torch.compile of the whole module cannot follow tokens, whose numbers are known at run time only: "
             "give the Trainer the module itself, and CompileDense() among the callbacks"
