@@ -7,7 +7,6 @@ one device: it loads there, and on any number of ranks under any placement.
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
 from moe_lightning.checkpoint.evaluation_point import require_same_weights
+from moe_lightning.checkpoint.plain_values import load_plain, load_trusted
 from moe_lightning.comm.collect import collect_on_root
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, MissingCheckpointError
@@ -46,27 +46,19 @@ def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, damaged, or holds objects that are not read.
     """
-    if not path.is_file():
-        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
+    advice = ", unless you trust who wrote it and say fit(..., weights_only=False)"
     try:
-        checkpoint: Any = torch.load(path, map_location="cpu", weights_only=not is_trusted, mmap=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"the checkpoint {path} holds more than tensors and plain values ({reason}): it is not loaded, unless you "
-            "trust who wrote it and say fit(..., weights_only=False)"
-        ) from error
-    except (AttributeError, ImportError) as error:  # of a trusted file
-        raise CheckpointError(
-            f"the checkpoint {path} holds an object of a class that cannot be imported here ({error}): import what "
-            "defines it, or load the file where it was written"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"the checkpoint {path} is damaged or no checkpoint: {reason}") from error
+        origin = f"the checkpoint {path}"
+        checkpoint = load_trusted(path, origin) if is_trusted else load_plain(path, origin, advice)
+    except FileNotFoundError as error:
+        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})") from error
     for key in ("state_dict", "pytorch-lightning_version"):
         if not isinstance(checkpoint, dict) or key not in checkpoint:
             raise CheckpointError(f"{path} has no {key!r}: Lightning did not write it, give the path of a .ckpt file")
+    if not isinstance(checkpoint["state_dict"], Mapping):
+        raise CheckpointError(f"{path} has a 'state_dict' that holds no tensors by name: Lightning did not write it")
     loaded: dict[str, Any] = checkpoint
     return loaded
 
@@ -93,10 +85,9 @@ def _is_plain(value: object) -> bool:
         torch.save(value, buffer)
     except Exception:  # whoever saves it will say why
         return True
-    buffer.seek(0)
     try:
-        torch.load(buffer, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError:
+        load_plain(buffer.getvalue(), "a hyper-parameter")
+    except CheckpointError:
         return False
     return True
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_lightning.bounded_files import read_text
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
@@ -25,7 +26,7 @@ def load_hardware(path: Path, ranks: int | None = None) -> Hardware:
         ConfigurationError: no such file, one that holds something else, or a number of ranks that was not measured.
     """
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_text(path))
         machines: dict[int, dict[str, Any]] = {int(number): dict(values) for number, values in data["ranks"].items()}
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror}): run moe-bench calibrate") from error

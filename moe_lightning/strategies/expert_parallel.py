@@ -22,6 +22,7 @@ from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World
+from moe_lightning.data.accumulation import follow_schedule
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.kernels import BackendName
 from moe_lightning.modules.experts import deferred_experts
@@ -40,7 +41,7 @@ from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExper
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState
 from moe_lightning.strategies.stage_state import StageState
-from moe_lightning.strategies.step_data import StepData
+from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
@@ -66,7 +67,7 @@ class ExpertParallelStrategy(EditingStrategy):
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
         dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
         plan: where it is planned who computes which tokens: "host", or "device", see `comm.device_plan`.
-        kernels: the bodies in this process, see `kernels.set_backend`. None: as that says.
+        kernels: their implementation in this process, see `kernels.set_backend`. None: as that says.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
             each), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
             `strategies.dense_shardings.DENSE_SHARDINGS`.
@@ -88,7 +89,7 @@ class ExpertParallelStrategy(EditingStrategy):
         checkpoints, placing: saves and restores; where experts are put first.
 
     Raises:
-        ConfigurationError: sizes that do not fit world or model, fp16, a gradient-accumulation schedule, torch.compile.
+        ConfigurationError: sizes that do not fit world or model, fp16, torch.compile.
     """
 
     strategy_name = "expert_parallel"
@@ -257,6 +258,12 @@ class ExpertParallelStrategy(EditingStrategy):
         self.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        follow_schedule(self.state.trainer)
+        seams.end_resumed_epochs(self.state.trainer)
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         # In an elastic run a rank that is lost now must not end the others.
@@ -272,6 +279,8 @@ class ExpertParallelStrategy(EditingStrategy):
             self._kept.hand_out()
             self.state.parts.give_step_up(self.world)
         seams.unclip(self.precision_plugin)
+        if (trainer := seams.trainer_of(self.lightning_module)) is not None:
+            seams.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else experts were refused their places, and the user shall see that error
         if self._pipeline is not None:
@@ -355,10 +364,15 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Callbacks and steps see this rank's part of each sequence."""
-        return self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
+        batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
+        trainer = seams.trainer_of(self.lightning_module)
+        if trainer is not None and trainer.training:
+            begin_batch(trainer.train_dataloader)
+        return batch
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        require_accumulation(self.state.trainer)
         if sum(len(optimizer.param_groups) for optimizer in self.optimizers) != self._num_groups:
             self._require_separate_updates()
         self.sum_unfrozen()

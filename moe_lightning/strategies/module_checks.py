@@ -7,7 +7,6 @@ from collections.abc import Collection
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    GradientAccumulationScheduler,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -40,17 +39,11 @@ def check_module(
             "would skip different steps: use 'bf16-mixed' or '32-true'"
         )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    schedules = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
-    if any(len(set(s.scheduling.values())) > 1 for s in schedules):
-        raise ConfigurationError(
-            "GradientAccumulationScheduler changes the global batch during the run: "
-            "use a constant accumulate_grad_batches"
-        )
     averaging = next((c for c in callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)), None)
-    if averaging is not None:
+    if averaging is not None and (cuts_dense or moe_layers(module)):
         raise ConfigurationError(
-            f"{type(averaging).__name__} copies the module before experts have their places: average checkpoints "
-            "after training"
+            f"{type(averaging).__name__} copies the module before experts and parts of layers have their places: "
+            "average checkpoints after training"
         )
     finetuning = next((c for c in callbacks if isinstance(c, BaseFinetuning)), None)
     if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.bench import calibrate
-from moe_lightning.bench.calibrate import SAVE_EVERY, quiet_mean
+from moe_lightning.cli import calibrate
 from moe_lightning.cli.bench import main
+from moe_lightning.cli.calibrate import SAVE_EVERY, quiet_mean
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.calibrated import load_hardware, save_hardware
 from moe_lightning.simulate.hardware import PRESETS, preset
