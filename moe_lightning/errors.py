@@ -11,6 +11,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged or of another shape: the message names the file, what is wrong and the cure."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path; stock Lightning raises FileNotFoundError there."""
+
+
 class ForeignMessageError(RuntimeError):
     """What arrived from another process was not written by this package, or was damaged: nothing of it is used."""
 

@@ -15,6 +15,7 @@ from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities import imports
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
 from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loops.loop import _Loop
@@ -22,10 +23,12 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as BatchIndices
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +47,65 @@ __all__ = ["BatchIndices", "SubprocessLauncher", "tree_leaves", "tree_map"]
 def batches_of(indices: BatchIndices) -> object:
     """The batch sampler that Lightning has wrapped."""
     return indices._batch_sampler
+
+
+# ---------------------------------------------------------------------- launching
+
+
+def is_interactive() -> bool:
+    """True at a prompt and in notebooks, where Lightning refuses launchers that start scripts. No public name does."""
+    return imports._IS_INTERACTIVE
+
+
+class WorkersLauncher(_MultiProcessingLauncher):
+    """Forks or spawns ranks off this process. Lightning's own brings one rank's parameters back, and has no hook for
+    others.
+    """
+
+    def begin(self) -> None:
+        """On every rank, first of all."""
+        raise NotImplementedError
+
+    def whole_state(self) -> dict[str, Any]:
+        """On every rank, after a fit: the state_dict for the starting process, on rank 0; collective."""
+        raise NotImplementedError
+
+    def fitting(self, trained: dict[str, Any], module: pl.LightningModule) -> dict[str, Any]:
+        """In the starting process: what of it the module takes."""
+        raise NotImplementedError
+
+    def explained(self, error: Exception) -> Exception:
+        """What a rank raises in the place of an error."""
+        raise NotImplementedError
+
+    @override
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        self.begin()
+        try:
+            super()._wrapping_function(process_idx, *args, **kwargs)
+        except Exception as error:
+            told = self.explained(error)
+            if told is error:
+                raise
+            raise told from None
+
+    @override
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        module = trainer.lightning_module
+        if trainer.state.fn == TrainerFn.FITTING:
+            whole = self.whole_state()
+            module.__dict__["state_dict"] = lambda: whole
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            module.__dict__.pop("state_dict", None)
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        path, io = worker_output.weights_path, trainer.strategy.checkpoint_io
+        if path is not None:
+            io.save_checkpoint(self.fitting(io.load_checkpoint(path), trainer.lightning_module), path)
+        super()._recover_results_in_main_process(worker_output, trainer)
 
 
 # ---------------------------------------------------------------------- a step

@@ -441,7 +441,11 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="Expert parallelism with replicated experts")
+            about = "Expert parallelism with replicated experts"
+            strategy_registry.register(cls.strategy_name, cls, description=about)
+            for name, start_method in (("spawn", "spawn"), ("fork", "fork"), ("notebook", "fork")):
+                options = {"description": f"{about}, ranks by {start_method}", "start_method": start_method}
+                strategy_registry.register(f"{cls.strategy_name}_{name}", cls, **options)
 
 
 ExpertParallelStrategy.register_strategies(StrategyRegistry)

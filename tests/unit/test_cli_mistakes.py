@@ -77,7 +77,6 @@ STARTING = [
     (["strategy.ep_size=3"], ["ep_size=3", "1"]),
     (["strategy.copies=5"], ["copies=5"]),
     (["strategy.placement=no/table.json"], ["no/table.json"]),
-    (["trainer.precision=16-true"], ["16-true", "bf16-mixed"]),
     (["data.context_length=100000000"], ["context_length"]),
 ]
 

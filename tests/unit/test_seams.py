@@ -24,6 +24,7 @@ SEAMS = (PACKAGE / "seams.py", PACKAGE / "fsdp_seams.py")
 SEEN = {"lightning": "2.6.6", "torch": "2.13.0", "torchmetrics": "1.9.0"}
 """The releases in which the names below were seen."""
 
+WORKERS = "lightning.pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher"
 METHODS = {
     "lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints": "self, trainer",
     "lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates": "self, trainer",
@@ -40,6 +41,15 @@ METHODS = {
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.on_advance_end": "self, data_fetcher",
     "lightning.pytorch.plugins.Precision._after_closure": "self, model, optimizer",
     "lightning.pytorch.plugins.Precision.clip_grad_by_norm": "self, optimizer, clip_val",
+    f"{WORKERS}._collect_rank_zero_results": (
+        "self, trainer, results"
+    ),
+    f"{WORKERS}._recover_results_in_main_process": (
+        "self, worker_output, trainer"
+    ),
+    f"{WORKERS}._wrapping_function": (
+        "self, process_idx, trainer, function, args, kwargs, return_queue, global_states"
+    ),
     "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher.launch": (
         "self, function, args, trainer, kwargs"
     ),
@@ -114,6 +124,7 @@ OF_TENSORS = {("ended_world.py", "_version")}
 """What loggers of Lightning have too."""
 
 OTHERS = {
+    "_IS_INTERACTIVE",
     "_buffers",
     "_compiled_call_impl",
     "_composable",
@@ -215,6 +226,10 @@ def test_fully_shard_leaves_what_undoing_takes_away() -> None:
     source = inspect.getsource(inspect.unwrap(fully_shard))
     for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
         assert f"{mark} = True" in source, gone(f"the mark {mark} of fully_shard")
+
+
+def test_lightning_knows_prompts() -> None:
+    assert found("lightning.fabric.utilities.imports._IS_INTERACTIVE") in (True, False)
 
 
 def test_a_trainer_keeps_whether_it_validates_by_time() -> None:
