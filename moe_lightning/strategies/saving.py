@@ -19,6 +19,7 @@ from moe_lightning.modules.moe_layer import whole_state_dict
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
 from moe_lightning.strategies.module_checks import require_same_parameters
 from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.sealed_files import reads_its_own_way
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
 
@@ -84,6 +85,8 @@ class SavingStrategy(WorldDDPStrategy):
         """
         if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
+        elif reads_its_own_way(self.checkpoint_io):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         else:
             self.meet()
             checkpoint = self.checkpoints.open(place_of(str(checkpoint_path)), self.reachable)
