@@ -32,6 +32,7 @@ from moe_lightning.strategies.editing import EditingStrategy
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_updates import require_separate_updates
 from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
+from moe_lightning.strategies.loss_watch import LossWatch, StopOnNan
 from moe_lightning.strategies.module_checks import check_module, cut_parameters, identical_buffers
 from moe_lightning.strategies.peer_replay import replay_update
 from moe_lightning.strategies.pipeline import Pipeline
@@ -40,7 +41,7 @@ from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExper
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.stage_state import StageState
-from moe_lightning.strategies.step_data import StepData
+from moe_lightning.strategies.step_data import StepData, samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
@@ -79,6 +80,9 @@ class ExpertParallelStrategy(EditingStrategy):
         seed: of keyed randomness and of stock DataLoaders' sampling. None: the one given to seed_everything, else 0.
         timeout_s: longest wait for a peer in any collective.
         check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
+        stop_on_nan: what to do before the update of a step in which a rank's loss is no finite number: "end" the run,
+            or "skip" the update. Both let the host wait for the loss of every micro-batch. None: update, and warn once
+            with rank, step and samples.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
@@ -117,6 +121,7 @@ class ExpertParallelStrategy(EditingStrategy):
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
         check_replicas_every: NonNegativeInt = 100,
+        stop_on_nan: StopOnNan | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
@@ -131,7 +136,7 @@ class ExpertParallelStrategy(EditingStrategy):
         check_parts(self._axes, dense)
         self._of_state: dict[str, Any] = {
             "dense": dense, "shard_size": shard_size, "max_slots": slots, "on_host": offload_optimizer}  # fmt: skip
-        self._check_replicas_every = check_replicas_every
+        self._check_replicas_every, self._stop_on_nan = check_replicas_every, stop_on_nan
         self.begin()
 
     @override
@@ -140,6 +145,7 @@ class ExpertParallelStrategy(EditingStrategy):
         self.worlds.axes = self._axes
         self.state = RankState(self.worlds, **self._of_state)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
+        self._losses = LossWatch(self._stop_on_nan)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
@@ -169,6 +175,7 @@ class ExpertParallelStrategy(EditingStrategy):
         self.model = self.state.module  # DDP's reducer holds a group
         self.state.parts.leave()
         self.steps.leave_world()
+        self._losses.forget_step()
         self.state.forget_step()
         if self._pipeline is not None:
             self._pipeline.forget_step()
@@ -253,6 +260,7 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._losses.finish()
         # In an elastic run a rank that is lost now must not end the others.
         if self._kept is not None and self.elastic is None and self.world.size > 1:
             room, ranks = room_for_experts(self.num_processes), self.worlds.mesh.world
@@ -367,6 +375,8 @@ class ExpertParallelStrategy(EditingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Gradients of the mean over the global batch, summed over replicas before any hook sees them."""
         module, precision = self.state.module, self.precision_plugin
+        if not self.steps.is_stand_in:
+            self._losses.look(closure_loss, self._place())
         weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
         with self.steps.summing():
             self.pre_backward(closure_loss)
@@ -378,6 +388,12 @@ class ExpertParallelStrategy(EditingStrategy):
         precision.post_backward(loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _place(self) -> Callable[[], str]:
+        """Where the running micro-batch came from, in words, when somebody asks."""
+        trainer, rank, batch = self.state.trainer, self.world.rank, self.steps.batch
+        step = trainer.global_step
+        return lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
 
     @contextmanager
     @override
@@ -395,6 +411,7 @@ class ExpertParallelStrategy(EditingStrategy):
         elastic, state = self.elastic, self.state
 
         def prepare() -> None:
+            self._losses.decide(state.module, self.world)
             if elastic is not None:
                 elastic.prepare(optimizer)  # a barrier: the last collective before the update
                 replay_update(state, optimizer)
