@@ -41,6 +41,7 @@ from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExper
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.stage_state import StageState
+from moe_lightning.strategies.stall_watch import StallWatch
 from moe_lightning.strategies.step_data import StepData, samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
@@ -83,6 +84,8 @@ class ExpertParallelStrategy(EditingStrategy):
         stop_on_nan: what to do before the update of a step in which a rank's loss is no finite number: "end" the run,
             or "skip" the update. Both let the host wait for the loss of every micro-batch. None: update, and warn once
             with rank, step and samples.
+        stall_warning_s: without a step, after which every rank prints which rank the others wait for and where its
+            code is; five times as long before the first batch and for a rank that compiles. None: never.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
@@ -122,6 +125,7 @@ class ExpertParallelStrategy(EditingStrategy):
         timeout_s: Seconds = 600.0,
         check_replicas_every: NonNegativeInt = 100,
         stop_on_nan: StopOnNan | None = None,
+        stall_warning_s: Seconds | None = 60.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
@@ -137,6 +141,7 @@ class ExpertParallelStrategy(EditingStrategy):
         self._of_state: dict[str, Any] = {
             "dense": dense, "shard_size": shard_size, "max_slots": slots, "on_host": offload_optimizer}  # fmt: skip
         self._check_replicas_every, self._stop_on_nan = check_replicas_every, stop_on_nan
+        self._stall_warning_s = stall_warning_s
         self.begin()
 
     @override
@@ -146,6 +151,7 @@ class ExpertParallelStrategy(EditingStrategy):
         self.state = RankState(self.worlds, **self._of_state)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
         self._losses = LossWatch(self._stop_on_nan)
+        self._stalls = StallWatch(self._stall_warning_s)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
@@ -171,6 +177,7 @@ class ExpertParallelStrategy(EditingStrategy):
 
     def leave(self) -> None:
         """Let go of everything that belongs to the groups of the present world; values stay."""
+        self._stalls.end()
         self.worlds.leave()
         self.model = self.state.module  # DDP's reducer holds a group
         self.state.parts.leave()
@@ -191,6 +198,7 @@ class ExpertParallelStrategy(EditingStrategy):
         self.steps.sequences.enter_world()
         self.configure_ddp()
         self.worlds.enter()
+        self._stalls.begin(world)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -201,6 +209,7 @@ class ExpertParallelStrategy(EditingStrategy):
             self.state.parts.layers.begin(module, self.worlds.mesh.world)
         self.steps.draw_noise()
         self._keep_from_ddp()
+        self._stalls.begin(self.world)
         super().setup(trainer)
         if self._pipeline is not None:
             self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
@@ -269,6 +278,7 @@ class ExpertParallelStrategy(EditingStrategy):
 
     @override
     def teardown(self) -> None:
+        self._stalls.end()
         self.checkpoints.release()
         if self._kept is not None:
             self._kept.hand_out()
@@ -357,6 +367,7 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Callbacks and steps see this rank's part of each sequence."""
+        self._stalls.made_progress()
         return self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
 
     @override
