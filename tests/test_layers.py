@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "values": set[str](),
     "registry": set[str](),
     "mistakes": set[str](),
+    "bounded_files": set[str](),
 }
 MAY_IMPORT["strategies"] = {
     *MAY_IMPORT["checkpoint"],
@@ -53,7 +54,7 @@ MAY_IMPORT["strategies"] = {
 MAY_IMPORT["callbacks"] = {*MAY_IMPORT, "strategies"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "callbacks", "__version__"}
 MAY_IMPORT |= {"conf": set(), "__init__": set(MAY_IMPORT)}
-SHARED = {"errors", "config", "values", "registry", "mistakes"}
+SHARED = {"errors", "config", "values", "registry", "mistakes", "bounded_files"}
 MAY_COMMUNICATE = {"comm", "elastic", "strategies", "fsdp_seams"}
 WITHOUT_LIGHTNING = {"algorithms", "kernels", "state", "comm", "modules", "checkpoint", *SHARED}
 UNSAFE_CALLS = {

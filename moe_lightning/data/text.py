@@ -160,6 +160,7 @@ class TextData(StepDataModule):
             "val_fraction": val_fraction,
             "seed": seed,
             "dtype": dtype,
+            "trained": None,
         }
         self._corpus: Corpus | None = None
         self._packs = ""  # what is said of them
@@ -174,6 +175,20 @@ class TextData(StepDataModule):
         return self._corpus
 
     @property
+    def trained_tokenizer(self) -> str | None:
+        """Content of the tokenizer.json that was trained for tokenizer="bpe:SIZE"; None for any other tokenizer."""
+        if not self.trains_tokenizer:
+            return None
+        if self._source["trained"] is None:
+            self._source["trained"] = self.corpus.trained_tokenizer()
+        return str(self._source["trained"])
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """True for tokenizer="bpe:SIZE"."""
+        return str(self._source["tokenizer"]).startswith("bpe:")
+
+    @property
     def vocab_size(self) -> int:
         """How many tokens a model must tell apart."""
         return self.corpus.vocab_size
@@ -183,6 +198,22 @@ class TextData(StepDataModule):
         return "\n".join([self.corpus.summary(), *self._packs.splitlines()])
 
     # ------------------------------------------------------------------ Lightning's hooks
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what every checkpoint keeps: the tokenizer that was trained, without which no token can be read."""
+        trained = self.trained_tokenizer
+        return {} if trained is None else {"trained_tokenizer": trained}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Use the tokenizer of a checkpoint instead of training one, before or after the tokens are made."""
+        trained = state_dict.get("trained_tokenizer")
+        if trained is None or not self.trains_tokenizer:
+            return
+        if self._corpus is not None and self.trained_tokenizer != trained:
+            self._corpus = None
+        self._source["trained"] = trained
+        if self._corpus is None and hasattr(self, "_train"):
+            self.setup()
 
     def prepare_data(self) -> None:
         """Build the tokens, once on every node; other ranks then find them."""

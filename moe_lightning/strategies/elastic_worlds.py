@@ -29,6 +29,7 @@ from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, agree, any_says
+from moe_lightning.data.accumulation import leave_schedule
 from moe_lightning.elastic.failure import PeerFailed, RunFinished, signature_of
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership
@@ -245,6 +246,7 @@ class ElasticWorlds:
                     if self.is_newcomer:
                         continue
                 self._wait_for_ranks()
+                leave_schedule(trainer)
                 fit()
                 return self.engine.finish()
             except Exception as error:

@@ -22,6 +22,7 @@ from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World
+from moe_lightning.data.accumulation import follow_schedule
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.kernels import BackendName
 from moe_lightning.modules.experts import deferred_experts
@@ -39,10 +40,10 @@ from moe_lightning.strategies.pipeline import Pipeline
 from moe_lightning.strategies.pipeline_checks import check_for_pipeline, chosen_micro_batches
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.placing import Placing
-from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState
 from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.stall_watch import StallWatch
-from moe_lightning.strategies.step_data import StepData, samples_of
+from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
@@ -95,13 +96,13 @@ class ExpertParallelStrategy(EditingStrategy):
         checkpoints, placing: saves and restores; where experts are put first.
 
     Raises:
-        ConfigurationError: sizes that do not fit world or model, fp16, a gradient-accumulation schedule, torch.compile.
+        ConfigurationError: sizes that do not fit world or model, fp16, torch.compile.
     """
 
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
         "state", "steps", "weigh", "scale_sum", "checkpoints", "evaluation_weights", "_kept", "_pipeline", "_data",
-        "_is_placed", "_before_hooks"}  # fmt: skip
+        "_is_placed", "_num_groups", "_before_hooks"}  # fmt: skip
 
     def __init__(
         self,
@@ -159,6 +160,7 @@ class ExpertParallelStrategy(EditingStrategy):
         self._pipeline: Pipeline | None = None
         self._data: StepData | None = None
         self._is_placed = False
+        self._num_groups = 0
 
     # ------------------------------------------------------------------ world
 
@@ -227,7 +229,8 @@ class ExpertParallelStrategy(EditingStrategy):
         if self._is_placed:
             return
         trainer = module.trainer
-        check_module(trainer, module, cuts_dense=self.state.parts.is_wished)
+        fixed = FIXED_GROUPS if self.state.fixes_groups else None
+        check_module(trainer, module, cuts_dense=self.state.parts.is_wished, fixed_groups=fixed)
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module)
@@ -248,9 +251,13 @@ class ExpertParallelStrategy(EditingStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with nullcontext() if self._pipeline is None else self._pipeline.cut.whole():
             super().setup_optimizers(trainer)
+        self._require_separate_updates()
+        self.state.take_optimizers(self.optimizers)
+
+    def _require_separate_updates(self) -> None:
+        self._num_groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
         if self.world.size > 1 or self.elastic is not None:
             require_separate_updates(self.optimizers, self.experts.stack_of)
-        self.state.take_optimizers(self.optimizers)
 
     @override
     def configure_ddp(self) -> None:
@@ -265,6 +272,12 @@ class ExpertParallelStrategy(EditingStrategy):
     def _keep_from_ddp(self) -> None:
         module = self.state.module
         self.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        follow_schedule(self.state.trainer)
+        seams.end_resumed_epochs(self.state.trainer)
 
     @override
     def on_train_end(self) -> None:
@@ -284,6 +297,8 @@ class ExpertParallelStrategy(EditingStrategy):
             self._kept.hand_out()
             self.state.parts.give_step_up(self.world)
         seams.unclip(self.precision_plugin)
+        if (trainer := seams.trainer_of(self.lightning_module)) is not None:
+            seams.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else experts were refused their places, and the user shall see that error
         if self._pipeline is not None:
@@ -368,10 +383,18 @@ class ExpertParallelStrategy(EditingStrategy):
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Callbacks and steps see this rank's part of each sequence."""
         self._stalls.made_progress()
-        return self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
+        batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
+        trainer = seams.trainer_of(self.lightning_module)
+        if trainer is not None and trainer.training:
+            begin_batch(trainer.train_dataloader)
+        return batch
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        require_accumulation(self.state.trainer)
+        if sum(len(optimizer.param_groups) for optimizer in self.optimizers) != self._num_groups:
+            self._require_separate_updates()
+        self.sum_unfrozen()
         with self.steps.training(args):
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)

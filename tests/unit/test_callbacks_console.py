@@ -57,6 +57,22 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[4].startswith("step 4/4  validation loss ")
 
 
+class _StartsAgain(pl.Callback):
+    """Begins training a second time after a step, as a recovery does."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 1:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                callback.on_train_start(trainer, pl_module)
+
+
+def test_the_headline_is_not_repeated_after_a_recovery(capsys: pytest.CaptureFixture[str]) -> None:
+    _fit([Console("plain"), _StartsAgain()])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:5] for line in lines].count("model") == 1
+    assert [line[:5] for line in lines].count("ranks") == 1
+
+
 def test_auto_is_plain_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     _fit([Console()])
     assert "step 4/4  loss" in capsys.readouterr().out

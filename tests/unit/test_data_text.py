@@ -548,11 +548,14 @@ def test_the_data_module_under_a_trainer(book: Path, cache: Path, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_limit_inside_a_step_is_one_sentence(book: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_limit_may_end_an_epoch_inside_a_step(book: Path, cache: Path, tmp_path: Path) -> None:
     data = TextData(source=str(book), cache_dir=cache, context_length=16, global_batch_size=12)
-    trainer = small_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3, limit_train_batches=8)
-    with pytest.raises(ConfigurationError, match=r"limit_train_batches=8 ends an epoch after 8 .*; set it to 6"):
-        trainer.fit(Counter(), data)
+    trainer = small_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=3, limit_train_batches=8)
+    trainer.fit(Counter(), data)
+    assert trainer.global_step == 2 * 3
+    sampler = trainer.train_dataloader.step_sampler
+    assert sampler.epoch_size == 2 * 12 + 8
+    assert [sampler.slice_at(at).step_total for at in (0, 12, 24)] == [12, 12, 8]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -575,3 +578,69 @@ def test_meta_is_plain_json(book: Path, cache: Path) -> None:
     corpus = prepare_corpus(book, cache_dir=cache)
     meta = json.loads((corpus.train.path.parent / "meta.json").read_text())
     assert meta["train_tokens"] == corpus.train.count
+
+
+# ---------------------------------------------------------------------- the tokenizer that a run trains
+
+
+@pytest.fixture
+def trained(book: Path, cache: Path) -> TextData:
+    pytest.importorskip("tokenizers", reason="the extra `bpe` is not installed")
+    data = TextData(source=str(book), cache_dir=cache, tokenizer="bpe:280", context_length=16, global_batch_size=4)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+@pytest.mark.parametrize("is_set_up", [False, True])
+def test_a_checkpoint_brings_its_tokenizer(trained: TextData, book: Path, tmp_path: Path, is_set_up: bool) -> None:
+    """On other text another tokenizer would be trained; tokens must mean what they meant."""
+    state = trained.state_dict()
+    assert json.loads(state["trained_tokenizer"])["model"]["type"] == "BPE"
+    book.write_text("quite another text, with other words in it\n" * 300)
+    other = TextData(
+        source=str(book), cache_dir=tmp_path / "other", tokenizer="bpe:280", context_length=16, global_batch_size=4
+    )
+    if is_set_up:
+        other.prepare_data()
+        other.setup()
+        assert other.state_dict() != state
+    other.load_state_dict(state)
+    other.prepare_data()
+    other.setup()
+    assert other.state_dict() == state
+    assert other.vocab_size == trained.vocab_size
+    tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_str(state["trained_tokenizer"])
+    x, _ = other.train_dataloader().dataset[0]  # type: ignore[index]
+    assert tokenizer.decode(x.tolist()) in book.read_text()
+
+
+def test_the_tokenizer_of_the_same_cache_makes_no_second_entry(trained: TextData, book: Path, cache: Path) -> None:
+    again = TextData(source=str(book), cache_dir=cache, tokenizer="bpe:280")
+    again.load_state_dict(trained.state_dict())
+    assert again.corpus == trained.corpus
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_tokenizer_of_the_users_own_is_in_no_checkpoint(trained: TextData, book: Path, cache: Path) -> None:
+    path = trained.corpus.train.path.with_name("tokenizer.json")
+    own = TextData(source=str(book), cache_dir=cache, tokenizer=str(path))
+    assert own.state_dict() == {}
+    own.load_state_dict({"trained_tokenizer": "ignored"})
+    assert own.vocab_size == trained.vocab_size
+    path.unlink()
+    with pytest.raises(ConfigurationError, match=r"tokenizer.json is damaged .*; delete its folder"):
+        TextData(source=str(book), cache_dir=cache, tokenizer="bpe:280").state_dict()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_stock_lightning_resumes_with_the_tokenizer(trained: TextData, book: Path, tmp_path: Path) -> None:
+    small_trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(Counter(), trained)
+    trainer = small_trainer(tmp_path, max_steps=1, limit_val_batches=0)
+    trainer.fit(Counter(), trained)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    book.write_text("quite another text, with other words in it\n" * 300)
+    options = {"tokenizer": "bpe:280", "context_length": 16, "global_batch_size": 4}
+    other = TextData(source=str(book), cache_dir=tmp_path / "other", **options)
+    small_trainer(tmp_path, max_steps=2, limit_val_batches=0).fit(Counter(), other, ckpt_path=tmp_path / "one.ckpt")
+    assert other.state_dict() == trained.state_dict()

@@ -66,7 +66,7 @@ def test_the_links_of_the_checkout_point_to_its_folders() -> None:
 
 
 def test_the_sdist_is_whole(sdist: Path) -> None:
-    for folder in ("moe_lightning", "conf", "kernels", "recipes", "tests", "docs"):
+    for folder in ("moe_lightning", "benchmarks", "conf", "kernels", "recipes", "tests", "docs"):
         assert set(sources(sdist / folder)) == set(sources(ROOT / folder)), folder
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md"):
         assert (sdist / name).read_text() == (ROOT / name).read_text()

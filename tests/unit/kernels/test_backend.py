@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _fresh_choice():
-    choice._bodies.cache_clear()
+    choice._implementation.cache_clear()
     with ops.backend("auto"):
         yield
-    choice._bodies.cache_clear()
+    choice._implementation.cache_clear()
 
 
 def test_auto_takes_torch_on_the_cpu_and_logs_it_once(caplog):
@@ -53,7 +53,7 @@ def test_absent_triton_is_refused_by_name_and_skipped_by_auto(monkeypatch):
     monkeypatch.setattr(choice, "_has_triton", lambda: False)
     with pytest.raises(ConfigurationError, match="needs the package triton"):
         ops.set_backend("triton")
-    assert choice._bodies("auto", "cuda") is choice._TORCH
+    assert choice._implementation("auto", "cuda") is choice._TORCH
 
 
 def test_triton_is_not_imported_where_it_is_not_chosen():
