@@ -12,6 +12,7 @@ from moe_lightning.errors import (
     CheckpointError,
     ConfigurationError,
     ForeignMessageError,
+    NonFiniteLossError,
     ParityError,
     ReplicasDifferError,
 )
@@ -48,6 +49,7 @@ def sentence_of(error: BaseException) -> str | None:
         ConfigurationError,
         CheckpointError,
         ForeignMessageError,
+        NonFiniteLossError,
         ReplicasDifferError,
         ParityError,
     ]
