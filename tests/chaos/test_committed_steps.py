@@ -100,11 +100,11 @@ def test_hooks_of_a_committed_step_run_once(workers: int, steps: int, strategy: 
         assert_same_losses(run, reference(steps))
         assert_each_once(tmp_path, workers, steps, lost=1)
     tables = [path.read_text().splitlines() for path in (tmp_path / "csv").rglob("metrics.csv")]
-    places = [lines[0].split(",").index("step") for lines in tables]
+    columns = [lines[0].split(",").index("step") for lines in tables]
     losses = [lines[0].split(",").index("train/loss") for lines in tables]
     rows = [
-        int(row.split(",")[place])
-        for lines, place, loss in zip(tables, places, losses, strict=True)
+        int(row.split(",")[column])
+        for lines, column, loss in zip(tables, columns, losses, strict=True)
         for row in lines[1:]
         if row.split(",")[loss]
     ]

@@ -48,7 +48,6 @@ def fit(rank: int, world_size: int, stop: str | None, options: dict[str, Any]) -
     return {"told": told, "steps": trainer.global_step, "whole": is_whole, "text": text.getvalue()}
 
 
-
 def words_of(rank_of_bad: int) -> str:
     samples = range(72, 78) if rank_of_bad == 0 else range(78, 84)
     listed = ", ".join(map(str, samples))
@@ -88,5 +87,3 @@ def test_the_samples_of_a_slice_are_those_of_its_batch() -> None:
             indices = sampler.indices_at(position)
             assert sampler.indices_of(here) == list(getattr(indices, "of_samples", indices))
             position += here.micro_total
-
-

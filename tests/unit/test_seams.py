@@ -41,12 +41,8 @@ METHODS = {
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.on_advance_end": "self, data_fetcher",
     "lightning.pytorch.plugins.Precision._after_closure": "self, model, optimizer",
     "lightning.pytorch.plugins.Precision.clip_grad_by_norm": "self, optimizer, clip_val",
-    f"{WORKERS}._collect_rank_zero_results": (
-        "self, trainer, results"
-    ),
-    f"{WORKERS}._recover_results_in_main_process": (
-        "self, worker_output, trainer"
-    ),
+    f"{WORKERS}._collect_rank_zero_results": ("self, trainer, results"),
+    f"{WORKERS}._recover_results_in_main_process": ("self, worker_output, trainer"),
     f"{WORKERS}._wrapping_function": (
         "self, process_idx, trainer, function, args, kwargs, return_queue, global_states"
     ),
@@ -56,9 +52,7 @@ METHODS = {
     "lightning.pytorch.trainer.call._call_callbacks_load_state_dict": "trainer, checkpoint",
     "lightning.pytorch.trainer.call._call_callbacks_on_load_checkpoint": "trainer, checkpoint",
     "lightning.pytorch.trainer.call._call_callbacks_state_dict": "trainer",
-    "lightning.pytorch.trainer.call._call_callback_hooks": (
-        "trainer, hook_name, args, monitoring_callbacks, kwargs"
-    ),
+    "lightning.pytorch.trainer.call._call_callback_hooks": ("trainer, hook_name, args, monitoring_callbacks, kwargs"),
     "lightning.pytorch.trainer.call._call_lightning_module_hook": "trainer, hook_name, args, pl_module, kwargs",
     "lightning.pytorch.trainer.connectors.data_connector._worker_check": "trainer, dataloader, name",
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint": (
