@@ -1,8 +1,12 @@
-"""Tables as text, for terminals."""
+"""Tables and headlines as text, for terminals."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
@@ -21,3 +25,17 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str =
         for row in cells
     ]
     return "\n".join([title] * bool(title) + [line.rstrip() for line in lines])
+
+
+def in_columns(text: str, *, indent: int = 7) -> str:
+    """The lines of a headline, broken at words where a terminal has fewer columns; as they are elsewhere.
+
+    Args:
+        text: lines that begin with a word in a column of its own.
+        indent: columns of that word.
+    """
+    if not sys.stdout.isatty():
+        return text
+    width = max(shutil.get_terminal_size().columns, 2 * indent)
+    options: dict[str, Any] = {"subsequent_indent": " " * indent, "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(textwrap.fill(line, width, **options) for line in text.splitlines())

@@ -30,6 +30,7 @@ from moe_lightning.models.gpt import GPT
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.text_table import in_columns
 from moe_lightning.values import validated
 
 _WIDE = 100
@@ -55,6 +56,7 @@ class Console(ProgressBar):
         super().__init__()
         self._style = style
         self._enabled = style != "none"
+        self._is_described = False
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -70,10 +72,12 @@ class Console(ProgressBar):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        is_described, self._is_described = self._is_described, True
         if not self._enabled:
             return
         self._close()  # the bar of a world that broke
-        print(describe(trainer, pl_module), flush=True)
+        if not is_described:  # a recovery has a line of its own
+            print(in_columns(describe(trainer, pl_module)), flush=True)
         if self._style == "bar" or (self._style == "auto" and sys.stdout.isatty()):
             self._bar = _progress_bar(RichConsole())
             self._task = self._bar.add_task("", total=_total_steps(trainer), completed=trainer.global_step, status="")
@@ -114,6 +118,7 @@ class Console(ProgressBar):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._is_described = False  # of the next fit
         self._close()
 
     @override

@@ -1,12 +1,21 @@
-"""TensorBoard's event files of a run, in its own directory: `tensorboard --logdir outputs`."""
+"""TensorBoard's event files of a run, in its own directory: `tensorboard --logdir outputs`. They begin with the first
+numbers, as CSV files do.
+"""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import TensorBoardLogger
+from typing_extensions import override
 
+from moe_lightning import seams
+from moe_lightning.callbacks.csv_logger import NotBegun
 from moe_lightning.mistakes import missing_for_logger
 from moe_lightning.values import validated
 
@@ -27,3 +36,39 @@ class TensorBoard(TensorBoardLogger):
         if find_spec("tensorboard") is None and find_spec("tensorboardX") is None:
             raise missing_for_logger("tensorboard", "tensorboard")
         super().__init__(save_dir=save_dir, name="tensorboard", version="")
+        self._parameters: list[tuple[Any, ...]] = []
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """TensorBoard's writer; before the first numbers what begins it."""
+        return super().experiment if seams.has_begun(self) else NotBegun(self)
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(
+        self,
+        params: dict[str, Any] | Namespace,
+        metrics: dict[str, Any] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Keep them until the first numbers."""
+        if seams.has_begun(self):
+            super().log_hyperparams(params, metrics, step)
+        else:
+            self._parameters.append((params, metrics, step))
+
+    @override
+    @rank_zero_only
+    def save(self) -> None:
+        if seams.has_begun(self):
+            super().save()
+
+    def begin(self) -> Any:
+        """The writer, from now on."""
+        writer = super().experiment
+        kept, self._parameters = self._parameters, []
+        for arguments in kept:
+            super().log_hyperparams(*arguments)
+        return writer

@@ -23,6 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.callbacks.csv_logger import NotBegun
 from moe_lightning.callbacks.wandb_artifacts import RUN_ID, CheckpointUploads, resumed_artifact
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.values import validated
@@ -79,7 +80,7 @@ class QuietWandbLogger(WandbLogger):
         """W&B's run; the same one for every process that logs into this directory, one after the other. Lightning asks
         for it before it has checked anything, so the run begins when something is asked of it.
         """
-        return _NotBegun(self) if seams.wandb_run(self) is None else super().experiment
+        return NotBegun(self) if seams.wandb_run(self) is None else super().experiment
 
     @override
     @rank_zero_only
@@ -149,16 +150,6 @@ class QuietWandbLogger(WandbLogger):
         for params in kept:
             super().log_hyperparams(params)
         return run
-
-
-class _NotBegun:
-    """Stands for a run that begins when anything is asked of it."""
-
-    def __init__(self, logger: QuietWandbLogger) -> None:
-        self._logger = logger
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger.begin(), name)
 
 
 def log_histograms(logger: WandbLogger, loads: Mapping[int, Tensor], step: int) -> None:

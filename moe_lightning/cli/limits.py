@@ -30,10 +30,6 @@ _LIMITS: dict[str, dict[str, Any]] = {
         "reload_dataloaders_every_n_epochs": NonNegativeInt,
         "val_check_interval": PositiveInt | Annotated[float, Range(above=0, most=1)] | str | None,
     },
-    "lightning.pytorch.loggers.csv_logs.CSVLogger": {
-        "flush_logs_every_n_steps": PositiveInt,
-        "version": NonNegativeInt | str | None,
-    },
 }
 
 

@@ -25,7 +25,6 @@ from moe_lightning.comm.decision_check import fingerprint, require_agreement
 from moe_lightning.comm.device_plan import DevicePlanner
 from moe_lightning.comm.dispatch_backend import BackendFactory, DispatchBackend, DispatchPlan, ExchangeBackend
 from moe_lightning.comm.exchange import all_gather_counts
-from moe_lightning.comm.padded import PaddedBackend
 from moe_lightning.comm.symmetric import SymmetricBackend
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -39,7 +38,7 @@ PlanPlace = Literal["host", "device"]
 DISPATCH_BACKENDS: Registry[BackendFactory] = Registry(
     "dispatch",
     BackendFactory,
-    {"exchange": ExchangeBackend, "padded": PaddedBackend, "symmetric": SymmetricBackend},
+    {"exchange": ExchangeBackend, "symmetric": SymmetricBackend},
     makes=DispatchBackend,
 )
 

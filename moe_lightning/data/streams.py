@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.data.accumulation import factors_of
 from moe_lightning.data.step_loader import StepLoader, batches_of, kept_options, reason_in_batches
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.data.stream_reader import Mark, Read, StreamReader
+from moe_lightning.values import NonNegativeInt, PositiveInt, validated
 
 
 class StreamSampler(StepSampler):
@@ -90,8 +92,10 @@ class StreamLoader(StepLoader):
             shuffle=training,
             drop_last=batches.drop_last,
             evaluation=not training,
+            keeps_micro_batch=training,
         )
         cut = cls(loader.dataset, sampler, **kept_options(loader))  # type: ignore[arg-type]
+        cut.sampler = batches.sampler
         cut.replaces_stock = True
         return cut
 
@@ -135,9 +139,9 @@ def samples_of_epoch(loader: DataLoader[Any], trainer: Trainer) -> int | None:
         stage = "test" if trainer.testing else "predict" if trainer.predicting else "val"
         limit = getattr(trainer, f"limit_{stage}_batches")
         return limit * loader.batch_size if isinstance(limit, int) and limit > 0 else None
-    micros, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
-    steps = -(-limit // micros) if isinstance(limit, int) and limit > 0 else trainer.max_steps
-    return steps * micros * loader.batch_size if steps > 0 else None
+    limit = trainer.limit_train_batches
+    batches = limit if isinstance(limit, int) and limit > 0 else trainer.max_steps * max(factors_of(trainer))
+    return batches * loader.batch_size if batches > 0 else None
 
 
 def reason_not_to_stream(loader: DataLoader[Any], trainer: Trainer) -> str | None:
@@ -178,6 +182,7 @@ class ByIndex(Dataset[Any]):
         return self._stream[index]
 
 
+@validated
 class PartwiseShuffle(Sampler[int]):
     """Indices in a random order in which place i of every batch comes from the i-th part of the data set, so that a
     rank, whose places stay the same, reads its own parts of the files alone. Drawn from torch's global generator.
@@ -187,7 +192,7 @@ class PartwiseShuffle(Sampler[int]):
         batch_size: parts, runs of neighbours of the same length but for a sample.
     """
 
-    def __init__(self, size: int, batch_size: int) -> None:
+    def __init__(self, size: NonNegativeInt, batch_size: PositiveInt) -> None:
         self._size, self._parts = size, max(1, min(size, batch_size))
 
     def __len__(self) -> int:

@@ -23,6 +23,7 @@ from moe_lightning.checkpoint.full_state import (
     read_checkpoint,
 )
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.mending import find_usable, mended
 from moe_lightning.checkpoint.sealing import check_file
 from moe_lightning.checkpoint.storage import Place
@@ -30,12 +31,12 @@ from moe_lightning.checkpoint.storages import place_of, storage_of
 from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.state.row_blocks import cuts_of
 from moe_lightning.strategies.expert_editing import ExpertEditing
 from moe_lightning.strategies.random_state import random_state
 from moe_lightning.strategies.rank_state import RankState
-from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states, states_of_stateful
+from moe_lightning.strategies.step_data import LOADERS_KEY, is_in_step, loader_states, states_of_stateful
 from moe_lightning.strategies.worlds import Worlds
 
 T = TypeVar("T")
@@ -86,12 +87,20 @@ class Checkpoints:
 
     def add_positions(self, checkpoint: dict[str, Any]) -> None:
         """Put the position of the training data into a checkpoint: Lightning itself leaves it out between epochs."""
-        loaders = self._state.trainer.train_dataloader
-        checkpoint[LOADERS_KEY] = loader_states(loaders)
-        self.editing.tell(checkpoint)
+        self._add_positions(checkpoint)
         loop = _fit_loop_state(checkpoint)
         if "combined_loader" in loop:  # stock Lightning looks for the positions of loaders that have one there
-            loop["combined_loader"] = states_of_stateful(loaders)
+            trainer = self._state.trainer
+            loop["combined_loader"] = states_of_stateful(trainer.train_dataloader, is_in_step=is_in_step(trainer))
+
+    def _add_positions(self, checkpoint: dict[str, Any]) -> None:
+        """Of a step that has not ended nothing counts: its batches come again."""
+        trainer = self._state.trainer
+        is_open = is_in_step(trainer)
+        checkpoint[LOADERS_KEY] = loader_states(trainer.train_dataloader, is_in_step=is_open)
+        if is_open and checkpoint[LOADERS_KEY] and "loops" in checkpoint:
+            seams.leave_open_step_out(checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches)
+        self.editing.tell(checkpoint)
 
     def may_change(self, file: object) -> bool:
         """Whether a file of Lightning's own may be written or deleted: not while steps of a window are run again, whose
@@ -113,8 +122,7 @@ class Checkpoints:
             kept = {key: value for key, value in dump.items() if key not in ("state_dict", "optimizer_states")}
             # Lightning looks for both keys before it asks the strategy, which reads them from the directory.
             kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self._state.optimizers]}
-            kept[LOADERS_KEY] = loader_states(trainer.train_dataloader)
-            self.editing.tell(kept)
+            self._add_positions(kept)
             objects |= {"trainer": kept} | self._state.training_state().objects()
         return objects
 
@@ -128,30 +136,31 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ restoring
 
-    def open(self, path: Place, world: World) -> dict[str, Any]:
+    def open(self, path: Place, world: World, *, is_trusted: bool = False) -> dict[str, Any]:
         """What Lightning restores from a file, a checkpoint directory, or a directory of these; collective.
 
         Args:
             world: the ranks that can be spoken to by now.
+            is_trusted: see `read_checkpoint`; directories hold no objects.
 
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
         """
         if isinstance(path, Path) and not decided(path.is_dir, world):
-            return self._read_file(path, world)
+            return self._read_file(path, world, is_trusted=is_trusted)
         restored = self._newest_for_all(path, world)
         self._state.restored = restored
         checkpoint: dict[str, Any] = restored.read_object("trainer")
         return checkpoint
 
-    def _read_file(self, path: Path, world: World) -> dict[str, Any]:
-        problem = None
+    def _read_file(self, path: Path, world: World, *, is_trusted: bool) -> dict[str, Any]:
+        problem, kind = None, CheckpointError
         try:
             check_file(path)
         except CheckpointError as error:
-            problem = str(error)
-        self._raise_together(path, problem, world)
-        return read_checkpoint(path)
+            problem, kind = str(error), type(error)
+        self._raise_together(path, problem, world, kind)
+        return read_checkpoint(path, is_trusted=is_trusted)
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Give the module its state."""
@@ -213,16 +222,23 @@ class Checkpoints:
         assert own is not None
         return own
 
-    def _raise_together(self, path: Place, problem: str | None, world: World) -> None:
+    def _raise_together(
+        self, path: Place, problem: str | None, world: World, kind: type[CheckpointError] = CheckpointError
+    ) -> None:
         """Refuse what one of the ranks cannot read; collective.
+
+        Args:
+            problem, kind: of this rank, and the exception that it stands for.
 
         Raises:
             CheckpointError: on every rank, the first problem.
         """
-        told = next((problem for problem in all_gather_json(problem, world) if problem is not None), None)
+        problems = all_gather_json([problem, kind is MissingCheckpointError], world)
+        told, is_missing = next((one for one in problems if one[0] is not None), (None, False))
         if told is not None:
             self.release()
-            raise CheckpointError(told if str(path) in told else f"not every rank can read {path}: {told}")
+            error = MissingCheckpointError if is_missing else CheckpointError
+            raise error(told if str(path) in told else f"not every rank can read {path}: {told}")
 
     def release(self) -> None:
         """The checkpoint that this run came from is not read any more: it may be pruned."""
@@ -247,12 +263,13 @@ def decided(look: Callable[[], T], world: World) -> T:
             problem = error
         except OSError as error:
             problem = CheckpointError(f"{error.filename or 'storage'} cannot be read ({error.strerror or error})")
-    told = found, None if problem is None else (isinstance(problem, ConfigurationError), str(problem))
-    found, refusal = broadcast_object(told, 0, world)
+    kinds: list[type[Exception]] = [ConfigurationError, MissingCheckpointError, CheckpointError]
+    kind = next((index for index, kind in enumerate(kinds) if isinstance(problem, kind)), None)
+    found, kind, words = broadcast_object((found, kind, str(problem)), 0, world)
     if problem is not None:
         raise problem
-    if refusal is not None:
-        raise (ConfigurationError if refusal[0] else CheckpointError)(refusal[1])
+    if kind is not None:
+        raise kinds[kind](words)
     return found
 
 
@@ -318,9 +335,16 @@ def _leased(path: Place, *, report: Callable[[str], None]) -> tuple[Checkpoint, 
 def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
     if has_manifest(path):
         return mended(path, report=report)
+    if isinstance(path, Path) and not path.exists():
+        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
     found = find_usable(path, report=report)
     if found.checkpoint is None:
+        reason = f"it has no {MANIFEST}" if storage_of(path).names(path) else "it is empty"
+        if found.problems:
+            more = f" ({len(found.problems) - 1} more problems)" if len(found.problems) > 1 else ""
+            reason = f"{found.problems[0]}{more}"
         raise CheckpointError(
-            f"{path} holds no whole checkpoint: name a .ckpt file or a directory of step-... directories, or start anew"
+            f"{path} holds no whole checkpoint, as {reason}: name a .ckpt file or a directory of step-... directories, "
+            "or start anew"
         )
     return found.checkpoint

@@ -12,14 +12,18 @@ hooks once more. Sources: Lazarus 4.3 and REFT 4; ours keeps live state in the p
 from __future__ import annotations
 
 import gc
+import logging
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from moe_lightning import seams
 from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.algorithms.recovery_planner import RecoveryPlan, without_snapshots
 from moe_lightning.algorithms.repair import Repair
@@ -27,7 +31,8 @@ from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, agree, any_says
-from moe_lightning.elastic.failure import RunFinished
+from moe_lightning.data.accumulation import leave_schedule
+from moe_lightning.elastic.failure import PeerFailed, RunFinished, signature_of
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.errors import ConfigurationError
@@ -50,8 +55,12 @@ from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_ove
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport, Stopwatch
-from moe_lightning.strategies.world_faults import is_worlds_fault, reason_of, scrub
+from moe_lightning.strategies.world_faults import is_network_fault, is_worlds_fault, reason_of, scrub
 from moe_lightning.strategies.worlds import WorldListener, Worlds
+
+_MOST_REPEATS = 3  # of one fault in one step, without a lost rank
+
+logger = logging.getLogger(__name__)
 
 
 class ElasticWorlds:
@@ -106,8 +115,11 @@ class ElasticWorlds:
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
         self._progress: FitProgress | None = None
+        self._batch_end: tuple[int, seams.BatchEnd] | None = None  # by the step that it belongs to
         self._is_torn = self._is_spare = False
         self._cause: str | None = None
+        self._made_steps = False
+        self._last_fault, self._repeats = "", 0
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
 
@@ -180,6 +192,7 @@ class ElasticWorlds:
         self._is_torn = False
         self._pending = None
         self.version += 1
+        self._made_steps = True
         self.engine.made_progress()
 
     def keep_progress(self, *, after_step: bool) -> None:
@@ -226,6 +239,7 @@ class ElasticWorlds:
                 if self._worlds.spares:
                     raise WorldChanged(f"ranks wait until they are a multiple of {self._worlds.axes.num_ranks}")
                 if must_recover:
+                    self._end_batch()
                     finish_step(trainer, self._progress, with_newcomers=self._has_newcomers)
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
                     loop.on_run_start()
@@ -236,14 +250,54 @@ class ElasticWorlds:
                     if self.is_newcomer:
                         continue
                 self._wait_for_ranks()
+                leave_schedule(trainer)
                 fit()
                 return self.engine.finish()
             except Exception as error:
                 if not is_worlds_fault(error, self.engine.reason):
+                    error.add_note(self._place())
                     raise
                 fault = error
+                self._remember_batch_end(error)
                 if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
                     is_first, self.is_newcomer = False, self.version == 0
+
+    def _remember_batch_end(self, fault: BaseException) -> None:
+        """Keep what a fault has left to do of the last step, if that is committed."""
+        trainer, is_prepared = self._state.trainer, self._pending is not None
+        left = seams.BatchEnd.left_by(fault, trainer, is_prepared=is_prepared)
+        if left is not None:
+            self._batch_end = trainer.global_step + is_prepared, left
+
+    def _end_batch(self) -> None:
+        """Run the hooks of the committed step that a fault kept from running, each once; collective.
+
+        A hook that failed is run again, unless it has ended on another rank: then its exchange took place.
+        """
+        trainer, step, left = self._state.trainer, -1, None
+        if self._batch_end is not None and not self.has_rolled_back:
+            step, left = self._batch_end
+        left = left if step == self.version else None
+        num_parts = seams.BatchEnd.num_parts(trainer)
+        everyones = all_gather_json(num_parts if left is None else left.done, self._worlds.present)
+        if min(everyones) < num_parts and self._has_newcomers:
+            rank_zero_warn(
+                f"on_train_batch_end of step {self.version} does not run in every callback: a fault came before it, "
+                "and a process that has not made the step has joined"
+            )
+        elif left is not None:
+            left.done += left.has_failed and max(everyones) > left.done
+            kept = self._progress
+            left.run(trainer)
+            if kept is not None and self._progress is not None:  # what others have still to do follows here, too
+                self._progress = replace(
+                    self._progress, validation_is_due=kept.validation_is_due, epoch_is_over=kept.epoch_is_over
+                )
+        self._batch_end = None
+
+    def _place(self) -> str:
+        """Where an error came up: launchers count those of one place."""
+        return f"in the step after step {self.version}" if self._made_steps else "in the first step of this process"
 
     def _wait_for_ranks(self) -> None:
         """Nobody trains with too few ranks: wait for others, and end with a checkpoint where none come."""
@@ -263,7 +317,7 @@ class ElasticWorlds:
     def _recover(self, fault: BaseException | None) -> None:
         began_at, began = time.time(), time.perf_counter()
         self._cause = None
-        reason = self._reason(fault)
+        reason, details = self._reason(fault), self._look_into(fault)
         scrub(fault)
         before, version = (0 if self.is_newcomer else self._worlds.present.size), self.version
         former = self._require_members().ids if before else ()
@@ -306,6 +360,31 @@ class ElasticWorlds:
         )
         for listener in self.listeners:
             listener.recovered(self.report)
+        if self.report.lost_ranks:
+            self._repeats = 0
+        elif self._repeats >= _MOST_REPEATS:
+            raise PeerFailed(
+                f"the step after step {version} failed {_MOST_REPEATS} times in the same way, and no rank was "
+                f"lost: {reason}",
+                details=details,
+            )
+
+    def _look_into(self, fault: BaseException | None) -> str:
+        """Count how often a fault has come in a row. An error that no connection has caused is shown: a recovery would
+        hide it.
+
+        Returns:
+            The traceback of one that came too often.
+        """
+        if fault is None or isinstance(fault, WorldChanged):
+            self._last_fault, self._repeats = "", 0
+            return ""
+        signature = f"{self.version}; {signature_of(fault)}"
+        is_known = signature == self._last_fault
+        self._last_fault, self._repeats = signature, self._repeats + 1 if is_known else 1
+        if not is_known and not is_network_fault(fault):
+            logger.warning("taken for a consequence of a broken world (%s)", self.engine.reason, exc_info=fault)
+        return "".join(traceback.format_exception(fault)) if self._repeats >= _MOST_REPEATS else ""
 
     def _reason(self, fault: BaseException | None) -> str:
         return "this process joins a running world" if self.is_newcomer else reason_of(fault, self.engine.reason)

@@ -22,6 +22,7 @@ from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World
+from moe_lightning.data.accumulation import follow_schedule
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.kernels import BackendName
 from moe_lightning.modules.experts import deferred_experts
@@ -32,17 +33,20 @@ from moe_lightning.strategies.editing import EditingStrategy
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_updates import require_separate_updates
 from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
+from moe_lightning.strategies.loss_watch import LossWatch, StopOnNan
 from moe_lightning.strategies.module_checks import check_module, cut_parameters, identical_buffers
 from moe_lightning.strategies.peer_replay import replay_update
 from moe_lightning.strategies.pipeline import Pipeline
 from moe_lightning.strategies.pipeline_checks import check_for_pipeline, chosen_micro_batches
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.placing import Placing
-from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState
 from moe_lightning.strategies.stage_state import StageState
-from moe_lightning.strategies.step_data import StepData
+from moe_lightning.strategies.stall_watch import StallWatch
+from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
+from moe_lightning.strategies.world_ddp import WorldDDPStrategy
 from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
@@ -65,7 +69,7 @@ class ExpertParallelStrategy(EditingStrategy):
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
         dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
         plan: where it is planned who computes which tokens: "host", or "device", see `comm.device_plan`.
-        kernels: the bodies in this process, see `kernels.set_backend`. None: as that says.
+        kernels: their implementation in this process, see `kernels.set_backend`. None: as that says.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
             each), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
             `strategies.dense_shardings.DENSE_SHARDINGS`.
@@ -78,6 +82,11 @@ class ExpertParallelStrategy(EditingStrategy):
         seed: of keyed randomness and of stock DataLoaders' sampling. None: the one given to seed_everything, else 0.
         timeout_s: longest wait for a peer in any collective.
         check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
+        stop_on_nan: what to do before the update of a step in which a rank's loss is no finite number: "end" the run,
+            or "skip" the update. Both let the host wait for the loss of every micro-batch. None: update, and warn once
+            with rank, step and samples.
+        stall_warning_s: without a step, after which every rank prints which rank the others wait for and where its
+            code is; five times as long before the first batch and for a rank that compiles. None: never.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
@@ -87,10 +96,13 @@ class ExpertParallelStrategy(EditingStrategy):
         checkpoints, placing: saves and restores; where experts are put first.
 
     Raises:
-        ConfigurationError: sizes that do not fit world or model, fp16, a gradient-accumulation schedule, torch.compile.
+        ConfigurationError: sizes that do not fit world or model, fp16, torch.compile.
     """
 
     strategy_name = "expert_parallel"
+    of_process = WorldDDPStrategy.of_process | {
+        "state", "steps", "weigh", "scale_sum", "checkpoints", "evaluation_weights", "_kept", "_pipeline", "_data",
+        "_is_placed", "_num_groups", "_before_hooks"}  # fmt: skip
 
     def __init__(
         self,
@@ -113,6 +125,8 @@ class ExpertParallelStrategy(EditingStrategy):
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
         check_replicas_every: NonNegativeInt = 100,
+        stop_on_nan: StopOnNan | None = None,
+        stall_warning_s: Seconds | None = 60.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
@@ -120,21 +134,33 @@ class ExpertParallelStrategy(EditingStrategy):
             ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots,
             kernels=kernels)  # fmt: skip
         self._seed = seed
-        self.worlds.axes = chosen_axes(mesh)
-        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp)
+        self._axes = chosen_axes(mesh)
+        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self._axes.pp)
         self._schedule: ScheduleName = schedule
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
-        check_parts(self.worlds.axes, dense)
-        self.state = RankState(
-            self.worlds, dense=dense, shard_size=shard_size, max_slots=slots, on_host=offload_optimizer
-        )
-        self.steps = Steps(self.worlds, self.state, check_replicas_every=check_replicas_every)
+        check_parts(self._axes, dense)
+        self._of_state: dict[str, Any] = {
+            "dense": dense, "shard_size": shard_size, "max_slots": slots, "on_host": offload_optimizer}  # fmt: skip
+        self._check_replicas_every, self._stop_on_nan = check_replicas_every, stop_on_nan
+        self._stall_warning_s = stall_warning_s
+        self.begin()
+
+    @override
+    def begin(self) -> None:
+        super().begin()
+        self.worlds.axes = self._axes
+        self.state = RankState(self.worlds, **self._of_state)
+        self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
+        self._losses = LossWatch(self._stop_on_nan)
+        self._stalls = StallWatch(self._stall_warning_s)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
         self._kept: KeptExperts | None = None
         self._pipeline: Pipeline | None = None
         self._data: StepData | None = None
+        self._is_placed = False
+        self._num_groups = 0
 
     # ------------------------------------------------------------------ world
 
@@ -153,10 +179,12 @@ class ExpertParallelStrategy(EditingStrategy):
 
     def leave(self) -> None:
         """Let go of everything that belongs to the groups of the present world; values stay."""
+        self._stalls.end()
         self.worlds.leave()
         self.model = self.state.module  # DDP's reducer holds a group
         self.state.parts.leave()
         self.steps.leave_world()
+        self._losses.forget_step()
         self.state.forget_step()
         if self._pipeline is not None:
             self._pipeline.forget_step()
@@ -172,13 +200,37 @@ class ExpertParallelStrategy(EditingStrategy):
         self.steps.sequences.enter_world()
         self.configure_ddp()
         self.worlds.enter()
+        self._stalls.begin(world)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        module, is_training = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        module = self.lightning_module
         assert module is not None
-        check_module(trainer, module, cuts_dense=self.state.parts.is_wished)
-        self.build_groups()
+        self.place_module(module)
+        if "tp" in self.world.axis_groups and (trainer.state.fn == TrainerFn.FITTING or cut_parameters(module)):
+            self.state.parts.layers.begin(module, self.worlds.mesh.world)
+        self.steps.draw_noise()
+        self._keep_from_ddp()
+        self._stalls.begin(self.world)
+        super().setup(trainer)
+        if self._pipeline is not None:
+            self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
+        seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
+        if self.elastic is not None and self.elastic.is_newcomer:
+            trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self._is_placed = False
+
+    @override
+    def place_module(self, module: pl.LightningModule) -> None:
+        if self._is_placed:
+            return
+        trainer = module.trainer
+        fixed = FIXED_GROUPS if self.state.fixes_groups else None
+        check_module(trainer, module, cuts_dense=self.state.parts.is_wished, fixed_groups=fixed)
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module)
@@ -192,25 +244,20 @@ class ExpertParallelStrategy(EditingStrategy):
         elif self._pipeline is not None:
             self._pipeline.cut.apply(self.root_device)
         assert self._kept is not None
-        self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
-        if "tp" in self.world.axis_groups and (is_training or cut_parameters(module)):
-            self.state.parts.layers.begin(module, self.worlds.mesh.world)
-        self.steps.draw_noise()
-        self._keep_from_ddp()
-        super().setup(trainer)
-        if self._pipeline is not None:
-            self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
-        seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
-        if self.elastic is not None and self.elastic.is_newcomer:
-            trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
+        self._kept.take_back(weights_change=trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is not None)
+        self._is_placed = True
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with nullcontext() if self._pipeline is None else self._pipeline.cut.whole():
             super().setup_optimizers(trainer)
+        self._require_separate_updates()
+        self.state.take_optimizers(self.optimizers)
+
+    def _require_separate_updates(self) -> None:
+        self._num_groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
         if self.world.size > 1 or self.elastic is not None:
             require_separate_updates(self.optimizers, self.experts.stack_of)
-        self.state.take_optimizers(self.optimizers)
 
     @override
     def configure_ddp(self) -> None:
@@ -227,8 +274,15 @@ class ExpertParallelStrategy(EditingStrategy):
         self.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        follow_schedule(self.state.trainer)
+        seams.end_resumed_epochs(self.state.trainer)
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._losses.finish()
         # In an elastic run a rank that is lost now must not end the others.
         if self._kept is not None and self.elastic is None and self.world.size > 1:
             room, ranks = room_for_experts(self.num_processes), self.worlds.mesh.world
@@ -237,11 +291,14 @@ class ExpertParallelStrategy(EditingStrategy):
 
     @override
     def teardown(self) -> None:
+        self._stalls.end()
         self.checkpoints.release()
         if self._kept is not None:
             self._kept.hand_out()
             self.state.parts.give_step_up(self.world)
         seams.unclip(self.precision_plugin)
+        if (trainer := seams.trainer_of(self.lightning_module)) is not None:
+            seams.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else experts were refused their places, and the user shall see that error
         if self._pipeline is not None:
@@ -325,10 +382,19 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Callbacks and steps see this rank's part of each sequence."""
-        return self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
+        self._stalls.made_progress()
+        batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
+        trainer = seams.trainer_of(self.lightning_module)
+        if trainer is not None and trainer.training:
+            begin_batch(trainer.train_dataloader)
+        return batch
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        require_accumulation(self.state.trainer)
+        if sum(len(optimizer.param_groups) for optimizer in self.optimizers) != self._num_groups:
+            self._require_separate_updates()
+        self.sum_unfrozen()
         with self.steps.training(args):
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)
@@ -343,6 +409,8 @@ class ExpertParallelStrategy(EditingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Gradients of the mean over the global batch, summed over replicas before any hook sees them."""
         module, precision = self.state.module, self.precision_plugin
+        if not self.steps.is_stand_in:
+            self._losses.look(closure_loss, self._place())
         weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
         with self.steps.summing():
             self.pre_backward(closure_loss)
@@ -354,6 +422,12 @@ class ExpertParallelStrategy(EditingStrategy):
         precision.post_backward(loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _place(self) -> Callable[[], str]:
+        """Where the running micro-batch came from, in words, when somebody asks."""
+        trainer, rank, batch = self.state.trainer, self.world.rank, self.steps.batch
+        step = trainer.global_step
+        return lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
 
     @contextmanager
     @override
@@ -371,6 +445,7 @@ class ExpertParallelStrategy(EditingStrategy):
         elastic, state = self.elastic, self.state
 
         def prepare() -> None:
+            self._losses.decide(state.module, self.world)
             if elastic is not None:
                 elastic.prepare(optimizer)  # a barrier: the last collective before the update
                 replay_update(state, optimizer)
@@ -394,7 +469,11 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="Expert parallelism with replicated experts")
+            about = "Expert parallelism with replicated experts"
+            strategy_registry.register(cls.strategy_name, cls, description=about)
+            for name, start_method in (("spawn", "spawn"), ("fork", "fork"), ("notebook", "fork")):
+                options = {"description": f"{about}, ranks by {start_method}", "start_method": start_method}
+                strategy_registry.register(f"{cls.strategy_name}_{name}", cls, **options)
 
 
 ExpertParallelStrategy.register_strategies(StrategyRegistry)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.padded_dispatch import PADDED
 from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dispatcher import Dispatcher
@@ -98,7 +99,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
     cases = [
         lambda: Dispatcher(uniform_placement(4, world_size, world_size), world, [(0,), (1,)], **on_device),
-        lambda: Dispatcher(place, world, whole, backend="padded", **on_device),
+        lambda: Dispatcher(place, world, whole, backend=PADDED, **on_device),
         lambda: Dispatcher(place, elastic, whole, **on_device),
         lambda: setattr(dispatcher, "speeds", np.array([1, 2])),
         lambda: setattr(dispatcher, "shadows", ShadowPlan(shadows=shadows, homes=np.array([0, 0, 1, 1]))),

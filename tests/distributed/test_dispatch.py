@@ -121,7 +121,7 @@ def wrong_dispatchers(rank: int, world_size: int) -> list[str]:
     cases: list[tuple[Any, ...]] = [
         (uniform_placement(4, 3), world, whole),
         (uniform_placement(4, world_size), world, whole, "fair"),
-        (uniform_placement(4, world_size), world, whole, "equal", None, 0, "padding"),
+        (uniform_placement(4, world_size), world, whole, "equal", None, 0, "exchanges"),
         (one_sided, world, [(0,), (1,)]),
     ]
     messages = []
@@ -137,7 +137,7 @@ def test_wrong_dispatchers() -> None:
     assert "3 ranks" in size
     assert "2 are running" in size
     assert "quota='fair' is not known: use 'balanced' or 'equal'" in quota
-    assert "dispatch='padding' is no known dispatch: did you mean 'padded'? Use one of exchange, padded" in backend
+    assert "dispatch='exchanges' is no known dispatch: did you mean 'exchange'? Use one of exchange, " in backend
     assert "ranks [1] holds no replica of expert 0" in group
 
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 from torch import nn
 
-from moe_lightning.bench.checkpoint_bubbles import bubble_table
+from benchmarks.checkpoint_bubbles import bubble_table
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
 from tests.agents import agent_ahead

@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.data import DataLoader
 
+from benchmarks.padded_dispatch import PADDED
 from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.shadows import ShadowPlan, shadow_quota
 from moe_lightning.comm.dispatcher import Dispatcher
@@ -35,7 +36,7 @@ def dispatch_with_shadows(rank: int, world_size: int) -> int:
         visitors += plan.num_copies
         ids = [torch.from_numpy(rng.integers(-1, 6, (int(rng.integers(0, 9)), 2))) for _ in range(world_size)]
         slots = rng.permutation([*placement.experts_on(rank), -1]).tolist()
-        backend = ("exchange", "padded")[seed % 2]
+        backend = ("exchange", PADDED)[seed % 2]
         dispatcher = Dispatcher(placement, world, [tuple(range(world_size))], "balanced", slots, backend=backend)
         dispatcher.shadows = plan
         counts_NE = torch.stack([torch.bincount(peer[peer >= 0], minlength=6) for peer in ids])
@@ -73,7 +74,7 @@ def padded_equals_plain(rank: int, world_size: int) -> tuple[int, int, int]:
     counts_NE = torch.stack([torch.bincount(peer.flatten(), minlength=6) for peer in ids])
     plain = Dispatcher(placement, world, [tuple(range(world_size))])
     results = []
-    for dispatcher in (plain, Dispatcher(placement, world, [tuple(range(world_size))], backend="padded")):
+    for dispatcher in (plain, Dispatcher(placement, world, [tuple(range(world_size))], backend=PADDED)):
         x_TD = torch.arange(24.0).view(8, 3).requires_grad_()
         sent = dispatcher.dispatch(x_TD, ids[rank], counts_NE)
         rows_MD = sent.rows_MD

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.algorithms.roofline import DEVICES
-from moe_lightning.algorithms.roofline_layer import DESIGNS, backward_kernels, forward_kernels
-from moe_lightning.bench.roofline import SHAPES
+from benchmarks.roofline import SHAPES
+from benchmarks.roofline_layer import DESIGNS, backward_kernels, forward_kernels
+from benchmarks.roofline_model import DEVICES
 from tests.programs import ROOT, run_program
 
 pytestmark = [

@@ -178,7 +178,7 @@ def test_simulations_run(arguments: list[str]) -> None:
     assert sim.main([*arguments, *fitting, "hours=0.1"]) == 0
 
 
-@pytest.mark.parametrize("name", bench.BENCHMARKS)
+@pytest.mark.parametrize("name", [*bench.COMMANDS, *bench.benchmarks()])
 def test_benchmarks_say_how(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         bench.main([name, "--help"])

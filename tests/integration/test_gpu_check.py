@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lightning.bench import gpu_check
-from moe_lightning.bench.gpu_check import NAMES, Options, outcomes_of, run
-from moe_lightning.bench.gpu_check_worker import CHECKS
+from moe_lightning.cli import gpu_check
 from moe_lightning.cli.bench import main
+from moe_lightning.cli.gpu_check import NAMES, Options, outcomes_of, run
+from moe_lightning.cli.gpu_check_worker import CHECKS
 from tests.forks import PATIENCE_S
 
 ENDS_S = 20.0

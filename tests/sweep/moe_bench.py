@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +28,6 @@ FAST: dict[str, list[str]] = {
     "pictures": ["good.npz"],
     "plot": ["run"],
     "report": ["run"],
-    "workspace": ["project", "--dry-run"],
     "calibrate": ["--ranks", "1", "--steps", "8", "--no-check"],
     "recovery": ["--parts", "trace", "--quick"],
     "paper": ["pec-sizes"],
@@ -43,10 +41,6 @@ FAST: dict[str, list[str]] = {
 SLOW = {"recovery", "calibrate", "compare", "balance", "checkpoint", "kernels", "planner"}
 """What starts processes or measures for longer than the rest: only what must be refused is tried."""
 
-_SENSIBLE_TEXTS = {
-    "--entity": {"abc", "-1", "0", "1.5", "nan", "inf", "1e30", "1e14", "[]", "empty", "huge", "nul"},
-    "project": {"abc", "-1", "0", "1.5", "nan", "inf", "1e30", "1e14", "[]", "empty", "huge", "nul"},
-}
 _FRACTIONS = {"--gigabytes", "--trace-start", "--trace-speed", "--trace-seconds"}
 _MAY_BE_ZERO = {"--seed", "--first", "--trace-step", "--trace-start"}
 
@@ -92,7 +86,7 @@ def measuring(folder: Path) -> Iterator[Case]:
 
 def _options(name: str) -> list[argparse.Action]:
     parser = argparse.ArgumentParser(add_help=False)
-    add_options(parser, importlib.import_module(f"moe_lightning.bench.{name.replace('-', '_')}").Options)
+    add_options(parser, bench.module_of(name).Options)
     parser.add_argument("--threads", type=int)
     return parser._actions
 
@@ -115,8 +109,6 @@ def _quietly(arguments: list[str]) -> int:
 
 
 def _is_sensible(option: str, label: str, action: argparse.Action) -> bool:
-    if option in _SENSIBLE_TEXTS:
-        return label in _SENSIBLE_TEXTS[option]
     return (
         (label == "0" and (option in _MAY_BE_ZERO or (option, action.default) == ("--layers", 4)))
         or (label == "1.5" and option in _FRACTIONS)

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import balance
 from moe_lightning.algorithms.metrics import imbalance
 from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.bench import balance
+from moe_lightning.cli.short_training import most_skewed
 from moe_lightning.errors import ConfigurationError
 from tests.options import options_of
 
@@ -50,11 +51,11 @@ def test_the_most_skewed_settled_layer_is_found(tmp_path: Path) -> None:
     counts[2, 1, :, :2] = 50
     path = tmp_path / "trace.npz"
     np.savez(path, counts=counts, iteration=np.array([1, 700, 800], dtype=np.int32))
-    shares = balance.most_skewed(path, 4)
+    shares = most_skewed(path, 4)
     assert shares.tolist() == pytest.approx([5 / 12, 5 / 12, 1 / 12, 1 / 12])
     assert imbalance(np.round(1000 * shares).astype(int) @ uniform_placement(4, 2).replicas) > 1.6
     with pytest.raises(ConfigurationError, match="holds no 6 experts after iteration 600"):
-        balance.most_skewed(path, 6)
+        most_skewed(path, 6)
 
 
 def test_goals_judge_what_was_measured() -> None:

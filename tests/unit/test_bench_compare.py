@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lightning.bench import compare
-from moe_lightning.bench.compare_contenders import BASES, SAVINGS, TRAININGS, Contender, bytes_of_one
-from moe_lightning.bench.compare_worker import warmup_steps
-from moe_lightning.bench.measure import medians_of
-from moe_lightning.bench.peak_memory import PeakMemory
-from moe_lightning.bench.training import on_ranks
+from benchmarks import compare
+from benchmarks.compare_contenders import BASES, SAVINGS, TRAININGS, Contender, bytes_of_one
+from benchmarks.compare_worker import warmup_steps
+from benchmarks.peak_memory import PeakMemory
+from moe_lightning.cli.measurement import medians_of
+from moe_lightning.cli.short_training import on_ranks
 from moe_lightning.errors import ConfigurationError
 from tests.options import options_of
 
@@ -114,7 +114,7 @@ def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytes
 def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     names = ["DDP, loop", "FSDP2, our layer", "ours", "DDP, dcp.async_save", "ours, K = E/4", PIPELINE]
     options = asdict(parse(*SMALL.split())) | {"contenders": names, "folder": str(tmp_path)}
-    function = "moe_lightning.bench.compare_worker:measure_all"
+    function = "benchmarks.compare_worker:measure_all"
     rows = {row["contender"]: row for row in on_ranks(function, options, num_ranks=2, folder=tmp_path)[0]}
     assert set(rows) == set(names)
     assert compare.loss_spread(rows) < 1e-5

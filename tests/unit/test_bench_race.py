@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_lightning.bench import kernel_contenders, kernels_cuda
-from moe_lightning.bench.kernel_contenders import Contender, Shape
-from moe_lightning.bench.kernels_exchange import measure
-from moe_lightning.bench.race import disagreements, race
+from benchmarks import kernel_contenders, kernels_cuda
+from benchmarks.kernel_contenders import Contender, Shape
+from benchmarks.kernels_exchange import measure
+from benchmarks.race import disagreements, race
 from tests.distributed.harness import connect, run_ranks
 
 TINY = Shape(name="tiny", tokens=24, d_model=16, d_expert=8, experts=4, top_k=2)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.bench import recovery
-from moe_lightning.bench.measure import goal
-from moe_lightning.bench.recovery_runs import KILL_PHASES, DiaryReader, _phases
-from moe_lightning.bench.recovery_trace import Replay, format_table, score
-from moe_lightning.bench.recovery_worker import Task
+from benchmarks import recovery
+from benchmarks.recovery_runs import KILL_PHASES, DiaryReader, _phases
+from benchmarks.recovery_trace import Replay, format_table, score
+from benchmarks.recovery_worker import Task
+from moe_lightning.cli.measurement import goal
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import read_trace
 from moe_lightning.svg_pictures import phase_lines

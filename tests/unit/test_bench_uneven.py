@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.bench import uneven
+from benchmarks import uneven
 from moe_lightning.errors import ConfigurationError
 from tests.options import options_of
 

@@ -25,7 +25,6 @@ MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
 # Arguments that no recipe sets by hand: Lightning's own switches, and those that moe-train passes itself.
 LEFT_OUT = {
     "Trainer": None,
-    "CSVLogger": {"prefix"},
     "ForcedRouting": set(),
 }
 

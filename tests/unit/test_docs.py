@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from hydra import compose, initialize_config_dir
 
-from moe_lightning.cli.bench import BENCHMARKS
+from benchmarks import BENCHMARKS
+from moe_lightning.cli.bench import COMMANDS
 from moe_lightning.cli.composition import CONFIG_DIR, with_quotes
 from tests.documented import PAGES, PLUGINS, RECIPES, ROOT, commands
 
@@ -41,7 +42,7 @@ def test_training_commands_compose(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_benchmarks_and_links_exist(page: Path) -> None:
-    assert {command[0] for command in commands(page, "moe-bench") if command} - {"NAME"} <= set(BENCHMARKS)
+    assert {command[0] for command in commands(page, "moe-bench") if command} - {"NAME"} <= {*COMMANDS, *BENCHMARKS}
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
 

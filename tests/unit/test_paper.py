@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import paper
+from benchmarks.paper_lazarus import shrunk
+from benchmarks.paper_table import PaperTable, Row, Sources
 from moe_lightning.arguments import add_options
-from moe_lightning.bench import paper
-from moe_lightning.bench.paper_lazarus import shrunk
-from moe_lightning.bench.paper_table import PaperTable, Row, Sources
 from moe_lightning.cli.bench import main
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import Event, check_events

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lightning.bench.planner import recovery_rows
+from benchmarks.planner import recovery_rows
 
 
 def test_every_plan_of_a_recovery_has_a_row() -> None:

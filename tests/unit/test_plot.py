@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from moe_lightning.bench import plot
+from moe_lightning.cli import plot
 from moe_lightning.cli.bench import main
 from moe_lightning.errors import ConfigurationError
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from moe_lightning.algorithms.published_rates import PUBLISHED
-from moe_lightning.algorithms.roofline import DEVICES, LAUNCH_S, Matmul, Tile, matmul_cost, shared_bytes, tile_for
-from moe_lightning.algorithms.roofline_layer import (
+from benchmarks.published_rates import PUBLISHED
+from benchmarks.roofline import SHAPES
+from benchmarks.roofline_layer import (
     DESIGNS,
     backward_kernels,
     forward_kernels,
     share_of_peak,
     total_seconds,
 )
-from moe_lightning.algorithms.roofline_router import router_backward
-from moe_lightning.bench.roofline import SHAPES
+from benchmarks.roofline_model import DEVICES, LAUNCH_S, Matmul, Tile, matmul_cost, shared_bytes, tile_for
+from benchmarks.roofline_router import router_backward
 from moe_lightning.cli.bench import main
 
 H100 = DEVICES["h100"]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.least_time import least_time
+from benchmarks.uneven_trace import listed_speeds, speeds_argument
 from moe_lightning.algorithms.quota import balanced_quota
-from moe_lightning.bench.least_time import least_time
-from moe_lightning.bench.uneven_trace import listed_speeds, speeds_argument
 from moe_lightning.cli import bench
 from moe_lightning.errors import ConfigurationError
 from tests.unit.test_quota import TRACE

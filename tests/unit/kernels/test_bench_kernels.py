@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import kernels as bench
+from benchmarks import kernels_cuda
+from benchmarks.kernel_contenders import Shape, contenders, layer_contenders
 from moe_lightning import kernels as ops
-from moe_lightning.bench import kernels as bench
-from moe_lightning.bench import kernels_cuda
-from moe_lightning.bench.kernel_contenders import Shape, contenders, layer_contenders
 from moe_lightning.errors import ConfigurationError
 from tests.options import options_of
 
@@ -31,8 +31,8 @@ def test_contenders_agree_in_value_and_gradient():
         y = contender.forward(x, ids, weights)
         results[name] = (y, torch.autograd.grad(y.square().sum(), x)[0])
     for name, (y, grad) in results.items():
-        torch.testing.assert_close(y, results["loop"][0], msg=lambda m, name=name: f"{name}: {m}")
-        torch.testing.assert_close(grad, results["loop"][1], msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(y, results["loop"][0], msg=lambda m, name=name: f"{name}: {m}")  # type: ignore[misc]
+        torch.testing.assert_close(grad, results["loop"][1], msg=lambda m, name=name: f"{name}: {m}")  # type: ignore[misc]
 
 
 def test_run_prints_every_table(capsys, monkeypatch):

@@ -1,0 +1,184 @@
+"""moe-bench balance: the step time under skewed routing, for every way of balancing, on two ranks of one core each.
+
+All ratios are taken inside one run, against the median step of plain expert parallelism under uniform routing.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.padded_dispatch import PADDED
+from moe_lightning.algorithms.balancing import STRATEGIES, Strategy
+from moe_lightning.arguments import Count, InputFile, OutputFile, option
+from moe_lightning.callbacks.load_balancer import LoadBalancer
+from moe_lightning.cli.measurement import goal, machine, medians_of
+from moe_lightning.cli.short_training import (
+    FloatArray,
+    ModelOptions,
+    balancer_of,
+    most_skewed,
+    on_ranks,
+    own_cores,
+    pinning,
+    train,
+    write_trace,
+)
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies import ExpertParallelStrategy
+from moe_lightning.text_table import table
+
+Medians = Mapping[tuple[str, str], Mapping[str, float]]
+"""(skew, strategy) -> name of a figure -> its median over rounds."""
+
+CONTENDERS: dict[str, Strategy | None] = {**STRATEGIES, "ours": None}
+"""What is compared: the strategies of `algorithms.balancing`, and LoadBalancer as it comes."""
+
+_RANKS = 2
+_UNIFORM = "uniform"
+_OURS = "ours"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """Of this benchmark."""
+
+    trace: InputFile | None = option("routing trace (.npz) whose most skewed layer is added", None)
+    ratios: tuple[Count, ...] = option("loads of the two ranks, as N to 1", [2, 4, 8])
+    strategies: list[str] = option("ways of balancing to compare", list(CONTENDERS), choices=list(CONTENDERS))
+    rounds: Count = option("measurements of each, in turns", 1)
+    steps: Count = option("measured steps of each", 12)
+    batch: Count = option("sequences of a rank", 4)
+    slots: Count = option("resident experts of a rank", 5)
+    json: OutputFile | None = option("where to leave all measurements", None)
+
+
+def run(options: Options) -> int:
+    """Measure, print one table and the goals beside what was reached; 0 on success."""
+    if options.experts % _RANKS or options.slots * _RANKS < options.experts:
+        raise ConfigurationError(
+            f"{options.experts} experts do not divide over {_RANKS} ranks of {options.slots} slots: "
+            "use an even number, and at least half as many slots"
+        )
+    cores = own_cores(_RANKS)
+    with tempfile.TemporaryDirectory(prefix="moe-balance-") as folder:
+        rows = _measure(Path(folder), options, cores)
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1))
+    print(f"{machine()}; {_RANKS} ranks, {pinning(cores)}; medians of {options.rounds} x {options.steps} steps")
+    but = ("round", "skew", "strategy")
+    medians = {
+        (skew, name): medians_of([row for row in rows if (row["skew"], row["strategy"]) == (skew, name)], but=but)
+        for skew in dict.fromkeys(row["skew"] for row in rows)
+        for name in options.strategies
+    }
+    print(format_table(medians))
+    print("ratio: to plain under uniform routing; of: what the model says that copies take, hidden or not")
+    print("\n".join(goals(medians)))
+    return 0
+
+
+def _measure(folder: Path, options: Options, cores: list[int]) -> list[dict[str, Any]]:
+    shares = skews(options.experts, options.ratios)
+    if options.trace is not None:
+        shares["trace"] = most_skewed(options.trace, options.experts)
+    traces = {name: str(write_trace(folder / f"{index}.npz", s)) for index, (name, s) in enumerate(shares.items())}
+    settings = asdict(options) | {"traces": traces, "trace": None, "json": None}
+    rows: list[dict[str, Any]] = on_ranks(
+        "benchmarks.balance:train_all", settings, num_ranks=_RANKS, folder=folder, cores=cores
+    )[0]
+    return rows
+
+
+def skews(num_experts: int, ratios: Sequence[int]) -> dict[str, FloatArray]:
+    """Shares [E] of the experts for uniform routing and for rank loads of N to 1; inside a rank they fall as 1/i."""
+    inside = 1.0 / (1.0 + np.arange(num_experts // _RANKS))
+    inside /= inside.sum()
+    shares = {_UNIFORM: np.full(num_experts, 1.0 / num_experts)}
+    for ratio in ratios:
+        if ratio < 1:
+            raise ConfigurationError(f"a ratio of {ratio} to 1 is not a skew: use 1 or more")
+        shares[f"{ratio}:1"] = np.concatenate([ratio * inside, inside]) / (ratio + 1)
+    return shares
+
+
+def format_table(medians: Medians) -> str:
+    """One line for each way of balancing under each skew."""
+    base = medians.get((_UNIFORM, "plain"), next(iter(medians.values())))
+    headers = (
+        "routing", "strategy", "step ms", "ratio", "cpu ms", "ratio", "max/mean", "RB", "tokens MB", "copies MB",
+        "waited ms: Trans", "Agg", "of",
+    )  # fmt: skip
+    rows = [
+        (
+            skew,
+            name,
+            *(cell for kind in ("step_s", "cpu_s") for cell in (_ms(row[kind], 1), f"{row[kind] / base[kind]:.2f}")),
+            f"{row['imbalance_before']:.2f} > {row['imbalance_after']:.2f}",
+            f"{row['balance_ratio']:.1f}",
+            *(f"{row[kind] / 1e6:.2f}" for kind in ("exchange_bytes", "copy_bytes")),
+            *(_ms(row[kind], 2) for kind in ("exposed_trans_s", "exposed_agg_s", "expected_copy_s")),
+        )
+        for (skew, name), row in medians.items()
+    ]
+    return table(headers, rows)
+
+
+def _ms(seconds: float, digits: int) -> str:
+    return f"{1e3 * seconds:.{digits}f}"
+
+
+def goals(medians: Medians) -> list[str]:
+    """One line for each goal that the measurements can judge; by processor time too, which other work disturbs less."""
+    lines = []
+    ours, plain = medians.get((_UNIFORM, _OURS)), medians.get((_UNIFORM, "plain"))
+    if ours and plain:
+        cost, cpu_cost = (ours[name] / plain[name] - 1 for name in ("step_s", "cpu_s"))
+        lines.append(goal("own cost under uniform routing", cost, 0.02, f"{{:.3f}} (processor time {cpu_cost:.3f})"))
+    for (skew, name), row in medians.items():
+        if name == _OURS and ours and skew != _UNIFORM:
+            ratio, cpu_ratio = (row[name] / ours[name] for name in ("step_s", "cpu_s"))
+            beside = medians.get((skew, "plain"))
+            note = f"; plain: {beside['step_s'] / plain['step_s']:.2f}" if beside and plain else ""
+            form = f"{{:.3f}} (processor time {cpu_ratio:.3f})"
+            lines.append(goal(f"step under {skew} over uniform", ratio, 1.10, form, note))
+    for (skew, name), row in medians.items():
+        if row["expected_copy_s"] > 0:
+            hidden = 1 - (row["exposed_trans_s"] + row["exposed_agg_s"]) / row["expected_copy_s"]
+            could = 1 - row["expected_exposed_s"] / row["expected_copy_s"]
+            verdict = "met   " if hidden >= min(0.8, could) else "missed"
+            lines.append(f"{verdict}  copies hidden, {name} under {skew}: {hidden:.2f} (the model says {could:.2f})")
+    return lines
+
+
+# --- a rank ---------------------------------------------------------------------------------------------------------
+
+
+def train_all(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every way of balancing under every skew, in turns. Collective."""
+    traces = settings.pop("traces")
+    options, rows = Options(**settings), []
+    for index in range(options.rounds):
+        for name in options.strategies:
+            for skew, trace in traces.items():  # innermost: goals are ratios between skews
+                found = train_with(name, trace, options)
+                rows.append({"round": index, "skew": skew, "strategy": name} | found)
+                print(f"round {index + 1}, {skew}, {name}: {1e3 * found['step_s']:.1f} ms", flush=True)
+    return rows
+
+
+def train_with(name: str, trace: str, options: Options) -> dict[str, float]:
+    """Train under one of the contenders. Collective."""
+    ways = CONTENDERS[name]
+    if ways is None:
+        return train(ExpertParallelStrategy(slots=options.slots), [LoadBalancer()], trace, options)
+    if ways.padded:
+        return train(ExpertParallelStrategy(dispatch=PADDED), [], trace, options)
+    strategy = ExpertParallelStrategy(slots=options.slots, quota="balanced" if ways.balanced else "equal")
+    return train(strategy, [] if name == "plain" else [balancer_of(ways)], trace, options)

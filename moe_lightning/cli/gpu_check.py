@@ -1,0 +1,188 @@
+"""moe-bench gpu-check: whether everything that needs a GPU works on this machine, in a table and in under two minutes.
+
+Every check has a process of its own, so that none dies of another: a context that is poisoned, a driver that hangs.
+One that hangs is ended in time for those that wait for its place.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from moe_lightning.arguments import option
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.text_table import table
+
+NAMES = ("routing", "rows", "matmul", "grouped", "experts", "buffers", "pinned_copy", "training", "communicators")
+_PROBE_S = 20.0
+_BUDGET_S = 95.0
+_AT_ONCE = 4
+_TURNS = 5  # into which the budget is divided: the first checks, which compile most, get what the others leave
+_LOOK_S = 0.5
+_PROBE = """
+import torch, importlib.util
+n = torch.cuda.device_count() if torch.cuda.is_available() else 0
+triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else "none"
+names = ", ".join(torch.cuda.get_device_name(i) for i in range(n))
+print(n, f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}: {names}", sep="|")
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of this check."""
+
+    stand_in: bool = option("run the checks on the CPU: tries them, and says nothing of a GPU", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one check ended."""
+
+    name: str
+    verdict: str
+    seconds: float
+    note: str
+
+
+def run(options: Options) -> int:
+    """Print the table; 0 where nothing failed, 1 where something did.
+
+    Raises:
+        ConfigurationError: there is no GPU.
+    """
+    device, num_devices, where = "cpu", 2, "CPU, in the place of a GPU"
+    if not options.stand_in:
+        device, (num_devices, where) = "cuda", _devices()
+        if not num_devices:
+            raise ConfigurationError(
+                f"no GPU here ({where}): nothing was checked; run this where there is one, or try the checks "
+                "themselves with --stand-in"
+            )
+    commands = {
+        name: (sys.executable, "-m", "moe_lightning.cli.gpu_check_worker", name, device)
+        for name in NAMES
+        if name != "communicators" or num_devices > 1
+    }
+    outcomes = outcomes_of(commands)
+    if num_devices < 2:
+        outcomes.append(Outcome(name="communicators", verdict="left out", seconds=0.0, note="needs two GPUs"))
+    rows = [(one.name, one.verdict, f"{one.seconds:.1f}", one.note) for one in outcomes]
+    print(table(("check", "verdict", "seconds", "note"), rows, where))
+    failed = sum(one.verdict == "FAIL" for one in outcomes)
+    print(f"{failed} of {len(outcomes)} checks failed" if failed else "no check failed")
+    print("Please send this table to the project's issues, whatever it says.")
+    return int(failed > 0)
+
+
+def outcomes_of(commands: Mapping[str, Sequence[str]], budget_s: float = _BUDGET_S) -> list[Outcome]:
+    """Run each command in a process of its own, some at once; one that ends well prints its note last.
+
+    Args:
+        budget_s: seconds for all, of which each turn that is to come keeps a part.
+    """
+    running: set[subprocess.Popen[str]] = set()
+    turns = _Turns(len(commands), budget_s)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        try:
+            outcome = partial(_outcome, turns=turns, running=running)
+            return list(pool.map(outcome, commands, commands.values()))
+        except BaseException:  # a Ctrl-C does not reach processes of other sessions
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(running):
+                _end(process)
+            raise
+
+
+class _Turns:
+    """Shares a budget among checks of which some run at once."""
+
+    def __init__(self, checks: int, budget_s: float) -> None:
+        self._waiting, self._ends, self._turn_s = checks, time.monotonic() + budget_s, budget_s / _TURNS
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """A check waits no more."""
+        with self._lock:
+            self._waiting -= 1
+
+    def left_s(self) -> float:
+        """What checks that run may still take; more when others have begun beside them."""
+        return self._ends - time.monotonic() - self._turn_s * math.ceil(self._waiting / _AT_ONCE)
+
+
+def _outcome(name: str, command: Sequence[str], turns: _Turns, running: set[subprocess.Popen[str]]) -> Outcome:
+    turns.begin()
+    began = time.perf_counter()
+    try:
+        verdict, note = _ended(command, turns, running)
+    except OSError as error:  # no process could be made
+        verdict, note = "FAIL", str(error)
+    return Outcome(name=name, verdict=verdict, seconds=time.perf_counter() - began, note=note[:160])
+
+
+def _ended(command: Sequence[str], turns: _Turns, running: set[subprocess.Popen[str]]) -> tuple[str, str]:
+    """Verdict and note of a process, which is ended with all that it has started where it takes too long."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+    ) as process:
+        running.add(process)
+        began = time.perf_counter()
+        try:
+            told, complaint = _told(process, turns)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return "FAIL", f"timed out after {time.perf_counter() - began:.0f} s"
+        finally:
+            running.discard(process)
+    note = _last_line(complaint if process.returncode else told)
+    if process.returncode < 0:
+        note = f"ended by signal {-process.returncode}: {note}"
+    return "FAIL" if process.returncode else "pass", note
+
+
+def _told(process: subprocess.Popen[str], turns: _Turns) -> tuple[str, str]:
+    """Both outputs of a process.
+
+    Raises:
+        TimeoutExpired: its time is over.
+    """
+    while True:
+        try:
+            return process.communicate(timeout=max(0.0, min(_LOOK_S, turns.left_s())))
+        except subprocess.TimeoutExpired:
+            if turns.left_s() <= 0:
+                raise
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """With all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "said nothing")
+
+
+def _devices() -> tuple[int, str]:
+    """GPUs of this machine and a line on them; asked in another process, since a broken driver may end it."""
+    try:
+        done = subprocess.run((sys.executable, "-c", _PROBE), capture_output=True, text=True, timeout=_PROBE_S)
+    except subprocess.TimeoutExpired:
+        return 0, f"asking for GPUs did not end in {_PROBE_S:.0f} s"
+    if done.returncode:
+        return 0, _last_line(done.stderr)
+    number, where = _last_line(done.stdout).split("|", 1)
+    return int(number), where
