@@ -49,12 +49,14 @@ def line_chart(
             if steps and path:
                 path.append((place(x, least)[0], path[-1][1]))
             path.append(place(x, y))
-        color = _COLORS[index % len(_COLORS)]
+        color = line_color(index)
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
         # What lies under another line shows through its gaps.
         hides = index and _hides_another(line, list(lines.values())[:index], within=_LINE_PX * span / height)
         dashes = f' stroke-dasharray="9 {5 * index}"' if hides else ""
         parts.append(f'<polyline points="{drawn}" fill="none" stroke="{color}" stroke-width="{_LINE_PX}"{dashes}/>')
+        if len(path) == 1:  # a line through one point is none
+            parts.append(f'<circle cx="{path[0][0]:.1f}" cy="{path[0][1]:.1f}" r="{2 * _LINE_PX}" fill="{color}"/>')
         parts += _legend(index, name, color)
     return _svg(parts)
 
@@ -127,7 +129,8 @@ def _hides_another(
 def _frame(title: str, x_label: str, y_label: str, marks: Sequence[float]) -> list[str]:
     bottom = _HEIGHT_PX - _BOTTOM_PX
     middle = (_TOP_PX + bottom) / 2
-    parts = [_text(_LEFT_PX, 18, title), _text(18, middle, y_label, anchor="middle", upwards=True)]
+    parts = [_text(_LEFT_PX, 18, title)]
+    parts.append(f'<g class="unit">{_text(18, middle, y_label, anchor="middle", upwards=True)}</g>')
     parts.append(_text((_LEFT_PX + _WIDTH_PX - _RIGHT_PX) / 2, bottom + 34, x_label, anchor="middle"))
     for mark in marks:
         y = bottom - (bottom - _TOP_PX) * ((mark - marks[0]) / (marks[-1] - marks[0]))
@@ -138,7 +141,13 @@ def _frame(title: str, x_label: str, y_label: str, marks: Sequence[float]) -> li
 
 def _legend(index: int, name: str, color: str) -> list[str]:
     x, y = _LEFT_PX + 150 * (index % 5), _HEIGHT_PX - 30 + 16 * (index // 5)
-    return [f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{color}"/>', _text(x + 14, y, name)]
+    box = f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{color}"/>'
+    return [f'<g class="legend">{box}{_text(x + 14, y, name)}</g>']
+
+
+def line_color(index: int) -> str:
+    """Return the color of a chart's line by its place."""
+    return _COLORS[index % len(_COLORS)]
 
 
 def _text(x: float, y: float, words: str, *, anchor: str = "start", upwards: bool = False) -> str:

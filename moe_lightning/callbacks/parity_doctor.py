@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import TracebackType
 from typing import Annotated, Any
 
 import lightning.pytorch as pl
@@ -162,6 +164,7 @@ class ParityDoctor(Callback):
             verdict = [None, parting]
         failure, parting = all_gather_json(verdict, self._world)[0]
         if failure is not None or parting is not None:
+            _end_without_traceback(self._world.rank)
             raise ParityError(failure or parting)
         if self.comparison is None:
             self.comparison = Comparison(partings=(), steps=len(self._recorder.notes), tensors=0, largest=0.0)
@@ -174,6 +177,20 @@ class ParityDoctor(Callback):
         data = self._loader if self._is_own else Batches(self._batches)
         alone = follow(trainer, self._copy, self._states[: len(notes)], data, tolerance)
         return compare([merged(step) for step in notes], [merged(step) for step in alone], tolerance)
+
+
+def _end_without_traceback(rank: int) -> None:
+    """Let a script that does not catch the error end with its sentence, written by one rank: the stack says nothing of
+    the run that was examined, and would stand between the user and the verdict."""
+    former = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, ParityError):
+            former(kind, error, trace)
+        elif rank == 0:
+            print(f"{kind.__name__}: {error}", file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
 
 
 def _like(batch: Any, leaves: list[Any]) -> Any:

@@ -66,7 +66,7 @@ def render(directory: Path) -> str:
         raise ConfigurationError(f"{directory} has no config.yaml and no metrics: give a run directory, outputs/NAME")
     config = _mapping(config_file, yaml.safe_load)
     summary = _mapping(directory / "summary.json", json.loads)
-    logged = read_all_metrics(files)
+    logged = _counted(read_all_metrics(files), summary.get("steps"))
     metrics = finite(logged)
     body = [
         sections.training(metrics, logged),
@@ -92,6 +92,17 @@ def _mapping(path: Path, read: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigurationError(f"{path} is no mapping: move it away, and the report leaves it out")
     return found
+
+
+def _counted(metrics: Metrics, steps: object) -> Metrics:
+    """The metrics with those of a validation after the last of so many steps at that step: Lightning logs them under
+    the number of steps made, where a validation between steps has the number before."""
+    if not isinstance(steps, int):
+        return metrics
+    return {
+        name: {step - (name.startswith("val/") and step == steps + 1): value for step, value in values.items()}
+        for name, values in metrics.items()
+    }
 
 
 def _size(config: Mapping[str, Any], metrics: Metrics) -> str:

@@ -46,6 +46,11 @@ td { max-width: 22rem; overflow-wrap: anywhere; }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
 pre { overflow-x: auto; padding: 0.8rem; border-radius: 0.5rem; background: var(--card); font-size: 0.8rem; }
 summary { cursor: pointer; color: var(--accent); }
+.legend span { display: none; }
+@media (max-width: 40rem) { figure svg { min-width: 0 !important; } figure svg text { font-size: 20px; }
+  figure svg .legend, figure svg .unit { display: none; }
+  .legend span { display: inline-block; margin-right: 0.8rem; font-size: 0.85rem; }
+  table { width: 100%; } td, th { padding: 0.3rem; overflow-wrap: anywhere; white-space: normal; } }
 @media print { details > * { display: block; } nav { display: none; } }
 """
 
@@ -79,12 +84,18 @@ def missing(text: str) -> str:
 
 
 def figure(picture: str, title: str, caption: str) -> str:
-    """An SVG picture as wide as the page, named for those who cannot see it; on a phone it scrolls sideways."""
+    """An SVG picture as wide as the page, named for those who cannot see it; on a phone its letters are larger."""
     width = re.search(r'width="(\d+)"', picture)
     least_px = _LEAST_SCALE * int(width[1]) if width else 0.0
     named = f'<svg role="img" aria-label="{escaped(title)}" style="min-width: {least_px:.0f}px" '
     named += picture.strip().removeprefix("<svg ")
     return f'<figure><div class="wide">{named}</div><figcaption>{escaped(caption)}</figcaption></figure>'
+
+
+def legend(lines: Sequence[tuple[str, str]]) -> str:
+    """Names of lines and their colors, for screens on which a picture's own would be too small."""
+    boxes = (f'<span><b style="color: {color}">■</b> {escaped(name)}</span>' for name, color in lines)
+    return f'<div class="legend">{"".join(boxes)}</div>'
 
 
 def cards(numbers: Sequence[tuple[str, str]]) -> str:
@@ -94,7 +105,7 @@ def cards(numbers: Sequence[tuple[str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], caption: str) -> str:
-    """Rows under a head; on a phone it scrolls sideways."""
+    """Rows under a head; on a phone its cells break."""
     heads = "".join(f'<th scope="col">{escaped(name)}</th>' for name in head)
     lines = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     body = f"<thead><tr>{heads}</tr></thead><tbody>{lines}</tbody>"

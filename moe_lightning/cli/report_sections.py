@@ -13,10 +13,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from moe_lightning.charts import line_chart
+from moe_lightning.charts import line_chart, line_color
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.cli.plot import Metrics, balance_pictures, checkpoint_pictures, metrics_files, recovery_lanes
-from moe_lightning.cli.report_html import Section, figure, folded, listing, missing, paragraph, table
+from moe_lightning.cli.report_html import Section, figure, folded, legend, listing, missing, paragraph, table
 from moe_lightning.cli.run_directory import checkpoints as checkpoints_in
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.modules.routing_trace import read_loads
@@ -258,6 +258,7 @@ def _chart(lines: Mapping[str, Mapping[int, float]], title: str, unit: str, capt
     """Lines over steps, and their numbers below for those who read tables."""
     points = {name: _thinned(list(values.items()), _MAX_POINTS) for name, values in lines.items()}
     picture = figure(line_chart(points, title, "step", unit), f"{title} over steps, {unit}", caption)
+    picture += legend([(f"{name}, {unit}", line_color(index)) for index, name in enumerate(points)])
     rows = [
         [name, f"{step:,.0f}", f"{value:.6g}"]
         for name, line in points.items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +21,7 @@ from tests.distributed.same_training import CASES
 from tests.distributed.seeded_bugs import BUGS
 from tests.distributed.training import RandomTokens, make_trainer, train
 from tests.parameters import slow
+from tests.programs import TESTS, run_program
 
 QUICK = ["expert_gradient_times_ranks", "replicas_not_summed", "dropped_token", "learning_rate_of_a_group"]
 QUICK += ["rows_not_summed", "scaled_stage"]
@@ -170,3 +173,30 @@ def test_a_healthy_run_is_the_same(world_size: int, case: str, strategy: dict[st
 def test_nothing_is_left_out(case: str, mesh: dict[str, int]) -> None:
     several, alone = (run_ranks(n, healthy, case, strategy)[0] for n, strategy in ((2, {"mesh": mesh}), (1, {})))
     assert several == alone
+
+
+SCRIPT = """
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+from moe_lightning.callbacks.parity_doctor import ParityDoctor
+from tests.distributed.training import OwnModule, RandomTokens
+
+if __name__ == "__main__":
+    pl.seed_everything(7, verbose=False)
+    trainer = pl.Trainer(
+        strategy="expert_parallel", accelerator="cpu", devices=2, max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, callbacks=[ParityDoctor(tolerance=1e-15)],
+    )
+    trainer.fit(OwnModule(), DataLoader(RandomTokens(48), batch_size=12, shuffle=True))
+"""
+
+
+@pytest.mark.slow
+def test_the_verdict_of_a_script_is_its_last_line(tmp_path: Path) -> None:
+    """Every rank raises; one of them says why, and nobody shows a stack."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run_program("script.py", folder=tmp_path, variables=TESTS)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr, done.stderr
+    assert re.match(r"ParityError: parity fails at step 1: ", done.stderr.splitlines()[-1]), done.stderr
+    assert done.stderr.count("ParityError") == 1

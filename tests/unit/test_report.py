@@ -202,3 +202,38 @@ def test_a_browser_shows_every_section(run: Path, tmp_path: Path) -> None:
     assert all(f'<section id="{name}">' in shown.stdout for name in SECTIONS)
     assert "<script" not in shown.stdout
     assert (tmp_path / "page.png").stat().st_size > 5000
+
+
+def test_a_validation_after_the_last_step_is_seen_at_that_step(tmp_path: Path) -> None:
+    """Lightning logs it one step later than the others, and a line through one point is none."""
+    rows = [{"step": step, "train/loss": 5 - step / 20} for step in range(50)]
+    write_metrics(tmp_path, 0, [*rows, {"step": 50, "val/loss": 2.5}])
+    (tmp_path / "summary.json").write_text('{"steps": 50, "val_loss": 2.5}')
+    text = report.render(tmp_path)
+    assert "a run of moe-lightning, 50 steps" in text
+    (point,) = re.findall(r'<circle cx="([\d.]+)"[^>]* fill="([^"]+)"', text)
+    chart = ElementTree.fromstring(re.search(r"<svg[^>]*loss over steps.*?</svg>", text, re.DOTALL)[0])  # type: ignore[index]
+    line = next(part for part in chart.iter() if part.tag.endswith("polyline"))
+    assert point[0] == line.attrib["points"].split()[-1].split(",")[0], "where the line of training ends"
+    assert f'<span><b style="color: {point[1]}">\N{BLACK SQUARE}</b> val/loss, loss (nats)</span>' in text
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser")
+def test_the_page_fits_a_phone(run: Path) -> None:
+    page = run / "report.html"
+    page.write_text(report.render(run))
+    (run / "phone.html").write_text(
+        f'<iframe id="page" src="{page.name}" style="width: 390px; height: 800px"></iframe><script>onload = () => '
+        '{ const root = document.getElementById("page").contentDocument.documentElement; '
+        'document.title = `${root.scrollWidth} of ${root.clientWidth}`; '
+        'for (const wide of root.querySelectorAll(".wide")) '
+        'if (wide.scrollWidth > wide.clientWidth) document.title += ` cut: ${wide.innerHTML.slice(0, 80)}`; }</script>'
+    )
+    assert BROWSER is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    command = [BROWSER, *options, (run / "phone.html").as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = re.search(r"<title>(\d+) of (\d+)(.*)</title>", shown.stdout)
+    assert found is not None, shown.stdout + shown.stderr
+    assert int(found[1]) <= int(found[2])
+    assert not found[3]
