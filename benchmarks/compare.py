@@ -95,9 +95,7 @@ def _measure(folder: Path, options: Options, cores: Sequence[int]) -> list[dict[
     names = list(TRAININGS) if "training" in options.parts else list(BASES.values())
     names += list(SAVINGS) if "saving" in options.parts else []
     settings = asdict(options) | {"contenders": names, "directory": None, "json": None, "folder": str(folder)}
-    ranks = on_ranks(
-        "benchmarks.compare_worker:measure_all", settings, num_ranks=_RANKS, folder=folder, cores=cores
-    )
+    ranks = on_ranks("benchmarks.compare_worker:measure_all", settings, num_ranks=_RANKS, folder=folder, cores=cores)
     return [slowest(seen) for seen in zip(*ranks, strict=True)]
 
 

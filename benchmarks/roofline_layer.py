@@ -30,7 +30,7 @@ _ACTIVATION_STEPS, _GRADIENT_STEPS = 12, 34
 """Instructions for each sum in the machine code of the fused epilogues for sm_90, beside those of a plain one."""
 
 _SORT_TILE = 8192
-"""Elements of a block of the counting sort, see `kernels.triton_routing`."""
+"""Elements of a block of the counting sort, see `kernels.triton.routing`."""
 
 
 @dataclass(frozen=True, kw_only=True)

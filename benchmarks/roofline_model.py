@@ -86,7 +86,7 @@ STORE_BYTES = 80e9
 """A multiprocessor's way out to the second-level cache, per second."""
 
 _WGRAD_PROGRAMS = 4
-"""That a multiprocessor runs one after the other, see `kernels.triton_wgrad`: each begins and ends by itself."""
+"""That a multiprocessor runs one after the other, see `kernels.triton.matmul`: each begins and ends by itself."""
 
 READ_S = 0.7e-6
 """From an epilogue's load to its first value, which nothing hides."""
@@ -245,7 +245,7 @@ def shared_bytes(tile: Tile, stages: int, element_bytes: int = 2) -> int:
 
 
 def tile_for(device: Device, rows_per_group: float) -> Tile:
-    """The tile that `kernels.triton_tiles` takes for 16-bit operands on a device."""
+    """The tile that `kernels.triton.tiles` takes for 16-bit operands on a device."""
     if rows_per_group <= 96:
         return Tile(m=64, n=128, k=64 if device.shared > 112 << 10 else 32)
     if device.shared < 128 << 10:

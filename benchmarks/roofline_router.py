@@ -25,7 +25,7 @@ HALF, SINGLE, INDEX = 2, 4, 8
 _TERMS = 3
 _MOST_EXPERTS = 256
 _PIECES = 128
-"""See `kernels.triton_router`."""
+"""See `kernels.triton.router`."""
 
 _CHOICE_STEPS = 6
 """Instructions for each score and choice: a maximum, a comparison and a minimum of ids, and taking the winner out."""
@@ -120,7 +120,7 @@ def router_backward(shape: LayerShape, device: Device, *, is_fused: bool) -> lis
 
 
 def _tile(shape: LayerShape, device: Device) -> Tile:
-    """What `kernels.triton_router` takes: all experts are columns of one tile."""
+    """What `kernels.triton.router` takes: all experts are columns of one tile."""
     experts = max(16, 1 << (shape.experts - 1).bit_length())
     is_large = device.shared > 128 << 10
     return Tile(m=128 if is_large else 64, n=experts, k=64 if is_large and experts <= 128 else 32)

@@ -101,7 +101,7 @@ def _modelled_seconds(device: str, rows: int, tile: tile_table.Tile) -> float:
 
 
 def _seconds(rows: int, tiles: Mapping[str, tile_table.Tile]) -> float:
-    from moe_lightning.kernels import triton_matmul  # Triton is absent on most machines
+    from moe_lightning.kernels.triton import matmul as triton_matmul  # Triton is absent on most machines
 
     device = torch.device("cuda")
     x = torch.zeros(rows * _SLOTS, _INNER, device=device, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Which bodies run: by device, or as the user says; the choice is logged once for each device."""
+"""Choice of the kernels' implementation, by device or by the user; logged once for each device."""
 
 from __future__ import annotations
 
@@ -14,26 +14,17 @@ from typing import Literal, get_args
 import torch
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels import (
-    torch_activation,
-    torch_bytes,
-    torch_grouped,
-    torch_matmul,
-    torch_plan,
-    torch_routing,
-    torch_rows,
-    torch_stream,
-)
-from moe_lightning.kernels.bodies import (
-    ActivationBodies,
-    ByteBodies,
-    FusedBodies,
-    MatmulBodies,
-    PlanBodies,
-    RouterBodies,
-    RoutingBodies,
-    RowBodies,
-    StreamBodies,
+from moe_lightning.kernels import torch_grouped, torch_kernels
+from moe_lightning.kernels.interface import (
+    ActivationKernels,
+    ByteKernels,
+    FusedKernels,
+    MatmulKernels,
+    PlanKernels,
+    RouterKernels,
+    RoutingKernels,
+    RowKernels,
+    StreamKernels,
 )
 
 BackendName = Literal["auto", "torch", "triton", "grouped", "reference"]
@@ -44,34 +35,34 @@ _chosen = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bodies:
-    """The rooms of one backend."""
+class Implementation:
+    """Kernels of one backend."""
 
-    routing: RoutingBodies
-    rows: RowBodies
-    matmul: MatmulBodies
-    activation: ActivationBodies
-    bytes: ByteBodies
-    plan: PlanBodies
-    stream: StreamBodies
-    fused: FusedBodies | None = None
-    router: RouterBodies | None = None
+    routing: RoutingKernels
+    rows: RowKernels
+    matmul: MatmulKernels
+    activation: ActivationKernels
+    bytes: ByteKernels
+    plan: PlanKernels
+    stream: StreamKernels
+    fused: FusedKernels | None = None
+    router: RouterKernels | None = None
 
 
-_TORCH = Bodies(
-    routing=torch_routing,
-    rows=torch_rows,
-    matmul=torch_matmul,
-    activation=torch_activation,
-    bytes=torch_bytes,
-    plan=torch_plan,
-    stream=torch_stream,
+_TORCH = Implementation(
+    routing=torch_kernels,
+    rows=torch_kernels,
+    matmul=torch_kernels,
+    activation=torch_kernels,
+    bytes=torch_kernels,
+    plan=torch_kernels,
+    stream=torch_kernels,
 )
 
 
 def set_backend(name: str) -> None:
-    """Choose the bodies for this process: "auto" (Triton on CUDA where it is installed, else torch), "torch", "triton",
-    "grouped" (as "auto", but torch's own kernel multiplies the experts, see `torch_grouped`) or "reference".
+    """Choose the implementation for this process: "auto" (Triton on CUDA where it is installed, else torch), "torch",
+    "triton", "grouped" (as "auto", but torch's own kernel multiplies the experts, see `torch_grouped`) or "reference".
 
     Raises:
         ConfigurationError: an unknown name, or "triton" where it is not installed.
@@ -86,7 +77,7 @@ def set_backend(name: str) -> None:
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Choose the bodies inside a `with` block (see `set_backend`)."""
+    """Choose the implementation inside a `with` block (see `set_backend`)."""
     before = _chosen
     set_backend(name)
     try:
@@ -95,20 +86,20 @@ def backend(name: str) -> Iterator[None]:
         set_backend(before)
 
 
-def bodies(device: torch.device, dtype: torch.dtype | None = None) -> Bodies | None:
-    """The bodies for tensors of a device and dtype; None stands for the reference.
+def implementation(device: torch.device, dtype: torch.dtype | None = None) -> Implementation | None:
+    """Return the implementation for tensors of a device and dtype; None stands for the reference.
 
-    The Triton bodies accumulate in fp32 and torch's grouped kernel takes no fp64, so that runs on torch.
+    The Triton kernels accumulate in fp32 and torch's grouped kernel takes no fp64, so that runs on torch.
 
     Raises:
         ConfigurationError: Triton was asked for and cannot run on the device.
     """
-    found = _bodies(_chosen, device.type)
+    found = _implementation(_chosen, device.type)
     return _TORCH if found is not None and dtype == torch.float64 else found
 
 
 @functools.cache
-def _bodies(name: str, device_type: str) -> Bodies | None:
+def _implementation(name: str, device_type: str) -> Implementation | None:
     is_grouped = name == "grouped"
     if name == "auto" or is_grouped:
         name = "triton" if device_type == "cuda" and _has_triton() else "torch"
@@ -123,32 +114,23 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _load_triton(device_type: str) -> Bodies:
+def _load_triton(device_type: str) -> Implementation:
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigurationError(
             f"kernel backend 'triton' cannot run on device {device_type!r}: use 'auto', or interpret it with "
             "TRITON_INTERPRET=1 set before the start"
         )
     # Imported here: Triton is absent on most CPUs, and reads TRITON_INTERPRET when its kernels are defined.
-    from moe_lightning.kernels import (
-        triton_activation,
-        triton_bytes,
-        triton_matmul,
-        triton_plan,
-        triton_router,
-        triton_routing,
-        triton_rows,
-        triton_stream,
-    )
+    from moe_lightning.kernels.triton import activation, matmul, plan, router, routing, rows
 
-    return Bodies(
-        routing=triton_routing,
-        rows=triton_rows,
-        matmul=triton_matmul,
-        activation=triton_activation,
-        bytes=triton_bytes,
-        plan=triton_plan,
-        stream=triton_stream,
-        fused=triton_matmul,
-        router=triton_router,
+    return Implementation(
+        routing=routing,
+        rows=rows,
+        matmul=matmul,
+        activation=activation,
+        bytes=rows,
+        plan=plan,
+        stream=rows,
+        fused=matmul,
+        router=router,
     )

@@ -27,7 +27,7 @@ Block = NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStats:
-    """What the pool has done: blocks allocated afresh and lent again since it was made, bytes that lie idle now."""
+    """Statistics of the pool: blocks allocated and blocks reused since it was made, bytes that are idle now."""
 
     fresh: int
     reused: int

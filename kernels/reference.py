@@ -1,4 +1,4 @@
-"""Slow, obvious bodies of every operation, differentiated by autograd: what the fast ones must equal.
+"""Slow, obvious implementation of every operation, differentiated by autograd, which the fast ones must equal.
 
 Legend: T tokens, K choices, M rows, E experts, S slots, D model width, F expert width, N sources or parts, C chunks,
 L elements.
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_lightning.kernels.bodies import CLAMPED_ALPHA, CLAMPED_LIMIT, ExpertSort
+from moe_lightning.kernels.interface import CLAMPED_ALPHA, CLAMPED_LIMIT, ExpertSort
 
 
 def top_k_routing(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ Tile = tuple[int, int, int, int, int]
 """Block sizes m, n and k, warps, and stages of the pipeline."""
 
 FEW_ROWS = 96
-"""Of a slot on average; beyond they are many."""
+"""Most rows of a slot, on average, that count as few."""
 
 CANDIDATES: Mapping[Rows, tuple[Tile, ...]] = {
     "few": ((64, 128, 64, 4, 4), (64, 128, 32, 4, 3)),
@@ -40,17 +40,17 @@ _forced: dict[str, Tile] = {}
 
 
 def key(capability: int, element_bytes: int, rows: Rows) -> str:
-    """Of an entry: the device by its compute capability times ten, the dtype by its size, the number of rows."""
+    """Return the key of an entry: compute capability times ten, bytes of an element, class of the number of rows."""
     return f"sm_{capability} {element_bytes} {rows}"
 
 
 def rows_class(rows_per_slot: int) -> Rows:
-    """Few or many."""
+    """Return the class of a number of rows: few or many."""
     return "few" if rows_per_slot <= FEW_ROWS else "many"
 
 
 def candidates(capability: int, rows: Rows) -> tuple[Tile, ...]:
-    """What a device may take, where its shared memory has room: sums of a wide tile fill the registers of most."""
+    """Return the tiles for a device, if they fit its shared memory: a wide tile's sums need many registers."""
     return tuple(tile for tile in CANDIDATES[rows] if tile[1] <= 128 or capability in (90, 100, 103))
 
 
@@ -61,7 +61,7 @@ def shared_bytes(tile: Tile, element_bytes: int) -> int:
 
 
 def user_file() -> Path:
-    """Where this user's own table lies."""
+    """Return the path of this user's own table."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-lightning" / "tiles.json"
 
 
@@ -90,7 +90,7 @@ def write(path: Path, how: str, tiles: Mapping[str, Tile]) -> None:
     """Write a table that only this user may change, whole or not at all.
 
     Args:
-        how: where its choices come from, in words.
+        how: origin of its entries, in words.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lines = ",\n".join(f'    "{name}": {json.dumps(tile)}' for name, tile in sorted(tiles.items()))

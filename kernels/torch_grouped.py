@@ -52,7 +52,7 @@ def grouped_wgrad(x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor, gather_M: Ten
 
 
 def takes(dtype: torch.dtype, *widths: int) -> bool:
-    """Whether rows of such widths are whole multiples of what torch asks for."""
+    """True if rows of such widths are whole multiples of what torch asks for."""
     return all(width * dtype.itemsize % _ROW_BYTES == 0 for width in widths)
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -85,6 +86,32 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
+def is_step_open(trainer: pl.Trainer) -> bool:
+    """True while a batch runs, or waits for further micro-batches of its step. No public property says it."""
+    loop = trainer.fit_loop.epoch_loop
+    batches: Any = loop.batch_progress
+    return batches.current.ready != batches.current.processed or loop._should_accumulate()
+
+
+def leave_open_step_out(loops: dict[str, Any], micros: int) -> None:
+    """Take the batches of a step that has not ended out of the fit loop's state: it then is that of a checkpoint of
+    `on_train_batch_end` after the batch before them. What the loop saves after an exception counts them in part, and
+    resumes with a step of fewer micro-batches.
+
+    Args:
+        micros: micro-batches of the step.
+    """
+    batches = loops["epoch_loop.batch_progress"]
+    current = batches["current"]
+    is_running = current["ready"] > current["processed"]
+    count = (current["ready"] - is_running) % micros + is_running
+    for progress in (batches["total"], current):
+        ready = progress["ready"] - count
+        progress |= {"ready": ready, "started": ready, "processed": ready, "completed": ready - 1}
+    batches["is_last_batch"] = False
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the loop counts that batch again as it restarts
+
+
 def logs_now(trainer: pl.Trainer) -> bool:
     """Whether what is logged in this step reaches the loggers. No public property says it."""
     return trainer._logger_connector.should_update_logs
@@ -105,11 +132,27 @@ def run_fit_as_usual(trainer: pl.Trainer) -> None:
     trainer.fit_loop.__dict__.pop("run", None)
 
 
-def forget_restart(trainer: pl.Trainer) -> None:
-    """Without it a resumed fit leaves out what schedulers of plateaus do at the end of the first epoch. The loop's own
-    setter keeps True under `max_steps`; one that does not would do.
+def end_resumed_epochs(trainer: pl.Trainer) -> None:
+    """Let the end of an epoch that was resumed be that of any other, until `end_epochs_as_usual`: Lightning leaves out
+    what schedulers of plateaus do there, although no metric of it is missing. No public hook comes just before it.
     """
-    trainer.fit_loop._restarting = False
+    trainer.fit_loop.on_advance_end = partial(_end_epoch_without_restart, trainer.fit_loop)  # type: ignore[method-assign]
+
+
+def end_epochs_as_usual(trainer: pl.Trainer) -> None:
+    """Undo `end_resumed_epochs`."""
+    trainer.fit_loop.__dict__.pop("on_advance_end", None)
+
+
+def _end_epoch_without_restart(loop: Any) -> None:
+    loop._restarting = False  # the loop's own setter keeps True under `max_steps`
+    type(loop).on_advance_end(loop)
+
+
+def warn_of_few_workers(trainer: pl.Trainer, loader: DataLoader[Any]) -> None:
+    """Say what Lightning says of a loader's workers; it looks at DataLoaders only."""
+    assert trainer.state.stage is not None
+    _worker_check(trainer, loader, f"{trainer.state.stage.dataloader_prefix}_dataloader")
 
 
 def _fetcher(trainer: pl.Trainer) -> Any:
@@ -155,7 +198,7 @@ def end_epoch(trainer: pl.Trainer, *, drop_logged: bool) -> None:
     epoch_loop = loop.epoch_loop
     if drop_logged:
         epoch_loop._results.clear()
-    _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # see forget_restart
+    _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # see _end_epoch_without_restart
     epoch_loop.batch_progress.increment_completed()
     epoch_loop._skip_next_val = True
     epoch_loop.on_advance_end(_fetcher(trainer))

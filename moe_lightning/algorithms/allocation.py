@@ -17,6 +17,8 @@ from moe_lightning.errors import ConfigurationError
 
 AllocationPolicy = Literal["eq1", "waterfill"]
 
+_LOAD_BITS = 42
+
 
 def allocate_replicas(
     load: IntArray,
@@ -59,6 +61,17 @@ def allocate_replicas(
     if policy == "eq1":
         return _proportional(load, slots, floor)
     return _water_filling(load, slots, floor, slots if max_replicas is None else max_replicas)
+
+
+def bounded_loads(loads: IntArray) -> IntArray:
+    """Return loads int64 [..., E] in a larger unit where those of a layer might sum to 2^42 or more.
+
+    Only ratios of loads matter to placements, and below that bound their products with speeds and fixed-point units
+    stay inside int64. A load above 0 stays above 0.
+    """
+    bits = int(loads.max(initial=0)).bit_length() + loads.shape[-1].bit_length()
+    bounded: IntArray = -(-loads >> max(0, bits - _LOAD_BITS))
+    return bounded
 
 
 def affordable_replicas(num_experts: int, *, slots: int, num_nodes: int, min_replicas: int) -> int:
@@ -121,7 +134,7 @@ def _water_filling(load: IntArray, slots: int, floor: int, cap: int) -> IntArray
     most = np.full(len(load), min(cap, floor + wanted))  # replicas that each expert may ask for
     price, cheapest = int(load.sum()) / slots, int(load[load > 0].min()) / slots
     while price > cheapest / 2:  # where experts without tokens are needed, everybody asks
-        affordable = np.clip((load / price).astype(np.int64) + 1, floor, most)
+        affordable = np.clip(np.minimum(load / price, most).astype(np.int64) + 1, floor, most)
         if int(affordable.sum()) - floor * len(load) >= wanted:
             most = affordable
             break

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moe_lightning.algorithms.allocation import AllocationPolicy, affordable_replicas
+from moe_lightning.algorithms.allocation import AllocationPolicy, affordable_replicas, bounded_loads
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.dispatch import padded_rows
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
@@ -73,7 +73,7 @@ class PlacementPolicy:
         rule = PLACEMENT_RULES[self.rule]
         if isinstance(rule, NodeRule):
             rule = replace(rule, allocation=self.allocation)
-        return placed_by(rule, load, cluster, self.min_replicas)
+        return placed_by(rule, bounded_loads(load), cluster, self.min_replicas)
 
 
 def plan_placement(
@@ -149,6 +149,7 @@ def replan_placement(
             f"{len(current)} placements of {sorted(shapes)} (experts, ranks) do not fit loads {loads.shape} on "
             f"{cluster.num_ranks} ranks: use plan_placement after the world has changed"
         )
+    loads = bounded_loads(loads)
     if isinstance(candidates, PlacementPolicy):
         candidates = [Candidate(policy=candidates, cluster=cluster)]
 

@@ -168,7 +168,7 @@ def align_placements(
     if method == "optimal" and size.max() > 1 and 1 < len(ranks) <= _MAX_COMPARED_NODES:
         # Between nodes first: a rank's need counts less than any state that changes its node.
         cost = cost * too_much + _missing_within(_missing(have, need), ranks)
-    cost[size[:, None] != size[None, :]] = too_much**2
+    cost[size[:, None] != size[None, :]] = (int(cost.max()) + 1) * len(ranks)  # more than any whole assignment
     planned_node = assign(cost)
     kept = _kept_within(have, need, cluster, planned_node)
     needs = np.bincount(need.places, minlength=cluster.num_ranks)

@@ -43,7 +43,7 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
 
     Returns:
         A placement with at most one replica of an expert on a rank, and every expert on the promised number of distinct
-        nodes (on as many as were found where nodes differ in size, for then the promise may be impossible).
+        nodes. Where nodes differ in size the promise may be impossible: then as few are missing as the slots allow.
 
     Raises:
         ConfigurationError: fewer slots than experts.
@@ -68,13 +68,13 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
     )
     greedy = _deal_greedily(replicas, load, cluster, floor)
     missing_greedily = cluster.missing_nodes(greedy.pairs, floor)
-    if missing and missing_greedily:
-        # On nodes of equal size spread always keeps the promise: its running cursor visits distinct nodes before any
-        # node twice.
+    found = [(missing, longest, packed), (missing_greedily, longest_time(greedy, load, cluster), greedy)]
+    if missing_greedily:
         dealt = deal_to_ranks(spread(replicas, cluster.node_slots()), cluster, load).pairs
-        return Placement.of_pairs(replace(dealt, replicas=np.ones_like(dealt.replicas)))
-    better = (missing_greedily, longest_time(greedy, load, cluster)) < (missing, longest)
-    return greedy if better else packed
+        dealt_evenly = Placement.of_pairs(replace(dealt, replicas=np.ones_like(dealt.replicas)))
+        missing_evenly = cluster.missing_nodes(dealt, floor)
+        found.append((missing_evenly, longest_time(dealt_evenly, load, cluster), dealt_evenly))
+    return min(found, key=lambda entry: entry[:2])[2]
 
 
 def _pack(load: IntArray, cluster: Cluster) -> SlotTable:

@@ -187,9 +187,9 @@ def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int, enough: 
         enough: patience ends only below this time.
     """
     pairs, starts = demand.pairs, demand.starts
-    # Products of a weight with an expert's tokens, summed over its holders, must stay inside int64.
-    largest = int((np.add.reduceat(pairs.replicas, starts) * demand.demand[starts]).max())
-    one = max(1, min(_ONE, (1 << 62) // max(1, largest)))
+    # Products of a weight with an expert's tokens, summed over its holders, and with a time must stay inside int64.
+    largest = max(mean, int((np.add.reduceat(pairs.replicas, starts) * demand.demand[starts]).max()))
+    one = max(1, min(_ONE, (1 << 62) // largest))
     weights = np.maximum(one * pace.speeds // pace.fastest, 1)
     patience = _patience(len(pairs.experts))
     best_pull, best_time, best_round = pairs.replicas, np.iinfo(np.int64).max, 0

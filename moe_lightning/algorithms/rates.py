@@ -41,6 +41,9 @@ _MANTISSA, _EXPONENT, _ERROR = 14, 6, 11
 _BITS = _MANTISSA + _EXPONENT + _ERROR
 """Of a reading: two of them make a number of 62 bits."""
 
+_LONGEST = ((1 << _MANTISSA) - 1) << ((1 << _EXPONENT) - 1)
+"""Femtoseconds that fit into a reading, 4.8 years."""
+
 _CERTAIN, _LEAST_CHANGE = 4, 30
 """Standard errors that a change of speed must exceed, and thousandths."""
 
@@ -83,7 +86,7 @@ class RateMeter:
         if self._steps < _LEAST_STEPS:
             return Reading()
         error = math.sqrt(self._variance / self._steps)
-        return Reading(femtoseconds=max(1, round(self._mean * 1e15)), error=math.ceil(1000 * error))
+        return Reading(femtoseconds=max(1, round(min(self._mean * 1e15, _LONGEST))), error=math.ceil(1000 * error))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +104,9 @@ class Reading:
     @property
     def bits(self) -> int:
         """As a number of 31 bits, exact to a hundredth of a percent."""
-        exponent = max(0, self.femtoseconds.bit_length() - _MANTISSA)
-        mantissa = self.femtoseconds >> exponent
+        femtoseconds = min(self.femtoseconds, _LONGEST)
+        exponent = max(0, femtoseconds.bit_length() - _MANTISSA)
+        mantissa = femtoseconds >> exponent
         return ((exponent << _MANTISSA) + mantissa << _ERROR) + min(self.error, (1 << _ERROR) - 1)
 
     @classmethod
@@ -143,16 +147,16 @@ class AgreedSpeeds:
 
         Ranks that know nothing yet count as their node's others do, or else as the median.
         """
-        seconds = np.array([reading.femtoseconds for reading in readings])
-        known = seconds > 0
-        if not known.any():
+        # Python's integers: a second has 10^15 femtoseconds, and ONE_SPEED times 2.3 seconds are beyond int64.
+        times = [reading.femtoseconds for reading in readings]
+        measured = sorted((rank for rank, time in enumerate(times) if time), key=times.__getitem__)
+        if not measured:
             return False
-        middle = int(
-            np.argsort(np.where(known, seconds, np.iinfo(np.int64).max), kind="stable")[(known.sum() - 1) // 2]
-        )
-        median = int(seconds[middle])
+        middle = measured[(len(measured) - 1) // 2]
         # Beyond these limits a rank is ill, not slow or fast.
-        found = np.array([min(max(ONE_SPEED * median // max(1, s), ONE_SPEED // 64), 16 * ONE_SPEED) for s in seconds])
+        least, most = ONE_SPEED // 64, 16 * ONE_SPEED
+        found = np.array([min(max(ONE_SPEED * times[middle] // max(1, time), least), most) for time in times])
+        known = np.array(times, dtype=np.bool_)
         for rank in np.flatnonzero(~known):
             neighbours = found[known & (self._node_of == self._node_of[rank])]
             found[rank] = int(neighbours.sum()) // len(neighbours) if len(neighbours) else ONE_SPEED

@@ -92,21 +92,41 @@ def is_truncated(replicas: IntArray, node_slots: IntArray) -> bool:
 def mro_plus(replicas: IntArray, node_slots: IntArray) -> IntArray:
     """MRO where it is optimal, otherwise the best of MRO and spread after hill climbing.
 
-    A move swaps a replica on one node with a replica on another; the objective is the vector of fatal sets of 1, 2, ...
-    failed nodes, smallest failures first. Beyond `MAX_SEARCH_NODES` nodes it is the number of distinct supports of 1,
-    2, ... nodes (the leading terms of the same vector) and there is no climbing. Either way fewer failures than the
-    rarest expert has replicas are never fatal.
+    MRO is optimal where nodes have equal slots and no block is truncated. On unequal nodes the climb also starts from
+    blocks of nodes by falling slots, each with as many experts as its smallest node holds.
+
+    A move swaps a replica on one node with a replica, or a free slot, on another; the objective is the vector of fatal
+    sets of 1, 2, ... failed nodes, smallest failures first. Beyond `MAX_SEARCH_NODES` nodes it is the number of
+    distinct supports of 1, 2, ... nodes (the leading terms of the same vector) and there is no climbing. Either way
+    fewer failures than the rarest expert has replicas are never fatal.
     """
     _check(replicas, node_slots)
-    if len(np.sort(replicas)[:: int(node_slots.min())]) > len(node_slots):
-        starts = [spread(replicas, node_slots)]
-    elif not is_truncated(replicas, node_slots):
+    is_even = (node_slots == node_slots[0]).all()
+    if is_even and not is_truncated(replicas, node_slots):
         return mro(replicas, node_slots)
-    else:
-        starts = [mro(replicas, node_slots), spread(replicas, node_slots)]
+    starts = [spread(replicas, node_slots)]
+    if len(replicas[:: int(node_slots.min())]) <= len(node_slots):
+        starts.insert(0, mro(replicas, node_slots))
+    if not is_even:
+        starts.insert(0, _blocks_by_size(replicas, node_slots))
     if len(node_slots) <= MAX_SEARCH_NODES:
-        starts = [_climb(table) for table in starts]
+        starts = [_climb(table, node_slots) for table in starts]
     return min(starts, key=_vulnerability)
+
+
+def _blocks_by_size(replicas: IntArray, node_slots: IntArray) -> IntArray:
+    """MRO's groups on blocks of nodes by falling slots, each group as large as the smallest node of its block."""
+    order = np.lexsort((np.arange(len(replicas)), replicas))
+    nodes = np.argsort(-node_slots, kind="stable")
+    table = np.zeros((len(replicas), len(nodes)), dtype=np.int64)
+    first = grouped = 0
+    while first < len(nodes) and grouped < len(order):
+        block = nodes[first : first + int(replicas[order[grouped]])]
+        size = int(node_slots[block].min())
+        table[np.ix_(order[grouped : grouped + size], block)] = 1
+        first, grouped = first + len(block), grouped + size
+    _fill_vacancies(table, replicas, node_slots, order)
+    return table
 
 
 def spread(replicas: IntArray, node_slots: IntArray) -> IntArray:
@@ -162,7 +182,10 @@ def deal_to_ranks(table: IntArray, cluster: Cluster, load: IntArray | None = Non
     """
     assert (table.sum(axis=0) <= cluster.node_slots()).all()
     held = np.zeros((len(table), cluster.num_ranks), dtype=np.int16)
-    weight = np.full(len(table), ONE_TOKEN) if load is None else load * ONE_TOKEN // np.maximum(table.sum(axis=1), 1)
+    weight = np.full(len(table), ONE_TOKEN)
+    if load is not None:  # a rank's time is at most the whole load at the fastest speed, and must fit into int64
+        unit = max(1, min(ONE_TOKEN, (1 << 62) // max(1, int(load.sum()) * cluster.pace.fastest)))
+        weight = load * unit // np.maximum(table.sum(axis=1), 1)
     order = np.argsort(-weight, kind="stable")
     nodes_of_size: dict[int, list[list[int]]] = {}
     dealt: list[tuple[IntArray, IntArray]] = []
@@ -249,12 +272,12 @@ def _vulnerability(table: IntArray) -> tuple[int, ...]:
     return tuple(np.bincount(sizes, minlength=num_nodes + 1).tolist())
 
 
-def _climb(table: IntArray) -> IntArray:
-    """Steepest descent over all swaps of two replicas on different nodes."""
+def _climb(table: IntArray, node_slots: IntArray) -> IntArray:
+    """Steepest descent over all swaps of two replicas, or of a replica and a free slot, on different nodes."""
     best, best_value = table, _vulnerability(table)
     while True:
         improved = False
-        for candidates in _swaps(best):
+        for candidates in _swaps(best, node_slots):
             masks = (candidates > 0) @ (np.int64(1) << np.arange(table.shape[1]))
             counts = fatal_counts(fatal_sets(masks, table.shape[1]))
             first = int(np.lexsort(counts.T[::-1])[0])
@@ -266,24 +289,31 @@ def _climb(table: IntArray) -> IntArray:
         best = step
 
 
-def _swaps(table: IntArray) -> Iterator[IntArray]:
-    """Batches [M, E, N] of the tables that differ by one swap of expert x on node a with expert y on node b."""
+def _swaps(table: IntArray, node_slots: IntArray) -> Iterator[IntArray]:
+    """Batches [M, E, N] of the tables that differ by one swap of expert x on node a with expert y on node b; y = E is
+    a free slot. Of experts with the same replicas only the first moves, and the second in a swap with it."""
     num_experts, num_nodes = table.shape
+    held = np.vstack([table, node_slots - table.sum(axis=0)])
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for expert, row in enumerate(table.tolist()):
+        alike.setdefault(tuple(row), []).append(expert)
+    movers = [experts[0] for experts in alike.values()]
+    partners = {x: [*sorted({*movers, *alike[tuple(table[x].tolist())][:2]} - {x}), num_experts] for x in movers}
     moves = [
         (x, a, y, b)
         for a in range(num_nodes)
-        for b in range(a + 1, num_nodes)
-        for x in range(num_experts)
-        for y in range(num_experts)
-        if x != y and table[x, a] and table[y, b]
+        for b in range(num_nodes)
+        for x in movers
+        for y in (partners[x] if a < b else [num_experts])
+        if a != b and held[x, a] and held[y, b]
     ]
     size = max(1, _BATCH_CELLS >> num_nodes)
     for start in range(0, len(moves), size):
         x, a, y, b = np.array(moves[start : start + size]).T
         index = np.arange(len(x))
-        batch = np.repeat(table[None], len(x), axis=0)
+        batch = np.repeat(held[None], len(x), axis=0)
         batch[index, x, a] -= 1
         batch[index, y, b] -= 1
         batch[index, x, b] += 1
         batch[index, y, a] += 1
-        yield batch
+        yield batch[:, :num_experts]

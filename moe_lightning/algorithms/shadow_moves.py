@@ -190,7 +190,7 @@ class GreedyMoves:
     def _is_uneven(self, times: IntArray, most: IntArray, alpha: float) -> BoolArray:
         """bool [R]: whether times int64 [R, N] differ by alpha times their mean or more; `most`: int64 [R], the
         largest."""
-        mean = self._layer.load.sum() * self._pace.fastest / self._pace.total
+        mean = int(self._layer.load.sum()) * self._pace.fastest / self._pace.total
         uneven: BoolArray = most - mean >= alpha * mean + 1  # the least load is below the mean: no need to look for it
         if not uneven.all():
             uneven |= most - times.min(axis=1) >= alpha * mean

@@ -52,11 +52,6 @@ def given_speeds(speeds: Sequence[float] | IntArray, num_ranks: int, name: str =
     return _in_range(np.rint(ONE_SPEED * (rates / rates.max())).astype(np.int64))
 
 
-def speeds_of(seconds: IntArray) -> IntArray:
-    """int64 [N]: speeds of ranks that take so long for the same, int64 [N] in any unit, each at least 1."""
-    return _in_range(ONE_SPEED * int(seconds.min()) // seconds)
-
-
 def speeds_in_proportion(rates: NDArray[np.float64]) -> IntArray | None:
     """int64 [N] from positive rates float64 [N], such as rows in a second; None where they are all the same."""
     return uneven(_in_range(np.rint(ONE_SPEED * (rates / rates.max())).astype(np.int64)))
@@ -73,7 +68,7 @@ def uneven(speeds: IntArray | None) -> IntArray | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pace:
-    """Times of loads, and loads of times.
+    """Times of loads, and loads of times; loads are below 2^46, so that their products with speeds fit into int64.
 
     Attributes:
         speeds: int64 [N]; all 1 where ranks are equally fast.
@@ -151,17 +146,20 @@ def shares(total: int, speeds: IntArray, most: int | None = None) -> IntArray:
     least, even = min(1, total // num_ranks), -(-total // num_ranks)
     most = 2 * even if most is None else max(most, even)
 
+    low, high = 0, -(-(total << _TIME_BITS) // int(speeds.min()))
+    fits = high * int(speeds.max()) < 1 << 63
+    rates = speeds if fits else speeds.astype(np.object_)  # Python's integers
+
     def within(time: int) -> IntArray:
-        units: IntArray = np.clip(time * speeds >> _TIME_BITS, least, most)
+        units: IntArray = np.clip(time * rates >> _TIME_BITS, least, most)
         return units
 
-    low, high = 0, -(-(total << _TIME_BITS) // int(speeds.min()))
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if int(within(middle).sum()) >= total else (middle + 1, high)
     units = within(low)
-    for rank in np.argsort((units << _TIME_BITS) // speeds, kind="stable")[::-1]:  # who is last gets one less
+    for rank in np.argsort((units << _TIME_BITS) // rates, kind="stable")[::-1]:  # who is last gets one less
         if int(units.sum()) > total and units[rank] > least:
             units[rank] -= 1
     assert int(units.sum()) == total
-    return units
+    return units.astype(np.int64, copy=False)

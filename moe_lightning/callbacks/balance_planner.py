@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moe_lightning.algorithms.allocation import AllocationPolicy
+from moe_lightning.algorithms.allocation import AllocationPolicy, bounded_loads
 from moe_lightning.algorithms.balancing import SHADOW_POLICIES, Candidate, PlacementPolicy, replan_placement
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.forecast import ReplanRule
@@ -285,8 +285,9 @@ class BalancePlanner:
         present: list[Placement],
         costs: list[BlockCosts],
     ) -> list[Placement]:
-        loads, forecasts = zip(*map(self._threads.result, taken), strict=True)
-        if not any(load.any() for load in loads):
+        all_loads, forecasts = zip(*map(self._threads.result, taken), strict=True)
+        loads = bounded_loads(np.stack(all_loads))  # they grow for as long as nothing is placed
+        if not loads.any():
             return present
 
         def predicted_s(layer: int, placement: Placement) -> float:
@@ -298,7 +299,7 @@ class BalancePlanner:
 
         candidates = self.policy.candidates(cluster, len(loads[0]))
         return replan_placement(
-            np.stack(loads),
+            loads,
             cluster,
             candidates,
             present,

@@ -105,6 +105,7 @@ class FaultRecovery(Callback, RecoveryListener):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _strategy(trainer).steps.repairs_replicas = True
         elastic = _elastic(trainer)
         if elastic is None:
             return
@@ -144,6 +145,7 @@ class FaultRecovery(Callback, RecoveryListener):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer = None
+        _strategy(trainer).steps.repairs_replicas = False
         seams.run_fit_as_usual(trainer)
 
     @override

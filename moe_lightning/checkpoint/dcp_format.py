@@ -16,7 +16,6 @@ import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -97,12 +96,7 @@ def dump_metadata(stored: Iterable[Piece], paths: dict[str, str]) -> bytes:
 
 
 def dump_object(value: object) -> bytes:
-    """An object as stock DCP stores it; our reader loads it with `weights_only=True`."""
+    """An object as stock DCP stores it; our reader loads it with `load_plain`."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
-
-
-def load_object(data: bytes) -> Any:
-    """What `dump_object` wrote: tensors and plain values; anything that could run code is refused."""
-    return torch.load(io.BytesIO(data), weights_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from moe_lightning.checkpoint.durable import sync_directory
 from moe_lightning.checkpoint.full_state import read_checkpoint
+from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.plain_values import tensors_in
 from moe_lightning.checkpoint.sealing import SealingFile, check_file
 from moe_lightning.checkpoint.storage import Place
-from moe_lightning.checkpoint.store import directories, has_manifest
+from moe_lightning.checkpoint.store import directories, has_manifest, headings
 from moe_lightning.errors import CheckpointError
 
 SUFFIX = ".ckpt"
@@ -80,6 +82,34 @@ def read_file(path: Path) -> dict[str, Any]:
     return read_checkpoint(path)
 
 
+def checkpoint_values(path: Place) -> dict[str, Any]:
+    """What Lightning keeps in a checkpoint beside tensors, of a file, a checkpoint directory or the newest in a
+    directory that can be read; nothing is compared with a checksum but this.
+
+    Raises:
+        CheckpointError: there is none.
+        OSError: the storage failed.
+    """
+    if isinstance(path, Path) and path.is_file():
+        return read_checkpoint(path)
+    candidates = [path] if has_manifest(path) else [found for found, _ in headings(path)]
+    problem: CheckpointError | None = None
+    for directory in candidates:
+        try:
+            values: dict[str, Any] = Checkpoint(directory).read_object("trainer")
+            return values
+        except CheckpointError as error:
+            problem = problem or error
+    raise problem or CheckpointError(f"{path} holds no checkpoint")
+
+
+def trained_tokenizer(values: Any) -> str | None:
+    """The tokenizer.json that the run of a checkpoint has trained, from `checkpoint_values`; None where it has not."""
+    states = (value for value in values.values() if isinstance(value, Mapping)) if isinstance(values, Mapping) else ()
+    found = next((state["trained_tokenizer"] for state in states if "trained_tokenizer" in state), None)
+    return found if isinstance(found, str) else None
+
+
 def checkpoint_files(path: Place) -> list[Path]:
     """The checkpoint file that a path is, or those in a directory, newest first; a URL holds none."""
     if not isinstance(path, Path):
@@ -103,7 +133,7 @@ def summarise_file(path: Path) -> FileSummary:
         CheckpointError: it is damaged, or Lightning did not write it.
     """
     checkpoint = read_checkpoint(path)
-    model = list(_tensors(checkpoint["state_dict"]))
+    model = list(tensors_in(checkpoint["state_dict"]))
     step = checkpoint.get("global_step", 0)
     if not isinstance(step, int):
         raise CheckpointError(f"{path} has no global_step: Lightning did not write it, give the path of a .ckpt file")
@@ -111,31 +141,29 @@ def summarise_file(path: Path) -> FileSummary:
         name=path.name,
         step=step,
         tensors=len(model),
-        model_bytes=sum(tensor.nbytes for tensor in model),
-        optimizer_bytes=sum(tensor.nbytes for tensor in _tensors(checkpoint.get("optimizer_states"))),
+        model_bytes=_nbytes(model),
+        optimizer_bytes=_nbytes(tensors_in(checkpoint.get("optimizer_states"))),
         disk_bytes=path.stat().st_size,
     )
 
 
-def model_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
-    """The model's tensors whose names begin with a prefix, verified; names of one tensor get a copy each.
+def model_tensors(values: Mapping[str, Any], path: Path, prefix: str) -> dict[str, Tensor]:
+    """The model's tensors of a checkpoint file whose names begin with a prefix; names of one tensor get a copy each.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: one is no dense tensor.
     """
     found: dict[str, Tensor] = {}
     storages: set[int] = set()
-    for name, value in read_file(path)["state_dict"].items():
-        if isinstance(value, Tensor) and name.startswith(prefix):
+    for name, value in values["state_dict"].items():
+        if isinstance(value, Tensor) and str(name).startswith(prefix):
+            if value.layout != torch.strided or value.is_meta:
+                raise CheckpointError(f"{path}: {name} is sparse or has no values, and only dense tensors are exported")
             storage = value.untyped_storage().data_ptr()
             found[name] = value.clone() if storage in storages else value.contiguous()
             storages.add(storage)
     return found
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(entry)
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)

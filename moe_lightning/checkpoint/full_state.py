@@ -6,7 +6,6 @@ one device: it loads there, and on any number of ranks under any placement.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
 from moe_lightning.checkpoint.evaluation_point import require_same_weights
+from moe_lightning.checkpoint.plain_values import load_plain
 from moe_lightning.comm.collect import collect_on_root
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
@@ -40,21 +40,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, damaged, or holds objects that only unsafe unpickling could read.
     """
-    if not path.is_file():
-        raise CheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
     try:
-        checkpoint: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"the checkpoint {path} holds more than tensors and plain values ({reason}): it is not loaded"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"the checkpoint {path} is damaged or no checkpoint: {reason}") from error
+        checkpoint = load_plain(path, f"the checkpoint {path}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})") from error
     for key in ("state_dict", "pytorch-lightning_version"):
         if not isinstance(checkpoint, dict) or key not in checkpoint:
             raise CheckpointError(f"{path} has no {key!r}: Lightning did not write it, give the path of a .ckpt file")
+    if not isinstance(checkpoint["state_dict"], Mapping):
+        raise CheckpointError(f"{path} has a 'state_dict' that holds no tensors by name: Lightning did not write it")
     loaded: dict[str, Any] = checkpoint
     return loaded
 

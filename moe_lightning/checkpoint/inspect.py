@@ -10,7 +10,14 @@ import torch
 from safetensors.torch import save, save_file
 
 from moe_lightning.checkpoint.commit import prune
-from moe_lightning.checkpoint.files import checkpoint_files, model_tensors, newest_file, read_file, summarise_file
+from moe_lightning.checkpoint.files import (
+    checkpoint_files,
+    model_tensors,
+    newest_file,
+    read_file,
+    summarise_file,
+    trained_tokenizer,
+)
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import Place, exists
@@ -112,7 +119,8 @@ def _verdict(path: Place) -> Verdict:
 
 
 def export(checkpoint: Checkpoint, target: Place, *, prefix: str = "") -> int:
-    """Write the tensors whose keys begin with a prefix into one safetensors file; returns their bytes.
+    """Write the tensors whose keys begin with a prefix into one safetensors file, and without a prefix the tokenizer
+    that the run has trained beside it (`tokenizer_beside`); returns the tensors' bytes.
 
     The checkpoint is verified first; objects are left out. Of a window whose steps are run again the model is written
     as it was after the first of them, without optimizer states: nothing else is whole.
@@ -123,6 +131,7 @@ def export(checkpoint: Checkpoint, target: Place, *, prefix: str = "") -> int:
     """
     _check_free(target)
     checkpoint.verify()
+    values = checkpoint.read_object("trainer") if "trainer" in checkpoint.keys("trainer") else {}
     left_out = {piece.key for piece in checkpoint.manifest.stored if piece.dtype == OBJECT or is_replayed(piece.key)}
     keys = [key for key in checkpoint.keys(prefix) if key not in left_out]
     if checkpoint.first_step < checkpoint.step:
@@ -130,16 +139,24 @@ def export(checkpoint: Checkpoint, target: Place, *, prefix: str = "") -> int:
     if not keys:
         raise ConfigurationError(f"no tensor of {checkpoint.path.name} has a key that begins with {prefix!r}")
     tensors: dict[str, torch.Tensor] = {key: checkpoint.read_first(key) for key in keys}
-    return _write(tensors, target, {"step": str(checkpoint.first_step), "run": checkpoint.manifest.run})
+    metadata = {"step": str(checkpoint.first_step), "run": checkpoint.manifest.run}
+    return _write(tensors, target, metadata, None if prefix else trained_tokenizer(values))
 
 
 def export_file(path: Path, target: Place, *, prefix: str = "") -> int:
     """The same for the model's tensors of a checkpoint file."""
     _check_free(target)
-    tensors = model_tensors(path, prefix)
+    values = read_file(path)
+    tensors = model_tensors(values, path, prefix)
     if not tensors:
         raise ConfigurationError(f"no tensor of {path.name} has a name that begins with {prefix!r}")
-    return _write(tensors, target, {"step": str(summarise_file(path).step)})
+    tokenizer = None if prefix else trained_tokenizer(values)
+    return _write(tensors, target, {"step": str(summarise_file(path).step)}, tokenizer)
+
+
+def tokenizer_beside(target: Place) -> Place:
+    """Where an export writes the tokenizer of the run: beside model.safetensors model.tokenizer.json."""
+    return target.with_suffix(".tokenizer.json")
 
 
 def _check_free(target: Place) -> None:
@@ -147,7 +164,10 @@ def _check_free(target: Place) -> None:
         raise ConfigurationError(f"{target} exists already: name another file")
 
 
-def _write(tensors: dict[str, torch.Tensor], target: Place, metadata: dict[str, str]) -> int:
+def _write(tensors: dict[str, torch.Tensor], target: Place, metadata: dict[str, str], tokenizer: str | None) -> int:
+    if tokenizer is not None:
+        _check_free(tokenizer_beside(target))
+        storage_of(target).put(tokenizer_beside(target), tokenizer.encode())
     if isinstance(target, Path):
         staged = target.with_name(f".{target.name}.{os.getpid()}.new")
         try:

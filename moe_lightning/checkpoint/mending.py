@@ -36,11 +36,11 @@ def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], 
     """
     problems: list[str] = []
 
-    def note(*sentences: str) -> None:
+    def note(*sentences: str, then: str = "") -> None:
         problems.extend(sentences)
         if report is not None:
             for sentence in sentences:
-                report(sentence)
+                report(f"{sentence}{then}")
 
     record_problem = run_record_problem(root)
     if record_problem is not None:
@@ -51,7 +51,7 @@ def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], 
         try:
             checkpoint, sentences = _mend(Checkpoint(path, run=run), readable)
         except CheckpointError as error:
-            note(f"{error}; the checkpoint before it is tried")
+            note(str(error), then="; the checkpoint before it is tried")
         else:
             note(*sentences)
             return Found(checkpoint=checkpoint, problems=tuple(problems))

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import xxhash
 
+from moe_lightning.bounded_files import MOST_BYTES, too_large
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
 from moe_lightning.checkpoint.storage import Place, Stat, exists
 from moe_lightning.checkpoint.sweeping import is_written_by_saves
@@ -99,7 +100,9 @@ class ObjectStorage(ABC):
         return bool(names) and (MANIFEST not in names or exists(self, path / MANIFEST))
 
     def read(self, path: Place) -> bytes:
-        data = self.read_range(path, 0, None)
+        data = self.read_range(path, 0, MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise too_large(path, self.size(path), MOST_BYTES)
         if path.name == MANIFEST and data.startswith(_VOID):
             raise FileNotFoundError(f"{path} is void")
         return data

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_lightning.bounded_files import check_regular, open_regular, read_bytes
 from moe_lightning.checkpoint.durable import directory_lock, identity_of, sync_directory, write_durably
 from moe_lightning.checkpoint.lease import lease, unread
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
@@ -45,13 +46,12 @@ class PosixStorage:
         return os.path.isdir(path)
 
     def read(self, path: Place) -> bytes:
-        with open(path, "rb") as file:
-            return file.read()
+        return read_bytes(path)
 
     def chunks(
         self, path: Place, *, offset: int = 0, nbytes: int | None = None, fresh: bool = False
     ) -> Iterator[bytes]:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path, buffering=0) as file:
             file.seek(offset)
             while True:
                 if fresh:
@@ -64,6 +64,7 @@ class PosixStorage:
                 yield chunk
 
     def tensor(self, path: Place, *, offset: int, nbytes: int) -> torch.Tensor:
+        check_regular(path)
         return torch.from_numpy(np.memmap(os.fspath(path), mode="c", dtype=np.uint8, offset=offset, shape=nbytes))
 
     def write(self, path: Place, data: Iterable[Any]) -> None:

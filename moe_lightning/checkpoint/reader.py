@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.checkpoint.dcp_format import load_object
+from moe_lightning.checkpoint.plain_values import load_plain
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, is_partial, parse_expert_key, replay_key
@@ -122,7 +122,7 @@ class CheckpointSource(ABC):
         data = self._raw(piece).numpy().tobytes()
         if xxhash.xxh3_64_hexdigest(data) != piece.xxh3:
             raise CheckpointError(f"{self.path} is damaged: the checksum of {key} does not match")
-        return load_object(data)
+        return load_plain(data, f"{key} in {self.path}")
 
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of every tensor."""

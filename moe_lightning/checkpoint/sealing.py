@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import xxhash
 
+from moe_lightning.bounded_files import open_regular
 from moe_lightning.errors import CheckpointError
 
 _SEAL = b"moe-lightning xxh3 "
@@ -27,6 +28,7 @@ _LENGTH = _COMMENT_BYTES.to_bytes(2, "little")
 _NO_LENGTH = b"\0\0"
 _END_OF_ARCHIVE, _END_BYTES = b"PK\5\6", 22
 _CHUNK_BYTES = 16 << 20
+_BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError)
 
 
 class SealingFile:
@@ -80,7 +82,7 @@ def check_file(path: Path) -> None:
 
 @lru_cache(maxsize=64)
 def _check_once(path: Path, inode: int, changed_ns: int, size: int) -> None:
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         file.seek(max(0, size - _COMMENT_BYTES - len(_LENGTH)))
         tail = file.read()
         file.seek(0)
@@ -91,7 +93,7 @@ def _check_once(path: Path, inode: int, changed_ns: int, size: int) -> None:
             if found.hexdigest().encode() != expected:
                 raise CheckpointError(f"{path} is damaged: its checksum does not match")
         elif tail[-_END_BYTES:].startswith(_END_OF_ARCHIVE) and tail.endswith(_NO_LENGTH):
-            _check_contents(path, file)
+            _check_contents(path, file, size)
         else:
             raise CheckpointError(f"{path} is damaged or no checkpoint: neither an archive of torch nor a seal ends it")
 
@@ -104,11 +106,35 @@ def _digest_of(file: IO[bytes], length: int) -> xxhash.xxh3_64:
     return digest
 
 
-def _check_contents(path: Path, file: IO[bytes]) -> None:
+def _check_contents(path: Path, file: IO[bytes], size: int) -> None:
+    check_archive(file, size, str(path))
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+    except _BAD_ARCHIVE as error:
         raise CheckpointError(f"{path} is damaged or no checkpoint: {error}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: the checksum of {damaged} in it does not match")
+
+
+def check_archive(file: IO[bytes], size: int, origin: str) -> None:
+    """Check that the records of an archive take no more memory than the archive itself: torch compresses none.
+
+    Args:
+        size: bytes of the archive.
+        origin: name for messages.
+
+    Raises:
+        CheckpointError: a record is compressed, they overlap, or it is no archive.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except _BAD_ARCHIVE as error:
+        raise CheckpointError(f"{origin} is damaged or no checkpoint: {error}") from error
+    packed = next((r.filename for r in records if r.compress_type != zipfile.ZIP_STORED), None)
+    if packed is not None:
+        raise CheckpointError(f"{origin} is no checkpoint of torch: its record {packed} is compressed, and is not read")
+    total = sum(record.file_size for record in records)
+    if total > size:
+        raise CheckpointError(f"{origin} is no checkpoint of torch: its {size} bytes hold records of {total} bytes")

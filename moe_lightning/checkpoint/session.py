@@ -37,7 +37,7 @@ from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.checkpoint.window_pieces import file_group, most_frozen_pieces, window_pieces
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError, WorldCutError
 from moe_lightning.state.pieces import StatePiece, describe
 
 _LEAST_OBJECT_BYTES = 1 << 20
@@ -381,7 +381,7 @@ class CheckpointSession:
         while newest is not None and not self._has_committed(newest):
             check_world(self._root, self.world_number)
             if is_broken():
-                raise ConnectionError(f"a rank was lost while the checkpoint of step {newest} was written")
+                raise WorldCutError(f"a rank was lost while the checkpoint of step {newest} was written")
             status = self.status()
             gone = self._agent is not None and not self._agent.runs
             if time.monotonic() > deadline or gone:

@@ -73,7 +73,7 @@ class Storage(Protocol):
         ...
 
     def read(self, path: Place) -> bytes:
-        """A file."""
+        """A file of at most `bounded_files.MOST_BYTES`; OSError where it is larger, or no regular file."""
         ...
 
     def chunks(

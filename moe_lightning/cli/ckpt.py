@@ -33,8 +33,8 @@ from moe_lightning.arguments import Count, Parser, input_file, output_file, valu
 from moe_lightning.checkpoint import cleaning, inspect
 from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
 from moe_lightning.checkpoint.manifest import Manifest
-from moe_lightning.checkpoint.storage import Place
-from moe_lightning.checkpoint.storages import place_of
+from moe_lightning.checkpoint.storage import Place, exists
+from moe_lightning.checkpoint.storages import place_of, storage_of
 from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -225,14 +225,21 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
     file = newest_file(arguments.path)
     if file is not None:
         written = inspect.export_file(file, arguments.target, prefix=arguments.prefix)
-        console.print(f"{arguments.target}: {_size(written)} of {file.name}", soft_wrap=True)
+        console.print(f"{arguments.target}: {_size(written)} of {file.name}{_tokenizer(arguments)}", soft_wrap=True)
         return 0
     checkpoint = inspect.resolve(arguments.path)
     written = inspect.export(checkpoint, arguments.target, prefix=arguments.prefix)
     is_window = checkpoint.first_step < checkpoint.step
     what = f", the model after step {checkpoint.first_step}" if is_window else ""
-    console.print(f"{arguments.target}: {_size(written)} of {checkpoint.path.name}{what}", soft_wrap=True)
+    where = f"{checkpoint.path.name}{what}{_tokenizer(arguments)}"
+    console.print(f"{arguments.target}: {_size(written)} of {where}", soft_wrap=True)
     return 0
+
+
+def _tokenizer(arguments: argparse.Namespace) -> str:
+    """Where the tokenizer of the run went; "" where it has trained none."""
+    place = inspect.tokenizer_beside(arguments.target)
+    return f", its tokenizer in {place}" if not arguments.prefix and exists(storage_of(place), place) else ""
 
 
 def _export_hf(arguments: argparse.Namespace, console: Console) -> int:

@@ -270,6 +270,7 @@ def _losses(source: Path, target: Path, batches: int) -> tuple[float, float] | N
         pl.seed_everything(config["seed"], verbose=False)
         data = build_object(config["data"], "data")
         checkpoint = read_file(path)
+        data.load_state_dict(checkpoint.get(type(data).__qualname__, {}))
         hyper = checkpoint["hyper_parameters"]
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,

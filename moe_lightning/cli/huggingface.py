@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_lightning.checkpoint.evaluation_point import EvaluationPoint
-from moe_lightning.checkpoint.files import newest_file, read_file
+from moe_lightning.checkpoint.files import newest_file, read_file, trained_tokenizer
 from moe_lightning.checkpoint.inspect import resolve
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.storage import Place
@@ -32,7 +32,8 @@ _MODEL = "model."
 class _Source(Protocol):
     """A checkpoint of a HuggingFaceModule."""
 
-    hyper_parameters: Mapping[str, Any]
+    values: Mapping[str, Any]
+    """What Lightning keeps beside tensors."""
 
     def dense(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the model."""
@@ -61,7 +62,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         CheckpointError: it is missing or damaged.
     """
     from moe_lightning.models.huggingface.adapters import require_peft_knows, write_adapter
-    from moe_lightning.models.huggingface.export import copy_companions, existing, plan_export
+    from moe_lightning.models.huggingface.export import existing, plan_export
     from moe_lightning.models.huggingface.loading import build_skeleton
     from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
@@ -69,10 +70,11 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         raise existing(target)
     file = newest_file(path)
     source: _Source = _Directory(path) if file is None and storage_of(path).is_dir(path) else _File(Path(file or path))
-    if "huggingface" not in source.hyper_parameters:
+    hyper_parameters = source.values.get("hyper_parameters", {})
+    if "huggingface" not in hyper_parameters:
         raise ConfigurationError(f"{path} is no checkpoint of a HuggingFaceModule: transformers has no class for it")
-    config = build_config(HuggingFaceConfig, source.hyper_parameters["config"])
-    architecture = config.architecture(source.hyper_parameters["huggingface"])
+    config = build_config(HuggingFaceConfig, hyper_parameters["config"])
+    architecture = config.architecture(hyper_parameters["huggingface"])
     export = plan_export(architecture, build_skeleton(architecture), dtype)
 
     if config.adapter is not None:
@@ -81,7 +83,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
             dense, blocks = trained.adapters(), trained.expert_adapters()
             return write_adapter(target, export, config.adapter, config.pretrained, dense, blocks)
         written = export.write(target, trained.dense(), trained.experts())
-        copy_companions(config.folder, target)
+        _copy_companions(source, config.folder, target)
         return written
     if adapter_alone:
         require_peft_knows(None)
@@ -92,8 +94,18 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
             yield {name: source.experts(index, block, name, layer.num_experts) for name in names}
 
     written = export.write(target, {name: source.dense(name) for name in export.dense}, stacks())
-    copy_companions(config.folder, target)
+    _copy_companions(source, config.folder, target)
     return written
+
+
+def _copy_companions(source: _Source, folder: Path, target: Path) -> None:
+    """Give an exported folder the tokenizer that the run has trained, and from the original what else belongs to it."""
+    from moe_lightning.models.huggingface.export import copy_companions
+
+    tokenizer = trained_tokenizer(source.values)
+    if tokenizer is not None:
+        (target / "tokenizer.json").write_text(tokenizer)
+    copy_companions(folder, target)
 
 
 class _Adapted:
@@ -165,7 +177,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         checkpoint = read_file(path)
         self._path, self._state = path, checkpoint["state_dict"]
-        self.hyper_parameters = checkpoint.get("hyper_parameters", {})
+        self.values: Mapping[str, Any] = checkpoint
 
     def dense(self, name: str) -> Tensor:
         return self._tensor(name)
@@ -189,7 +201,7 @@ class _Directory:
         self._checkpoint: Checkpoint = resolve(path)
         self._checkpoint.verify()
         self._evaluated = EvaluationPoint(self._checkpoint)
-        self.hyper_parameters = self._checkpoint.read_object("trainer").get("hyper_parameters", {})
+        self.values: Mapping[str, Any] = self._checkpoint.read_object("trainer")
 
     def dense(self, name: str) -> Tensor:
         prefix = f"dense/{_MODEL}{name}/"

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from moe_lightning.bounded_files import open_text
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import shown
 
@@ -52,6 +53,7 @@ _UNTOLD = (
     "module.optimizer",
 )
 _MOST_TOLD = 4
+_MOST_BYTES = 1 << 24  # of a configuration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +130,9 @@ def config_of(checkpoint: str | Path) -> dict[str, Any] | None:
         path = folder / "config.yaml"
         if path.is_file():
             try:
-                config = OmegaConf.to_container(OmegaConf.load(path))
-            except (OSError, YAMLError, OmegaConfBaseException) as error:
+                with open_text(path, most_bytes=_MOST_BYTES) as file:
+                    config = OmegaConf.to_container(OmegaConf.load(file))
+            except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
                 raise ConfigurationError(
                     f"{path} cannot be read ({type(error).__name__}): put it right, or remove it to go on unchecked"
                 ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from moe_lightning.bounded_files import open_regular
 from moe_lightning.checkpoint.sealing import check_file
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
@@ -135,11 +137,13 @@ class RunDirectory:
     def record(self, config: Mapping[str, Any]) -> None:
         """Make this the directory's configuration; another one that trained before stays as config.1.yaml, ..."""
         text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
-        if self.config.is_file() and self.config.read_text() != text:
+        if self.config.is_file() and not _holds(self.config, text.encode()):
             self.config.rename(_first_free(self.path, "config.{}.yaml"))
-        fresh = self.config.with_suffix(".new")
-        fresh.write_text(text)
-        fresh.replace(self.config)
+        _replace(self.config, text)
+
+    def keep_tokenizer(self, content: str) -> None:
+        """Leave the tokenizer.json that the run has trained in its directory; its checkpoints hold it, too."""
+        _replace(self.path / "tokenizer.json", content)
 
     def check_movable(self) -> bool:
         """True if there is an earlier run to move; what a command left that never trained is none.
@@ -236,6 +240,17 @@ def remove_empty(folder: Path) -> None:
             parent.rmdir()
 
 
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    with open_regular(path) as file:
+        return file.read(len(content) + 1) == content
+
+
 def _first_free(folder: Path, pattern: str) -> Path:
     """`pattern` with the first of 1, 2, ... that names nothing in the folder yet."""
     return next(path for n in itertools.count(1) if not (path := folder / pattern.format(n)).exists())
@@ -246,6 +261,6 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else ():
         match = _CHECKPOINT_NAME.fullmatch(path.name)
-        if match and (path.is_file() or (path / MANIFEST).is_file()):
+        if match and (path.is_file() or os.path.lexists(path / MANIFEST)):
             found.append((int(match[1]), int((match[2] or "-1")[1:]), path))
     return [Checkpoint(path=path, step=step) for step, _, path in sorted(found, reverse=True)]

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from moe_lightning.callbacks.wandb_logger import QuietWandbLogger
 from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.data.text import TextData
 
 _LOGGED = ("run_name", "seed", "ranks", "task", "data", "strategy", "trainer", "callbacks", "elastic")
 """Beside the model and the optimizer, which the module logs."""
@@ -38,6 +39,9 @@ class RunRecord(Callback):
         if trainer.is_global_zero:
             self._directory.record(self._config)
             self._directory.metrics.unlink(missing_ok=True)  # of an earlier training
+            data = getattr(trainer, "datamodule", None)
+            if isinstance(data, TextData) and data.trained_tokenizer is not None:
+                self._directory.keep_tokenizer(data.trained_tokenizer)
         for logger in trainer.loggers:
             logger.log_hyperparams({name: self._config[name] for name in _LOGGED})
             if isinstance(logger, QuietWandbLogger) and trainer.ckpt_path:

@@ -33,8 +33,7 @@ from moe_lightning.cli.vocabulary import SIM
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import suggestion
 from moe_lightning.simulate.event_loop import simulate
-from moe_lightning.simulate.mesh_report import MeshReport, mesh_report
-from moe_lightning.simulate.mesh_search import search_mesh
+from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
 from moe_lightning.simulate.policy import POLICIES
 from moe_lightning.simulate.recommend import FailingCluster, recommend
 from moe_lightning.simulate.routing import Exponent, RoutingKind

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,6 +150,7 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]
     pl.seed_everything(config["seed"], verbose=False)
     parts: dict[str, Any] = {"data": build_object(config["data"], "data")}
     _expect(parts["data"], pl.LightningDataModule, "data")
+    _restore_tokenizer(config, parts["data"])
     config = with_sizes_of_data(config, parts["data"])
     for name, kind in (("module", pl.LightningModule), ("strategy", Strategy)):
         parts[name] = build_object(config[name], name)
@@ -158,6 +160,27 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]
     # Measuring a checkpoint is no step of the run whose curves these are.
     parts["logger"] = _built_group(config, "logger") if config["task"] == "train" else []
     return config, parts
+
+
+def _restore_tokenizer(config: Mapping[str, Any], data: object) -> None:
+    """Give the data the tokenizer that was trained for the checkpoint which the command goes on from, before tokens are
+    made; whether that checkpoint is whole is decided later, by all ranks.
+    """
+    from moe_lightning.checkpoint.files import checkpoint_values
+    from moe_lightning.checkpoint.storages import place_of
+    from moe_lightning.cli.run_directory import RunDirectory
+    from moe_lightning.data.text import TextData
+    from moe_lightning.errors import CheckpointError
+
+    if not isinstance(data, TextData) or not data.trains_tokenizer or config["resume"] is False:
+        return
+    place = place_of(config["resume"]) if isinstance(config["resume"], str) else store_of_checkpoints(config)
+    if place is None:
+        newest = RunDirectory(Path(config["run_dir"])).newest_checkpoint()
+        place = None if newest is None else newest.path
+    if place is not None:
+        with suppress(CheckpointError, OSError):
+            data.load_state_dict(checkpoint_values(place).get(type(data).__qualname__, {}))
 
 
 def _expect(built: object, kind: type, key: str) -> None:

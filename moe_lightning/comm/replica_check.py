@@ -33,6 +33,14 @@ class Difference:
     expert: int
     groups: tuple[tuple[int, ...], ...]
 
+    @property
+    def healthy(self) -> tuple[int, ...]:
+        """The ranks whose rows are taken for whole: more than any other number of equal ones; none where no two are
+        equal, or as many are equal otherwise.
+        """
+        *others, most = sorted(self.groups, key=len)
+        return most if len(most) > max(len(group) for group in others) else ()
+
 
 @torch.no_grad()
 def differing_replicas(stacks: Sequence[ExpertStack], world: World) -> list[Difference]:

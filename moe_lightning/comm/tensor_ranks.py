@@ -40,6 +40,12 @@ class TensorRanks:
         """A copy of a model talks to the same ranks; a group cannot be copied."""
         return self
 
+    def __reduce__(self) -> str:
+        raise ConfigurationError(
+            "layers that are cut over ranks cannot be pickled: save a checkpoint with the Trainer that cut them "
+            "(trainer.save_checkpoint)"
+        )
+
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The parts of all ranks, one after the other along a dimension."""
         return linear(x, partial(_gathered, dim=dim, ranks=self), partial(_sum_of_parts, dim=dim, ranks=self))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from moe_lightning.bounded_files import read_text
 from moe_lightning.errors import ConfigurationError
 
 Turn = tuple[str, str]
@@ -134,8 +135,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        said = json.loads(path.read_text())
-    except ValueError as error:
+        said = json.loads(read_text(path))
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not JSON ({error}): take it from the checkpoint again") from None
     if not isinstance(said, dict):
         raise ConfigurationError(f"{path} holds no object: take it from the checkpoint again")

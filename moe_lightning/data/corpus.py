@@ -20,22 +20,25 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from moe_lightning.bounded_files import read_text
 from moe_lightning.data.sources import (
     TOKEN_DTYPES,
     TextFile,
     TextSpan,
     TokenSpan,
+    bytes_to_character,
     fingerprint,
     is_text,
     is_token_file,
+    reading,
     text_files,
     token_file,
     token_range,
 )
-from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, token_dtype, tokenizer_key
+from moe_lightning.data.tokenization import TOKENIZER_FILE, Tokenizer, load_tokenizer, token_dtype, tokenizer_key
 from moe_lightning.errors import ConfigurationError
 
-_LAYOUT = 2  # raised when an entry's files change their meaning
+_LAYOUT = 3  # raised when an entry's files change their meaning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,20 @@ class Corpus:
     tokenizer: str  # "bytes", "bpe:SIZE" or a path; for token files what their vocabulary was checked against
     num_files: int
     size_bytes: int  # of the source's files
+
+    def trained_tokenizer(self) -> str | None:
+        """Return the tokenizer.json that was trained on the training part; None where another tokenizer was named.
+
+        Raises:
+            ConfigurationError: the cache entry has lost it.
+        """
+        if not self.tokenizer.startswith("bpe:"):
+            return None
+        path = self.train.path.with_name(TOKENIZER_FILE)
+        try:
+            return read_text(path)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"The cached {path} is damaged ({error}); delete its folder.") from error
 
     def summary(self) -> str:
         """One line: files, size, tokens of both parts, vocabulary."""
@@ -93,6 +110,7 @@ def prepare_corpus(
     val_fraction: float = 0.05,
     seed: int = 0,
     dtype: str | None = None,
+    trained: str | None = None,
 ) -> Corpus:
     """Find or build the memory-mapped tokens of a source; any number of processes may do so at once.
 
@@ -103,10 +121,12 @@ def prepare_corpus(
         tokenizer: "bytes", "bpe:SIZE" (trained on the training part, kept as tokenizer.json), or a tokenizer.json.
             For a token file a tokenizer.json states the vocabulary; without one it is the largest token plus one
             (256 for uint8).
-        val_fraction: held out, inside (0, 1): of several files about this fraction, chosen whole by a hash of
-            (seed, name), so that adding files moves no other; of a single file its end.
+        val_fraction: fraction of the bytes (of a token file: of the tokens) that is held out, inside (0, 1). Whole
+            files in the order of a hash of (seed, name), and of the last of them, as of a single file, the end.
         seed: another split of the same files.
         dtype: of a .bin file: uint8, uint16 or uint32.
+        trained: content of the tokenizer.json that was trained for "bpe:SIZE" before, to be used again; None: it is
+            trained here.
 
     Raises:
         ConfigurationError: whatever is wrong with these, in one sentence.
@@ -123,7 +143,7 @@ def prepare_corpus(
         return _token_corpus(source, cache, tokenizer, val_fraction, dtype)
     if dtype is not None:
         raise ConfigurationError(f"dtype={dtype!r} is for .bin files, but source={source!r} is text; leave dtype out.")
-    return _text_corpus(source, cache, tokenizer, val_fraction, seed)
+    return _text_corpus(source, cache, tokenizer, val_fraction, seed, trained)
 
 
 # ---------------------------------------------------------------------- token files
@@ -177,15 +197,25 @@ def _checked_vocab_size(source: str, span: TokenSpan, tokenizer: str, low: int, 
 # ---------------------------------------------------------------------- text
 
 
-def _text_corpus(source: str, cache: Path, tokenizer: str, val_fraction: float, seed: int) -> Corpus:
+def _text_corpus(
+    source: str, cache: Path, tokenizer: str, val_fraction: float, seed: int, trained: str | None
+) -> Corpus:
     files = text_files(source)
     described = tuple((file.name, file.size_bytes, file.mtime_ns) for file in files)
-    key = fingerprint((_LAYOUT, source == "stdlib", described, tokenizer_key(tokenizer), val_fraction, seed))
+
+    def key_of(tokenizer_name: str) -> str:
+        return fingerprint((_LAYOUT, source == "stdlib", described, tokenizer_name, val_fraction, seed))
+
+    key = key_of(tokenizer_key(tokenizer))
+    if not tokenizer.startswith("bpe:"):
+        trained = None
+    if trained is not None and not _holds(cache / key / TOKENIZER_FILE, trained):
+        key = key_of(fingerprint(trained))
 
     def build(folder: Path) -> dict[str, Any]:
         kept = [file for file in files if is_text(file)] if source == "stdlib" else files
-        train, val = _split(kept, val_fraction, seed)
-        encoder = load_tokenizer(tokenizer, (chunk for span in train for chunk in span.chunks()))
+        train, val = _split(source, kept, val_fraction, seed)
+        encoder = load_tokenizer(tokenizer, (chunk for span in train for chunk in span.chunks()), trained=trained)
         encoder.save(folder)
         return {
             "vocab_size": encoder.vocab_size,
@@ -215,30 +245,39 @@ def _text_corpus(source: str, cache: Path, tokenizer: str, val_fraction: float, 
     )
 
 
-def _split(files: Sequence[TextFile], val_fraction: float, seed: int) -> tuple[list[TextSpan], list[TextSpan]]:
-    """Training and held-out spans; with two files or more both parts hold at least one of them."""
-    if len(files) == 1:
-        return _split_file(files[0], val_fraction)
-    places = {file: xxhash.xxh3_64_intdigest(f"{seed}:{file.name}".encode()) / 2**64 for file in files}
-    in_order = sorted(files, key=lambda file: places[file])
-    held_out = {file for file in in_order if places[file] < val_fraction} | {in_order[0]}
-    held_out.discard(in_order[-1])
-    spans = {file: TextSpan(path=file.path, start=0, stop=file.size_bytes) for file in files}
-    return [spans[f] for f in files if f not in held_out], [spans[f] for f in files if f in held_out]
+def _holds(path: Path, content: str) -> bool:
+    try:
+        return read_text(path) == content
+    except (OSError, ValueError):
+        return False
 
 
-def _split_file(file: TextFile, val_fraction: float) -> tuple[list[TextSpan], list[TextSpan]]:
-    """Cut off the end, at the next start of a character."""
-    middle = file.size_bytes - round(file.size_bytes * val_fraction)
-    with file.path.open("rb") as text:
-        text.seek(middle)
-        middle += next((i for i, byte in enumerate(text.read(3)) if byte & 0xC0 != 0x80), 0)
-    if not 0 < middle < file.size_bytes:
+def _split(
+    source: str, files: Sequence[TextFile], val_fraction: float, seed: int
+) -> tuple[list[TextSpan], list[TextSpan]]:
+    """Training and held-out spans. Files are held out in the order of a hash of (seed, name) until the fraction of all
+    bytes is reached; of the last one only the end is.
+    """
+    total = sum(file.size_bytes for file in files)
+    left = round(total * val_fraction)
+    ends = dict[TextFile, int]()  # of the training part
+    for file in sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(f"{seed}:{file.name}".encode())):
+        ends[file] = 0 if left >= file.size_bytes else _start_of_character(file, file.size_bytes - left)
+        left = max(0, left - file.size_bytes)
+    train = [TextSpan(path=file.path, start=0, stop=ends[file]) for file in files if ends[file]]
+    spans = [TextSpan(path=file.path, start=ends[file], stop=file.size_bytes) for file in files]
+    val = [span for span in spans if span.start < span.stop]
+    if not train or not val:
         raise ConfigurationError(
-            f"val_fraction={val_fraction} of the {file.size_bytes} bytes of {file.path} leaves a part empty; give more."
+            f"val_fraction={val_fraction} of the {total} bytes of source={source!r} leaves a part empty; give more."
         )
-    train = TextSpan(path=file.path, start=0, stop=middle)
-    return [train], [TextSpan(path=file.path, start=middle, stop=file.size_bytes)]
+    return train, val
+
+
+def _start_of_character(file: TextFile, at: int) -> int:
+    """The first byte from `at` on that begins a UTF-8 character, or the end of the file."""
+    with reading(file.path), file.path.open("rb") as text:
+        return text.seek(at) + bytes_to_character(text)
 
 
 def _write_tokens(path: Path, spans: Iterable[TextSpan], tokenizer: Tokenizer) -> int:
@@ -270,7 +309,7 @@ def _cached(entry: Path, build: Callable[[Path], dict[str, Any]]) -> tuple[Path,
                 if not entry.is_dir():  # otherwise another process was first, with the same content
                     raise
     try:
-        return entry, dict(json.loads((entry / "meta.json").read_text()))
+        return entry, dict(json.loads(read_text(entry / "meta.json")))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"The cache entry {entry} is damaged ({error}); delete that folder.") from error
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from moe_lightning.bounded_files import check_regular
 from moe_lightning.errors import ConfigurationError
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -69,6 +70,7 @@ class ImageFiles:
         path = self.root / os.fsdecode(self.paths[index])
         image_module = pillow("Image")
         try:
+            check_regular(path)
             with image_module.open(path) as image:
                 return image.convert("RGB"), int(self.classes[index])
         except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:

@@ -1,18 +1,21 @@
-"""Instruction tuning: conversations of a JSONL file as token windows in which only the answers are predicted, and no
-expert sees what fills a window up.
+"""Instruction tuning: conversations of a file as token windows in which only the answers are predicted, and no expert
+sees what fills a window up.
 
-A line is {"messages": [{"role", "content"}, ...]}, {"prompt", "response"}, or {"instruction", "output"} with an
-"input" or without. It is written out by the chat template of the model's tokenizer, or where there is none as marked
-turns (`chat.py`).
+The file holds one JSON object a line, or one JSON array of objects. An object is {"messages": [{"role", "content"},
+...]}, {"conversations": [{"from", "value"}, ...]} as ShareGPT has it, {"prompt", "response"}, or {"instruction",
+"output"} with an "input" or without. It is written out by the chat template of the model's tokenizer, or where there is
+none as marked turns (`chat.py`).
 """
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from moe_lightning.bounded_files import check_written, decoded, open_regular, read_bytes
 from moe_lightning.data.chat import ChatFormat, chat_format
 from moe_lightning.data.packing import Packed
 from moe_lightning.data.step_data import StepDataModule
@@ -33,44 +37,48 @@ _SAMPLE = 256
 """Conversations whose windows are looked at before training."""
 
 _ROLES = ("system", "user", "assistant")
+_ROLE_OF = {"human": "user", "gpt": "assistant"}  # ShareGPT's words
+_LONGEST_LINE = 1 << 26  # bytes
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Line i of a file as inputs [L] and targets [L], both int64, and is_token [L], bool; a target is -100 unless it
-    belongs to an answer.
+    """Conversation i of a file as inputs [L] and targets [L], both int64, and is_token [L], bool; a target is -100
+    unless it belongs to an answer.
 
     Longer conversations are cut at their end, shorter ones padded, where is_token is False; padding follows all that is
     predicted and so changes nothing in a causal model.
 
     Args:
-        path: the JSONL file.
-        offsets: first byte of each line that is used.
+        path: the file.
+        spans: int64 [n, 2], the first byte of each conversation that is used, and its bytes.
         tokenizer: of the model.
         written: how a conversation becomes text.
         context_length: L.
     """
 
     def __init__(
-        self, path: Path, offsets: NDArray[np.int64], tokenizer: Tokenizer, written: ChatFormat, context_length: int
+        self, path: Path, spans: NDArray[np.int64], tokenizer: Tokenizer, written: ChatFormat, context_length: int
     ) -> None:
         self._path = path
-        self._offsets = offsets
+        self._spans = spans
         self._tokenizer = tokenizer
         self._written = written
         self._padding = self._encoded(written.padding)[-1]
         self._length = context_length
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._spans)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         return self._window(*self._tokens(index))
 
     def _tokens(self, index: int) -> tuple[list[int], list[bool]]:
         """Of a conversation, and whether each is predicted."""
+        offset, nbytes = self._spans[index].tolist()
         with self._path.open("rb") as file:
-            file.seek(int(self._offsets[index]))
-            turns = conversation(json.loads(file.readline()))
+            file.seek(offset)
+            turns = conversation(json.loads(file.read(nbytes)))
         tokens: list[int] = []
         predicted: list[bool] = []
         for text, is_predicted in self._written.pieces(turns):
@@ -106,7 +114,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 def conversation(line: Any) -> list[tuple[str, str]]:
-    """(role, content) of each turn of one parsed line.
+    """(role, content) of each turn of one parsed object.
 
     Raises:
         ValueError: it has none of the known forms, or no answer.
@@ -114,14 +122,16 @@ def conversation(line: Any) -> list[tuple[str, str]]:
     if not isinstance(line, Mapping):
         raise ValueError("it is not an object")
     if "messages" in line:
-        turns = [(message["role"], message["content"]) for message in line["messages"]]
+        turns = [_turn(message) for message in line["messages"]]
+    elif "conversations" in line:
+        turns = [_turn(message) for message in line["conversations"]]
     elif "prompt" in line and "response" in line:
         turns = [("user", line["prompt"]), ("assistant", line["response"])]
     elif "instruction" in line and "output" in line:
         question = "\n\n".join(part for part in (line["instruction"], line.get("input")) if part)
         turns = [("user", question), ("assistant", line["output"])]
     else:
-        raise ValueError("it has neither messages nor prompt and response nor instruction and output")
+        raise ValueError("it has neither messages, conversations, prompt and response nor instruction and output")
     if any(role not in _ROLES or not isinstance(content, str) for role, content in turns):
         raise ValueError(f"a turn needs one of the roles {', '.join(_ROLES)} and a text")
     if not any(role == "assistant" for role, _ in turns):
@@ -129,12 +139,19 @@ def conversation(line: Any) -> list[tuple[str, str]]:
     return turns
 
 
+def _turn(message: Any) -> tuple[str, Any]:
+    """(role, content) of {"role", "content"} or of {"from", "value"}."""
+    if "from" in message:
+        return _ROLE_OF.get(message["from"], message["from"]), message["value"]
+    return message["role"], message["content"]
+
+
 @validated
 class InstructionData(StepDataModule):
     """Conversations as training and held-out batches of a constant global size.
 
     Args:
-        path: the JSONL file.
+        path: file of one JSON object a line, or of a JSON array of objects.
         tokenizer: path of the model's tokenizer.json, or "bytes".
         context_length: tokens of one sample.
         global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
@@ -206,28 +223,28 @@ class InstructionData(StepDataModule):
         return "\n".join([f"{self._path}", *self._packs.splitlines()])
 
     def prepare_data(self) -> None:
-        """Check every line, once on every node."""
-        for number, _, line in _lines(self._path):
+        """Check every conversation, once on every node."""
+        for name, _, text in _records(self._path):
             try:
-                self.written.pieces(conversation(json.loads(line)))
-            except (ValueError, KeyError, TypeError) as error:
+                self.written.pieces(conversation(json.loads(decoded(text.removeprefix(codecs.BOM_UTF8)))))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-                raise ConfigurationError(f"{self._path}, line {number}, is not a conversation: {reason}") from error
+                raise ConfigurationError(f"{self._path}, {name}, is not a conversation: {reason}") from error
 
     def setup(self, stage: str | None = None) -> None:
-        """Find the lines and split them."""
-        offsets = np.array([offset for _, offset, _ in _lines(self._path)], dtype=np.int64)
-        held_out = max(1, round(len(offsets) * self._val_fraction))
-        if len(offsets) - held_out < self.global_batch_size:
+        """Find the conversations and split them."""
+        spans = np.array([(offset, len(text)) for _, offset, text in _records(self._path)], dtype=np.int64)
+        held_out = max(1, round(len(spans) * self._val_fraction))
+        if len(spans) - held_out < self.global_batch_size:
             raise ConfigurationError(
-                f"{self._path} leaves {len(offsets) - held_out} conversations for training, fewer than "
+                f"{self._path} leaves {len(spans) - held_out} conversations for training, fewer than "
                 f"global_batch_size={self.global_batch_size}: lower it or give more"
             )
-        order = np.random.default_rng(self.seed).permutation(len(offsets))
+        order = np.random.default_rng(self.seed).permutation(len(spans))
         measured = min(held_out, self._val_samples or held_out)
         spread = np.arange(measured) * held_out // measured
-        val = self._conversations(offsets[np.sort(order[:held_out])[spread]])
-        train = self._conversations(offsets[np.sort(order[held_out:])])
+        val = self._conversations(spans[np.sort(order[:held_out])[spread]])
+        train = self._conversations(spans[np.sort(order[held_out:])])
         self._check_learnable(train)
         self._val = self._packed(val, training=False) if self._packing else val
         self._train = self._packed(train, training=True) if self._packing else train
@@ -251,24 +268,68 @@ class InstructionData(StepDataModule):
         if found < looked_at:
             rank_zero_warn(f"{cause}, in {looked_at - found} of {looked_at} conversations that were looked at")
 
-    def _conversations(self, offsets: NDArray[np.int64]) -> Conversations:
-        return Conversations(self._path, offsets, self.tokenizer, self.written, self.context_length)
+    def _conversations(self, spans: NDArray[np.int64]) -> Conversations:
+        return Conversations(self._path, spans, self.tokenizer, self.written, self.context_length)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number, first byte and content of each line that is not blank.
+def _records(path: Path) -> Iterator[tuple[str, int, bytes]]:
+    """Name in messages, first byte and content of each conversation.
 
     Raises:
-        ConfigurationError: no such file, or nothing in it.
+        ConfigurationError: the file is missing or cannot be read, is no regular one, empty, or a damaged array.
     """
-    if not path.is_file():
-        raise ConfigurationError(f"the instruction file {path} does not exist: give a .jsonl file")
-    found, offset = False, 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
+    if not path.exists():
+        raise ConfigurationError(f"the instruction file {path} does not exist: give a .jsonl or .json file")
+    found = False
+    try:
+        check_written(path)
+        with open_regular(path) as file:
+            is_array = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+            file.seek(0)
+            for record in _elements(path) if is_array else _lines(file, path):
                 found = True
-                yield number, offset, line
-            offset += len(line)
+                yield record
+    except OSError as error:
+        raise ConfigurationError(f"the instruction file {path} cannot be read ({error.strerror})") from error
     if not found:
         raise ConfigurationError(f"the instruction file {path} is empty: give one conversation a line")
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, int, bytes]]:
+    """The lines that are not blank."""
+    number = offset = 0
+    while line := file.readline(_LONGEST_LINE + 1):
+        number += 1
+        if len(line) > _LONGEST_LINE:
+            raise ConfigurationError(f"{path}, line {number}, is longer than {_LONGEST_LINE:,} bytes: split it")
+        if line.strip():
+            yield f"line {number}", offset, line
+        offset += len(line)
+
+
+def _elements(path: Path) -> Iterator[tuple[str, int, bytes]]:
+    """The elements of an array, which is read as a whole."""
+    text = read_bytes(path).decode("latin-1")  # a character for each byte, so that places are those in the file
+    decoder, number, at = json.JSONDecoder(), 0, text.index("[")
+    try:
+        while True:
+            at = _after_space(text, at + 1)
+            if number == 0 and text[at : at + 1] == "]":
+                return
+            number += 1
+            _, end = decoder.raw_decode(text, at)
+            yield f"element {number}", at, text[at:end].encode("latin-1")
+            at = _after_space(text, end)
+            if text[at : at + 1] == "]":
+                return
+            if text[at : at + 1] != ",":
+                raise ValueError("neither a comma nor the end of the array follows it")
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{path} is no whole JSON array: element {number}: {error}; mend it, or give one conversation a line"
+        ) from error
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at

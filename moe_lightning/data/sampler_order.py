@@ -14,6 +14,10 @@ from moe_lightning.data.step_sampler import mixed_seed
 from moe_lightning.errors import ConfigurationError
 
 
+class NoCommonOrderError(ConfigurationError):
+    """A sampler whose indices cannot be made the same on every rank; one rank alone may use it as it is."""
+
+
 class SamplerOrder:
     """The indices that a sampler yields in epoch e, as a function of e alone.
 
@@ -25,7 +29,7 @@ class SamplerOrder:
         seed: of the run; a generator of the sampler's own is seeded by its initial seed instead.
 
     Raises:
-        ConfigurationError: the sampler has no length, yields no indices, or another order when it is read again.
+        NoCommonOrderError: the sampler has no length, yields no indices, or another order when it is read again.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -33,13 +37,13 @@ class SamplerOrder:
         self._seed = seed
         self._name = type(sampler).__name__
         if not isinstance(sampler, Sized):
-            raise ConfigurationError(
+            raise NoCommonOrderError(
                 f"The DataLoader's sampler {self._name} has no length, so nobody knows where an epoch ends; "
                 "give it a __len__."
             )
         self.num_samples = len(sampler)
         if not torch.equal(self(0), self(0)):
-            raise ConfigurationError(
+            raise NoCommonOrderError(
                 f"The DataLoader's sampler {self._name} keeps random numbers of its own, so ranks would see different "
                 "orders; draw them from torch's global generator, or from one in its attribute `generator`."
             )
@@ -51,12 +55,12 @@ class SamplerOrder:
         with _seeded_generators(self._sampler, self._seed, epoch):
             indices = list(self._sampler)
         if not all(isinstance(index, int | np.integer) for index in indices):
-            raise ConfigurationError(
+            raise NoCommonOrderError(
                 f"The DataLoader's sampler {self._name} yields {indices[:1]} where an index is expected; "
                 "yield integers."
             )
         if len(indices) != self.num_samples:
-            raise ConfigurationError(
+            raise NoCommonOrderError(
                 f"The DataLoader's sampler {self._name} yields {len(indices)} indices in epoch {epoch}, but its length "
                 f"is {self.num_samples}; make both equal in all epochs."
             )

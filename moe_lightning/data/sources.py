@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from moe_lightning.bounded_files import check_regular, check_written, open_regular
 from moe_lightning.errors import ConfigurationError
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32")
@@ -31,29 +35,48 @@ class TextSpan:
     stop: int
 
     def chunks(self) -> Iterator[bytes]:
-        """The bytes in pieces of about 16 MiB that end at line ends, so that no character is cut.
+        """The bytes in pieces of 16 to 32 MiB that end at line ends, or where a line is longer, between characters.
 
         Raises:
-            ConfigurationError: the file is not UTF-8.
+            ConfigurationError: the file is not UTF-8, or has become shorter.
         """
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.start)
-                while (left := self.stop - file.tell()) > 0:
-                    chunk = file.read(min(_CHUNK_BYTES, left))
-                    if len(chunk) < left:
-                        chunk += file.readline(left - len(chunk))
-                    chunk.decode()
-                    yield chunk
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(
-                f"{self.path} is not UTF-8 text ({error.reason}); convert it, leave it out with a glob such as "
-                "'folder/**/*.txt', or give tokens as one .bin or .npy file."
-            ) from error
-        except OSError as error:
-            raise ConfigurationError(
-                f"{self.path} cannot be read ({error.strerror}); change its permissions."
-            ) from error
+        with reading(self.path), open_regular(self.path) as file:
+            file.seek(self.start)
+            while (left := self.stop - file.tell()) > 0:
+                chunk = file.read(min(_CHUNK_BYTES, left))
+                chunk += file.readline(min(_CHUNK_BYTES, left - len(chunk)))
+                if not chunk:
+                    raise OSError(errno.EIO, "it has become shorter", str(self.path))
+                if not chunk.endswith(b"\n"):
+                    chunk += file.read(min(left - len(chunk), bytes_to_character(file)))
+                chunk.decode()
+                yield chunk
+
+
+def bytes_to_character(file: BinaryIO) -> int:
+    """Return the number of bytes from the position of a UTF-8 file to the next character, or to its end."""
+    following = file.read(3)
+    file.seek(-len(following), os.SEEK_CUR)
+    return next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say of errors inside which text file they concern.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{path} is not UTF-8 text ({error.reason}); convert it, leave it out with a glob such as "
+            "'folder/**/*.txt', or give tokens as one .bin or .npy file."
+        ) from error
+    except OSError as error:
+        cure = "change its permissions" if isinstance(error, PermissionError) else "replace it, or leave it out"
+        raise ConfigurationError(f"{path} cannot be read ({error.strerror}); {cure}.") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +135,10 @@ def text_files(source: str) -> tuple[TextFile, ...]:
         root, paths = _users_files(source)
     files = []
     for path in paths:
-        status = path.stat()
+        with reading(path):
+            status = path.stat()
+            if source != "stdlib":
+                check_written(path)
         if status.st_size:
             name = path.relative_to(root).as_posix()
             files.append(TextFile(name=name, path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns))
@@ -158,6 +184,9 @@ def _users_files(source: str) -> tuple[Path, list[Path]]:
         paths = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
         root = Path(os.path.commonpath([found.parent for found in paths])) if paths else path
     else:
+        if path.exists():  # a pipe or a device
+            with reading(path):
+                check_regular(path)
         raise ConfigurationError(
             f"source={source!r} does not exist; give 'stdlib', a text file, a folder, a glob, or a .bin or .npy file."
         )
@@ -183,8 +212,10 @@ def token_file(source: str, dtype: str | None) -> TokenSpan:
             or kind of array, or no tokens at all.
     """
     path = Path(source).expanduser()
-    if not path.is_file():
+    if not path.exists():
         raise ConfigurationError(f"The token file {source!r} does not exist; check the path.")
+    with reading(path):
+        check_written(path)
     span = _npy_tokens(path, dtype) if path.suffix == ".npy" else _bin_tokens(path, dtype)
     if not span.count:
         raise ConfigurationError(f"The token file {source!r} is empty; write at least one window of tokens to it.")
@@ -211,6 +242,8 @@ def _npy_tokens(path: Path, dtype: str | None) -> TokenSpan:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise ConfigurationError(f"{path} is not a whole .npy file ({error}); write it with numpy.save.") from error
+    if not isinstance(array, np.ndarray):
+        raise ConfigurationError(f"{path} is an .npz archive by its content; save one array with numpy.save.")
     if not isinstance(array, np.memmap) or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ConfigurationError(
             f"{path} holds {array.dtype} values of shape {array.shape}; save tokens as one-dimensional integers."

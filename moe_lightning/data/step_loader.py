@@ -7,7 +7,7 @@ Lightning leaves such a loader as it is (no sampler is injected), saves and rest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -19,10 +19,12 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
 )
 
 from moe_lightning import seams
+from moe_lightning.data.accumulation import accumulation_of, factors_of
 from moe_lightning.data.sampler_order import SamplerOrder
 from moe_lightning.data.step_sampler import StandIn, StepSampler, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
@@ -57,6 +59,8 @@ class StepLoader:
     Attributes:
         step_sampler: what decides the samples; it holds the position.
         current: the slice of the batch yielded last, or None before the first.
+        has_begun: True once a Trainer has counted the batch yielded last.
+        sampler: the user's own, where the loader stands for a DataLoader; else `step_sampler`.
         replaces_stock: it stands for a DataLoader, which stock Lightning would use without a position.
     """
 
@@ -65,7 +69,11 @@ class StepLoader:
     def __init__(self, dataset: Dataset[Any], sampler: StepSampler, **options: Any) -> None:
         self.dataset = dataset
         self.step_sampler = sampler
+        self.sampler: Sampler[Any] | Iterable[Any] = sampler
         self.current: StepSlice | None = None
+        self.has_begun = False
+        self._before_step: dict[str, Any] | None = None
+        self._trainer: Trainer | None = None
         # A Trainer announces epochs to batch_sampler.sampler; its prediction writers read indices from its own wrapper.
         self.batch_sampler: Any = _SeenIndices(sampler) if sampler.evaluation else sampler
         self._own_generator = None
@@ -88,7 +96,7 @@ class StepLoader:
         """The same data, order and options under a StepSampler.
 
         The loader's batch size is taken as the *global* micro-batch: a training step has `batch_size * num_micros`
-        samples over all ranks, the last one of an epoch what is left unless the loader's `drop_last` is set.
+        samples over all ranks, the last one of an epoch what is left, without a partial batch under `drop_last`.
         `shuffle=True` draws a permutation of its own for each epoch; a sampler of the user's is read in a way that is
         the same on every rank. A DistributedSampler is replaced, its shuffling kept.
 
@@ -99,8 +107,9 @@ class StepLoader:
         if reason is not None:
             raise ConfigurationError(reason)
         batches = batches_of(loader)
-        shuffle = _shuffles(batches.sampler)
-        order = SamplerOrder(batches.sampler, seed) if shuffle is None else None
+        indices = _of_all_ranks(batches.sampler)
+        shuffle = _shuffles(indices, loader.dataset)
+        order = SamplerOrder(indices, seed) if shuffle is None else None
         sampler = StepSampler(
             num_samples=len(loader.dataset) if order is None else order.num_samples,  # type: ignore[arg-type]
             global_batch_size=batches.batch_size * (num_micros if training else 1),
@@ -112,9 +121,11 @@ class StepLoader:
             shuffle=shuffle is not False,
             drop_last=batches.drop_last,
             evaluation=not training,
+            keeps_micro_batch=training,
             order=order,
         )
         converted = cls(loader.dataset, sampler, **kept_options(loader))
+        converted.sampler = batches.sampler
         converted.replaces_stock = True
         return converted
 
@@ -168,6 +179,8 @@ class StepLoader:
         sampler = self.step_sampler
         if sampler.evaluation:
             sampler.consumed = 0
+        elif self._trainer is not None and self._trainer.accumulate_grad_batches != sampler.num_micros:
+            self.bind(num_micros=self._trainer.accumulate_grad_batches)  # a schedule has changed it at this epoch
         end = sampler.epoch_end
         while sampler.consumed < end:
             yield from self._until_moved()
@@ -178,8 +191,11 @@ class StepLoader:
         if self._own_generator is not None:
             self._own_generator.manual_seed(mixed_seed(sampler.seed, sampler.rank, sampler.consumed))
         for batch in _with_plain_mistakes(self._loader):
-            self.current = sampler.slice_at(sampler.consumed)
-            sampler.consumed += self.current.micro_total
+            current = sampler.slice_at(sampler.consumed)
+            if current.micro == 0:
+                self._before_step = self.state_dict()
+            self.current, self.has_begun = current, False
+            sampler.consumed += current.micro_total
             yield self._received(batch)
             if sampler.moves != moves:
                 return
@@ -194,6 +210,16 @@ class StepLoader:
         return self.step_sampler.slice_at(0).count
 
     @property
+    def num_workers(self) -> int:
+        """Processes that load samples, as in torch's DataLoader."""
+        return self._loader.num_workers
+
+    @property
+    def pin_memory(self) -> bool:
+        """True if batches are copied into pinned memory, as in torch's DataLoader."""
+        return self._loader.pin_memory
+
+    @property
     def collate_fn(self) -> Callable[[list[Any]], Any]:
         """What makes a batch of samples."""
         return self._loader.collate_fn
@@ -204,10 +230,14 @@ class StepLoader:
         """The position after the batch yielded last: {"consumed": samples of the global stream}."""
         return self.step_sampler.state_dict()
 
+    def state_before_step(self) -> dict[str, Any]:
+        """The position before the step of the batch yielded last, for a step that did not end."""
+        return self.state_dict() if self._before_step is None else dict(self._before_step)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position; raises ConfigurationError as StepSampler.load_state_dict."""
         self.step_sampler.load_state_dict(state_dict)
-        self.current = None
+        self.current, self._before_step = None, dict(state_dict)
 
     def bind(self, **place: int) -> None:
         """Cut the same stream for another world; as StepSampler.bind."""
@@ -216,18 +246,26 @@ class StepLoader:
 
     def bind_to(self, trainer: Trainer) -> None:
         """Take rank, world, accumulation and the limit of an epoch from a Trainer; to overfit batches, training keeps
-        them in a fixed order.
+        them in a fixed order. The accumulation is that of the Trainer when an epoch begins.
 
         Raises:
-            ConfigurationError: as `bind`, or the Trainer's limit_train_batches ends inside a step, whose batch would be
-                smaller than the others.
+            ConfigurationError: as `bind`, or a schedule of accumulation would change the number of micro-batches of an
+                epoch, where the global batch is constant.
         """
         place = trainer.distributed_sampler_kwargs or {"rank": trainer.global_rank, "num_replicas": trainer.world_size}
         self.bind(
-            rank=place["rank"], world_size=place["num_replicas"], num_micros=trainer.accumulate_grad_batches
+            rank=place["rank"], world_size=place["num_replicas"], num_micros=accumulation_of(trainer)
         )  # along some axes of a mesh ranks share their samples
         if self.step_sampler.evaluation:
             return
+        factors = sorted(factors_of(trainer))
+        if len(factors) > 1 and not self.step_sampler.keeps_micro_batch:
+            raise ConfigurationError(
+                f"GradientAccumulationScheduler changes accumulate_grad_batches among {factors}, and a loader of a "
+                "constant global batch would have other numbers of batches in an epoch, which Lightning counts once: "
+                "use one factor, or a torch DataLoader, whose batch_size is a micro-batch"
+            )
+        self._trainer = trainer
         if getattr(trainer, "overfit_batches", 0):
             self.step_sampler.shuffle = False
         if not getattr(trainer, "fast_dev_run", False):
@@ -236,14 +274,8 @@ class StepLoader:
     def _limit_epoch(self, limit: int | float | None) -> None:
         limit = 1.0 if limit is None else limit
         batches = min(limit, len(self)) if isinstance(limit, int) else int(len(self) * limit)
-        num_micros = self.step_sampler.num_micros
-        if batches % num_micros and batches != len(self):
-            raise ConfigurationError(
-                f"limit_train_batches={limit} ends an epoch after {batches} micro-batches, inside a step of "
-                f"accumulate_grad_batches={num_micros}; set it to {max(1, batches // num_micros) * num_micros}."
-            )
         if batches:
-            self.step_sampler.limit_epoch(-(-batches // num_micros))
+            self.step_sampler.limit_epoch(batches)
 
     # Lightning sets this one on loaders whose workers it seeds (seed_everything(workers=True)).
     @property
@@ -274,6 +306,15 @@ class _SeenIndices(seams.BatchIndices):
         if isinstance(indices, StandIn):
             self.seen_batch_indices[-1] = list(indices.of_samples)
         return indices
+
+
+def is_empty(loader: DataLoader[Any], *, training: bool) -> bool:
+    """True if a stock loader of a map-style data set has nothing to yield. To train on less than a batch under
+    `drop_last` is a mistake, which StepSampler refuses.
+    """
+    if _kind(batches_of(loader)) is not BatchSampler or not isinstance(batches_of(loader).sampler, Sized):
+        return False
+    return len(batches_of(loader).sampler if training else batches_of(loader)) == 0
 
 
 def reason_not_to_cut(loader: DataLoader[Any]) -> str | None:
@@ -329,12 +370,22 @@ def batches_of(loader: DataLoader[Any]) -> Any:
     return batches
 
 
-def _shuffles(sampler: Any) -> bool | None:
-    """Whether a sampler takes all samples in random order, or in their own; None: in another way."""
-    if _kind(sampler) is SequentialSampler:
+def _of_all_ranks(sampler: Any) -> Any:
+    """The sampler, or in the place of a DistributedSampler the one whose indices that shares among the ranks."""
+    if _kind(sampler) is not DistributedSampler:
+        return sampler
+    return RandomSampler(sampler.dataset) if sampler.shuffle else SequentialSampler(sampler.dataset)
+
+
+def _shuffles(sampler: Any, dataset: Any) -> bool | None:
+    """True if a sampler draws a permutation of the whole data set, False if it takes it in its order; None: other
+    indices, such as those of a part of it.
+    """
+    kind = _kind(sampler)
+    if kind not in (SequentialSampler, RandomSampler) or not isinstance(dataset, Sized):
+        return None
+    if not len(sampler.data_source) == len(sampler) == len(dataset):
+        return None
+    if kind is SequentialSampler:
         return False
-    if _kind(sampler) is DistributedSampler:
-        return bool(sampler.shuffle)
-    if _kind(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
-        return True
-    return None
+    return None if sampler.replacement else True

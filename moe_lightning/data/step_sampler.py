@@ -90,6 +90,8 @@ class StepSampler(Sampler[list[int]]):
         drop_last: whole steps only, so an epoch leaves out up to `global_batch_size - 1` samples; else they are its
             last step.
         evaluation: one epoch from its first sample, whenever it is iterated.
+        keeps_micro_batch: another `num_micros` changes the samples of a step, as in stock Lightning, and not those of a
+            micro-batch; `drop_last` then leaves out a last partial micro-batch.
         order: the indices of an epoch, int64 [num_samples], by its number and the same on every rank; without
             `shuffle` those of the first one. None: those of the data set.
 
@@ -115,6 +117,7 @@ class StepSampler(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = True,
         evaluation: bool = False,
+        keeps_micro_batch: bool = False,
         order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         for name, value, least in (
@@ -123,10 +126,12 @@ class StepSampler(Sampler[list[int]]):
             ("seed", seed, 0),
         ):
             _require_at_least(name, value, least)
-        if drop_last and num_samples < global_batch_size:
+        self._micro_batch_size = global_batch_size // max(1, num_micros) if keeps_micro_batch else None
+        unit = self._micro_batch_size or global_batch_size
+        if drop_last and num_samples < unit:
             kind = "evaluation" if evaluation else "training"
             raise ConfigurationError(
-                f"The {kind} data has {num_samples} samples, fewer than one step of {global_batch_size} "
+                f"The {kind} data has {num_samples} samples, fewer than one step of {unit} "
                 f"(global_batch_size); lower it to at most {num_samples}, set drop_last=False, or bring more data."
             )
         self.num_samples = num_samples
@@ -135,9 +140,8 @@ class StepSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.evaluation = evaluation
         self._given_order = order
-        self._usable = num_samples - num_samples % global_batch_size if drop_last else num_samples
-        self.all_steps = -(-self._usable // global_batch_size)
-        self.epoch_steps = self.all_steps
+        self._usable = num_samples - num_samples % unit if drop_last else num_samples
+        self.epoch_size = self._usable
         self.consumed = 0
         self._epoch_offset = 0  # our epoch minus the announced one
         self._restored_at: int | None = None  # the position last restored
@@ -151,9 +155,14 @@ class StepSampler(Sampler[list[int]]):
     # ------------------------------------------------------------------ the pure map from position to samples
 
     @property
-    def epoch_size(self) -> int:
-        """Samples of one epoch over all ranks."""
-        return min(self.epoch_steps * self.global_batch_size, self._usable)
+    def keeps_micro_batch(self) -> bool:
+        """True if another number of micro-batches changes the global batch, not the size of a micro-batch."""
+        return self._micro_batch_size is not None
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of one epoch."""
+        return -(-self.epoch_size // self.global_batch_size)
 
     @property
     def epoch(self) -> int:
@@ -274,9 +283,8 @@ class StepSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Micro-batches in a whole epoch, also under `limit_epoch`: a Trainer applies its limit to this itself."""
-        before_last = self.all_steps - 1
-        last_total = self._usable - before_last * self.global_batch_size
-        return before_last * self.num_micros + len(self._micro_bounds(last_total, self.num_micros)) - 1
+        whole, rest = divmod(self._usable, self.global_batch_size)
+        return whole * self.num_micros + (len(self._micro_bounds(rest, self.num_micros)) - 1 if rest else 0)
 
     def __iter__(self) -> Iterator[list[int]]:
         position = self.consumed
@@ -346,12 +354,15 @@ class StepSampler(Sampler[list[int]]):
         self._speeds, self._most, self._cuts = uneven(speeds), most, {}
         self.moves += 1
 
-    def limit_epoch(self, steps: int) -> None:
-        """Let every epoch end after its first `steps` steps, between 1 and `all_steps` (training only)."""
+    def limit_epoch(self, batches: int) -> None:
+        """Let every epoch end after its first `batches` micro-batches, between 1 and `len(self)` (training only); its
+        last step is what is left."""
         assert not self.evaluation
-        assert 1 <= steps <= self.all_steps
-        if steps != self.epoch_steps:
-            self.epoch_steps = steps
+        assert 1 <= batches <= len(self)
+        steps, rest = divmod(batches, self.num_micros)
+        size = steps * self.global_batch_size + cut(self.global_batch_size, self.num_micros)[rest]
+        if (size := min(size, self._usable)) != self.epoch_size:
+            self.epoch_size = size
             self.moves += 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -379,14 +390,17 @@ class StepSampler(Sampler[list[int]]):
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank={rank} is outside 0..{world_size - 1}; give the rank inside its world.")
         micros = num_micros * pieces
-        if not self.evaluation and self.global_batch_size // micros < world_size:
+        size = self.global_batch_size if self._micro_batch_size is None else self._micro_batch_size * num_micros
+        if not self.evaluation and size // micros < world_size:
             raise ConfigurationError(
-                f"global_batch_size={self.global_batch_size} in {micros} micro-batches leaves "
-                f"{self.global_batch_size // micros} samples for {world_size} ranks; set it to at least "
+                f"global_batch_size={size} in {micros} micro-batches leaves "
+                f"{size // micros} samples for {world_size} ranks; set it to at least "
                 f"{micros * world_size}, or use fewer ranks or micro-batches (accumulate_grad_batches, num_micros"
                 + (", pieces: the strategy's micro_batches)." if pieces > 1 else ").")
             )
-        self._slice(self.consumed, rank, world_size, num_micros, pieces)
+        if self._micro_batch_size is None:  # else a micro-batch begins there whatever their number is
+            self._slice(self.consumed, rank, world_size, num_micros, pieces)
+        self.global_batch_size = size
         if world_size != getattr(self, "world_size", world_size):
             self._speeds, self._cuts = None, {}
         self.rank, self.world_size, self.num_micros, self.pieces = rank, world_size, num_micros, pieces

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.data.accumulation import factors_of
 from moe_lightning.data.step_loader import StepLoader, batches_of, kept_options, reason_in_batches
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.data.stream_reader import Mark, Read, StreamReader
@@ -91,8 +92,10 @@ class StreamLoader(StepLoader):
             shuffle=training,
             drop_last=batches.drop_last,
             evaluation=not training,
+            keeps_micro_batch=training,
         )
         cut = cls(loader.dataset, sampler, **kept_options(loader))  # type: ignore[arg-type]
+        cut.sampler = batches.sampler
         cut.replaces_stock = True
         return cut
 
@@ -136,9 +139,9 @@ def samples_of_epoch(loader: DataLoader[Any], trainer: Trainer) -> int | None:
         stage = "test" if trainer.testing else "predict" if trainer.predicting else "val"
         limit = getattr(trainer, f"limit_{stage}_batches")
         return limit * loader.batch_size if isinstance(limit, int) and limit > 0 else None
-    micros, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
-    steps = -(-limit // micros) if isinstance(limit, int) and limit > 0 else trainer.max_steps
-    return steps * micros * loader.batch_size if steps > 0 else None
+    limit = trainer.limit_train_batches
+    batches = limit if isinstance(limit, int) and limit > 0 else trainer.max_steps * max(factors_of(trainer))
+    return batches * loader.batch_size if batches > 0 else None
 
 
 def reason_not_to_stream(loader: DataLoader[Any], trainer: Trainer) -> str | None:

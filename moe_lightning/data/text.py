@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
@@ -114,7 +114,7 @@ class TextData(StepDataModule):
         context_length: tokens of one sample.
         global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
         num_workers: DataLoader processes on each rank; slicing a memory map rarely needs any.
-        val_fraction: held out, inside (0, 1).
+        val_fraction: fraction of the bytes that is held out, inside (0, 1).
         val_samples: at most so many held-out windows, spread evenly; None for all.
         tokenizer: "bytes", "bpe:SIZE" or the path of a tokenizer.json.
         cache_dir: where tokens are kept; the user's cache folder if None.
@@ -160,6 +160,7 @@ class TextData(StepDataModule):
             "val_fraction": val_fraction,
             "seed": seed,
             "dtype": dtype,
+            "trained": None,
         }
         self._corpus: Corpus | None = None
         self._packs = ""  # what is said of them
@@ -174,6 +175,20 @@ class TextData(StepDataModule):
         return self._corpus
 
     @property
+    def trained_tokenizer(self) -> str | None:
+        """Content of the tokenizer.json that was trained for tokenizer="bpe:SIZE"; None for any other tokenizer."""
+        if not self.trains_tokenizer:
+            return None
+        if self._source["trained"] is None:
+            self._source["trained"] = self.corpus.trained_tokenizer()
+        return str(self._source["trained"])
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """True for tokenizer="bpe:SIZE"."""
+        return str(self._source["tokenizer"]).startswith("bpe:")
+
+    @property
     def vocab_size(self) -> int:
         """How many tokens a model must tell apart."""
         return self.corpus.vocab_size
@@ -184,9 +199,32 @@ class TextData(StepDataModule):
 
     # ------------------------------------------------------------------ Lightning's hooks
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what every checkpoint keeps: the tokenizer that was trained, without which no token can be read."""
+        trained = self.trained_tokenizer
+        return {} if trained is None else {"trained_tokenizer": trained}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Use the tokenizer of a checkpoint instead of training one, before or after the tokens are made."""
+        trained = state_dict.get("trained_tokenizer")
+        if trained is None or not self.trains_tokenizer:
+            return
+        if self._corpus is not None and self.trained_tokenizer != trained:
+            self._corpus = None
+        self._source["trained"] = trained
+        if self._corpus is None and hasattr(self, "_train"):
+            self.setup()
+
     def prepare_data(self) -> None:
         """Build the tokens, once on every node; other ranks then find them."""
-        prepare_corpus(**self._source)
+        corpus = prepare_corpus(**self._source)
+        asked, total = self._source["val_fraction"], corpus.train.count + corpus.val.count
+        if abs(corpus.val.count / total - asked) > asked / 5:
+            rank_zero_warn(
+                f"{corpus.val.count:,} of the {total:,} tokens of {corpus.name} are held out, "
+                f"{corpus.val.count / total:.1%} and not val_fraction={asked}: text this short, or whose files differ "
+                "this much in bytes a token, is not split more exactly"
+            )
 
     def setup(self, stage: str | None = None) -> None:
         """Map the tokens."""

@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from moe_lightning.bounded_files import read_bytes
 from moe_lightning.errors import ConfigurationError
 
 _BYTES = 256
+TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
@@ -59,7 +61,7 @@ class BpeTokenizer:
         return np.concatenate([np.empty(0, self._dtype), *(np.asarray(part.ids, self._dtype) for part in parts)])
 
     def save(self, folder: Path) -> None:
-        self._tokenizer.save(str(folder / "tokenizer.json"))
+        self._tokenizer.save(str(folder / TOKENIZER_FILE))
 
 
 def _grouped(lines: list[str], lines_per_text: int = 256) -> list[str]:
@@ -88,11 +90,17 @@ def tokenizer_key(spec: str) -> str:
     path = Path(spec).expanduser()
     if not path.is_file():
         raise ConfigurationError(f"tokenizer={spec!r} is neither 'bytes', 'bpe:SIZE' nor the path of a tokenizer.json.")
-    return xxhash.xxh3_128_hexdigest(path.read_bytes())
+    try:
+        return xxhash.xxh3_128_hexdigest(read_bytes(path))
+    except OSError as error:
+        raise ConfigurationError(f"tokenizer={spec!r} cannot be read ({error.strerror}).") from error
 
 
-def load_tokenizer(spec: str, training_text: Iterable[bytes]) -> Tokenizer:
+def load_tokenizer(spec: str, training_text: Iterable[bytes], *, trained: str | None = None) -> Tokenizer:
     """The tokenizer of a spec (see `tokenizer_key`); only "bpe:SIZE" reads `training_text`, to be trained on it.
+
+    Args:
+        trained: content of the tokenizer.json that was trained for a "bpe:SIZE" before; None: it is trained here.
 
     Raises:
         ConfigurationError: the package `tokenizers` is missing, or the file is no tokenizer.
@@ -101,6 +109,8 @@ def load_tokenizer(spec: str, training_text: Iterable[bytes]) -> Tokenizer:
         return ByteTokenizer()
     package = _tokenizers_package()
     if spec.startswith("bpe:"):
+        if trained is not None:
+            return BpeTokenizer(package.Tokenizer.from_str(trained))
         return BpeTokenizer(_trained(package, int(spec.removeprefix("bpe:")), training_text))
     try:
         return BpeTokenizer(package.Tokenizer.from_file(str(Path(spec).expanduser())))

@@ -33,6 +33,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 _POLL_S = 0.01
+_MOST_REPEATS = 3  # of one crash in a row
 
 
 @validated
@@ -166,6 +167,7 @@ class _Workers:
         self._finished = 0
         self._world: frozenset[str] = frozenset()  # tokens of the last world
         self._crash: RankFailure | None = None  # the first since the last world
+        self._last_signature, self._repeats = "", 0  # of crashes
 
     def run(self) -> None:
         """Until all that live have ended well."""
@@ -259,6 +261,7 @@ class _Workers:
         if failure.kind == "mistake":
             raise RanksFailed(failure)
         if failure.kind == "crash":
+            failure = self._count_crash(failure)
             self._crash = self._crash or failure
         if failure.kind == "peer" or (failure.kind == "crash" and not self._running):
             raise RanksFailed(self._crash or failure)  # it would come again
@@ -267,6 +270,10 @@ class _Workers:
         limit = self._launcher.max_restarts
         if self._restarts >= limit:
             raise RanksFailed(replace(failure, message=f"{failure.message}, after {limit} restarts (max_restarts)"))
+        if failure.kind == "crash" and failure.details:
+            print(failure.details, file=sys.stderr)
+            if self._crash is failure:
+                self._crash = replace(failure, details="")  # it has been shown
         self._restarts += 1
         self._due[slot] = time.monotonic() + self._launcher.cool_down_s
         print(
@@ -274,6 +281,22 @@ class _Workers:
             f"({self._restarts} of {self._launcher.max_restarts})",
             file=sys.stderr,
         )
+
+    def _count_crash(self, failure: RankFailure) -> RankFailure:
+        """The failure with its traceback only where that is new.
+
+        Raises:
+            RanksFailed: it has come so often in a row that it would come again.
+        """
+        is_known = bool(failure.signature) and failure.signature == self._last_signature
+        self._last_signature, self._repeats = failure.signature, self._repeats + 1 if is_known else 1
+        if not is_known:
+            return failure
+        failure = replace(failure, details="")
+        if self._repeats < _MOST_REPEATS:
+            return failure
+        message = f"{failure.message}, {_MOST_REPEATS} times in the same way: see its traceback above"
+        raise RanksFailed(replace(failure, message=message))
 
     def _follow_world(self) -> None:
         """Hear who is in it, and end a worker that the others gave up and that runs on without a word."""

@@ -100,7 +100,7 @@ class ElasticEngine:
             is_spare: the others of its world go on without it; it waits until there are enough for a multiple.
 
         Raises:
-            RunFinished: the others finished while this process was spare.
+            RunFinished: the others finished while this process was spare, stopped or out of reach.
             WorldTooSmall: no members came together within `join_timeout_s`.
             ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or no member can be
                 reached.

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -38,15 +39,17 @@ class Preempted(Exception):
 
 
 class PeerFailed(Exception):
-    """Another rank ended outside the training loop, where nobody can go on without it: the sentence names it.
+    """This rank cannot go on: another one ended outside the training loop, or a step fails again and again.
 
     Attributes:
         kind: "death" where starting all ranks again may help, else "peer".
+        details: the traceback, where it says more than the sentence.
     """
 
-    def __init__(self, sentence: str, kind: FailureKind = "peer") -> None:
+    def __init__(self, sentence: str, kind: FailureKind = "peer", details: str = "") -> None:
         super().__init__(sentence)
         self.kind: FailureKind = kind
+        self.details = details
 
 
 class RunFinished(Exception):
@@ -64,6 +67,7 @@ class RankFailure:
         message: one sentence.
         details: the traceback, or the last lines of its log.
         time_s: seconds since the epoch at which it was noticed.
+        signature: equal for failures of the same type at the same place in the same step; "" where it is not known.
     """
 
     rank: int
@@ -71,14 +75,29 @@ class RankFailure:
     message: str
     details: str
     time_s: float
+    signature: str = ""
 
 
-def report_failure(kind: FailureKind, message: str, details: str) -> bool:
+def signature_of(error: BaseException) -> str:
+    """Type, place and notes of an exception: equal for failures that come of the same cause."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    place = f"{frames[0].filename}:{frames[0].lineno}" if frames else "nowhere"
+    return "; ".join([type(error).__qualname__, place, *getattr(error, "__notes__", ())])
+
+
+def report_failure(kind: FailureKind, message: str, details: str, signature: str = "") -> bool:
     """Leave the failure of this worker for its launcher; False when there is none."""
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     if path is None:
         return False
-    failure = RankFailure(rank=int(os.environ["RANK"]), kind=kind, message=message, details=details, time_s=time.time())
+    failure = RankFailure(
+        rank=int(os.environ["RANK"]),
+        kind=kind,
+        message=message,
+        details=details,
+        time_s=time.time(),
+        signature=signature,
+    )
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         json.dump(asdict(failure), file)

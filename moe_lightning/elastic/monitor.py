@@ -76,6 +76,7 @@ class Monitor:
         self._syncs = itertools.count()
         self._finished = 0
         self._finished_before: int | None = None
+        self._finished_together = 0
         self._next_beat = 0.0
         self._reported: frozenset[str] = frozenset()
         self._links = LinkWatch(self._settings.silence_timeout_s)
@@ -117,8 +118,9 @@ class Monitor:
                 ready, multiple = self._is_ready, self.multiple
                 self._link.send({"t": "join", "ready": ready, "multiple": multiple, "spare": is_spare})
             while self._watch is former:
-                if self._is_spare and self.is_finished():
-                    raise RunFinished("the others finished the run before they needed this process again")
+                is_over = self.is_finished() and self._finished > self._finished_together
+                if is_over and (self._is_spare or (is_ready and not self._is_inside())):
+                    raise RunFinished("the others have finished the run, and need this process no more")
                 if self._expelled is not None:
                     self._rename()
                 self._check_host(started)
@@ -126,6 +128,10 @@ class Monitor:
                 self._changed.wait(_LOOK_S)
             assert self._watch is not None
             return self._watch.members
+
+    def _is_inside(self) -> bool:
+        """True if this process is in the newest world that it knows of, and so may hold what no other does."""
+        return self._watch is not None and self.member_id in self._watch.members.ids
 
     def withdraw(self, reason: str) -> None:
         """Break the world that was just joined, and be waited for no longer until the next join."""
@@ -213,6 +219,8 @@ class Monitor:
         with self._changed:
             self._changed.wait_for(lambda: self._link.is_connected, _GOODBYE_S)
             self._link.send({"t": "finish"})
+            if self._watch is not None:  # another run of this process is not over because its peers end this one
+                self._finished_together = self._finished + self._watch.members.size
 
     def is_finished(self) -> bool:
         """Whether others have finished the run since this process started."""

@@ -6,7 +6,14 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from moe_lightning.elastic.failure import FailureKind, PeerFailed, Preempted, RunFinished, report_failure
+from moe_lightning.elastic.failure import (
+    FailureKind,
+    PeerFailed,
+    Preempted,
+    RunFinished,
+    report_failure,
+    signature_of,
+)
 from moe_lightning.elastic.lifeline import end_with_launcher, leave_process_groups
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
 from moe_lightning.mistakes import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
@@ -27,17 +34,19 @@ def work(program: str, run: Callable[[], object]) -> int:
         print(f"{program}: this rank leaves: {notice}; what only it held is handed over", file=sys.stderr)
         leave_process_groups()
         return EXIT_PREEMPTED
-    except RunFinished:  # before this process could join: there is nothing to do
+    except RunFinished as end:  # before this process could join, or without it: there is nothing to do
+        print(f"{program}: this rank ends: {end}", file=sys.stderr)
         leave_process_groups()
         return 0
     except PeerFailed as error:
         print(f"{program}: {error}", file=sys.stderr)
-        report_failure(error.kind, str(error), "")
+        report_failure(error.kind, str(error), error.details)
         return EXIT_CRASH
     except Exception as error:
         details, sentence = traceback.format_exc(), sentence_of(error)
         kind: FailureKind = "mistake" if sentence else "crash"
-        if not report_failure(kind, sentence or f"{type(error).__name__}: {error}", details):
+        message = sentence or f"{type(error).__name__}: {error}"
+        if not report_failure(kind, message, details, signature_of(error)):
             raise
         return EXIT_MISTAKE if sentence else EXIT_CRASH
     leave_process_groups()

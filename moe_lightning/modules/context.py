@@ -41,6 +41,10 @@ class ContextParallel:
         """A copy of a module has its sequences among the same ranks."""
         return self
 
+    def __reduce__(self) -> tuple[type[ContextParallel], tuple[()]]:
+        """In another process sequences are whole."""
+        return ContextParallel, ()
+
     def enter(self, sharers: Sharers | None, length: int | None) -> None:
         """Sequences are cut over ranks, into parts of `length` positions, until this is called again.
 

@@ -10,6 +10,7 @@ Shapes: M rows sorted by slot, S slots, D model width, F expert width.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, Protocol
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.kernels.bodies import ExpertSort, is_gated
+from moe_lightning.kernels.interface import ExpertSort, is_gated
 from moe_lightning.modules.quantized import quantise, quantised_grouped_mm, quantised_sizes
 from moe_lightning.state.frozen_base import BASE_DIGEST, digest_of
 from moe_lightning.values import PositiveInt, validated
@@ -282,6 +283,16 @@ class Experts(nn.Module):
         self.slot_experts = wanted
         if deferred:
             self.reset_parameters()
+
+    def filled(self, stacks: Mapping[str, Tensor]) -> Experts:
+        """The same experts with these stacks [E, ...] as parameters, in a process that holds all of them."""
+        other = copy.copy(self)
+        other.slot_experts = tuple(range(self.num_experts))
+        other._parameters = {
+            name: old if old is None else nn.Parameter(stacks[name], requires_grad=old.requires_grad)
+            for name, old in self._parameters.items()
+        }
+        return other
 
     def forward(self, x_MD: Tensor, tokens_per_slot_S: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Apply to each row the expert of its slot.

@@ -106,10 +106,15 @@ def global_mean(module: nn.Module, loss: Tensor, weight: Tensor | float) -> Tens
     """A mean over something else than samples, such as the targets that are not ignored, as the mean over the global
     batch; every rank must call it.
 
-    The strategy weighs the losses of ranks by their samples. This one is sum(weight * loss) / sum(weight) over ranks,
-    and the micro-batches of an accumulation are weighed by their sums of weights; gradients are exact, beside any other
-    term of the loss. Its value is that of all ranks together, so logging it needs no `sync_dist`. Without
-    ExpertParallelStrategy, in stock Lightning or plain PyTorch, the loss is returned as it is.
+    The strategy weighs the losses of ranks by their samples. This one is sum(weight * loss) / sum(weight) over ranks.
+    Its value is that of all ranks together, the same to the last bit on each, so logging it needs no `sync_dist`.
+    Gradients are exact. Without ExpertParallelStrategy, in stock Lightning or plain PyTorch, the loss is returned as it
+    is.
+
+    With gradient accumulation the loss of a step is sum(W * L) / sum(W) over its micro-batches, with W the sum of
+    weights over ranks and L the whole loss of the micro-batch: every other term beside this one, such as
+    `auxiliary_loss`, is its mean over the micro-batch's samples and counts by W as well. A micro-batch without any
+    weight counts for nothing, in no term.
 
     Args:
         module: the LightningModule whose step this is.

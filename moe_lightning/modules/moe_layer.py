@@ -17,7 +17,7 @@ from moe_lightning.comm.dispatcher import Dispatched, Dispatcher
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.ended_world import EndedWorld
-from moe_lightning.modules.experts import Activation, Experts
+from moe_lightning.modules.experts import VACANT, Activation, Experts
 from moe_lightning.modules.feed_forward import FeedForward
 from moe_lightning.modules.losses import RealTokens, load_balancing_loss, router_z_loss
 from moe_lightning.modules.router import ROUTERS, RouterConfig, Routing, TokenRouter
@@ -141,6 +141,41 @@ class MoELayer(nn.Module):
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(kept, memo))
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled layer has all experts and lives in one process.
+
+        Raises:
+            ConfigurationError: experts lie on other ranks.
+        """
+        passing = ("auxiliary_loss", "statistics", "visits", "during_dispatch", "ended")
+        state = {**self.__dict__, **dict.fromkeys(passing), "dispatcher": Dispatcher.local(self.num_experts)}
+        if not self.is_whole:
+            state["_modules"] = {**self._modules, "experts": self.experts.filled(self.whole_stacks())}
+        return state
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this process holds every expert in its place, as before any placement."""
+        return self.experts.slot_experts == tuple(range(self.num_experts))
+
+    def whole_stacks(self) -> Mapping[str, Tensor]:
+        """The parameters of all experts, [E, ...] by name.
+
+        Raises:
+            ConfigurationError: some lie on ranks of a Trainer, and were not kept here.
+        """
+        held = self.experts.slot_experts
+        if set(held) >= set(range(self.num_experts)):
+            slots = [held.index(expert) for expert in range(self.num_experts)]
+            return {name: parameter.detach()[slots] for name, parameter in self.experts.stacked_parameters().items()}
+        stacks = {} if self.ended is None else self.ended.stacks(self.experts)
+        if not stacks:
+            raise ConfigurationError(
+                f"this process holds experts {[e for e in held if e != VACANT]} of {self.num_experts} only: save a "
+                "checkpoint with the Trainer that placed them (trainer.save_checkpoint)"
+            )
+        return stacks
 
     @property
     def num_experts(self) -> int:
@@ -284,3 +319,17 @@ def _flat_mask(is_token: Tensor, x: Tensor) -> Tensor:
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """The MoE layers of a model in the order of its modules: layer l is entry l."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state_dict of a model that no strategy holds, with all experts.
+
+    Raises:
+        ConfigurationError: experts lie on ranks of a Trainer that has ended, and were not kept here.
+    """
+    state: dict[str, Any] = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer) and not module.is_whole:
+            prefix = f"{name}.experts." if name else "experts."
+            state |= {prefix + key: stack for key, stack in module.whole_stacks().items()}
+    return state

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.kernels import torch_stream
+from moe_lightning.kernels import torch_kernels
 from moe_lightning.values import Probability, validated
 
 
@@ -53,6 +54,10 @@ class SampleStream:
         copied.__dict__.update(self.__dict__)
         return copied
 
+    def __getstate__(self) -> dict[str, Any]:
+        """In another process nobody drives it."""
+        return {**self.__dict__, "_is_driven": False, "is_stand_in": False}
+
     def advance(self, *, step: int, first_sample: int, num_samples: int, total_samples: int = 0) -> None:
         """Enter a micro-batch; one of no samples is a stand-in."""
         self.step, self.first_sample, self.num_samples = step, first_sample, num_samples
@@ -62,14 +67,14 @@ class SampleStream:
 
     def global_rows(self, num_rows: int, device: torch.device) -> Tensor:
         """Global index of each local row; a sample owns num_rows * parts / num_samples consecutive ones."""
-        return torch_stream.global_rows(self._draw(0, num_rows), num_rows, device)
+        return torch_kernels.global_rows(self._draw(0, num_rows), num_rows, device)
 
     def draw(self, tag: int, num_rows: int) -> ops.Draw:
         """The numbers keyed by (seed, step, tag, global row, column); a stream that nobody drives makes a step."""
         if not self._is_driven:
             self.step += 1
         key = self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + self.step + 1
-        return self._draw(torch_stream.mixed(key), num_rows)
+        return self._draw(torch_kernels.mixed(key), num_rows)
 
     def _draw(self, key: int, num_rows: int) -> ops.Draw:
         here = num_rows // self.num_samples if self.num_samples else 1
@@ -79,7 +84,7 @@ class SampleStream:
         """float32 [num_rows, num_columns] in the open interval (0, 1), keyed by (seed, step, tag, global row,
         column).
         """
-        return torch_stream.uniform(self.draw(tag, num_rows), num_rows, num_columns, device)
+        return torch_kernels.uniform(self.draw(tag, num_rows), num_rows, num_columns, device)
 
     def normal(self, tag: int, num_rows: int, num_columns: int, device: torch.device) -> Tensor:
         """Standard normal numbers of the same key (Box-Muller)."""

@@ -23,7 +23,7 @@ from moe_lightning.modules.router import Router
 from moe_lightning.modules.stream import StreamDropout
 
 ROWS_PER_SLOT = (16, 128)
-"""Few and many: kernels have tiles of their own for each, see `kernels.triton_tiles`."""
+"""Few and many: kernels have tiles of their own for each, see `kernels.triton.tiles`."""
 
 _log = logging.getLogger(__name__)
 

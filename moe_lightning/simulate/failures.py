@@ -1,4 +1,4 @@
-"""When nodes leave and come: drawn from a distribution, at fixed intervals, or read from a trace of a real cluster."""
+"""Events of nodes that leave and join: drawn from a distribution, at fixed intervals, or read from a real trace."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TextIO
 
 import numpy as np
 
+from moe_lightning.bounded_files import MOST_BYTES, check_regular, open_text
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import NonNegativeInt, PositiveInt, Range, shown, validated
 
@@ -36,7 +37,7 @@ class Event:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """How a cluster changes.
+    """Changes of a cluster.
 
     Attributes:
         kind: "exponential" or "weibull" times between a node's failures; "periodic": every `period_s` one chosen at
@@ -157,7 +158,11 @@ def read_trace(path: Path, start_ms: int = 0) -> list[Event]:
     numbers: dict[str, int] = {}
     changes: list[tuple[int, str, int]] = []
     last_ms = 0
-    with path.open(newline="") as file:
+    try:
+        check_regular(path, most_bytes=MOST_BYTES)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read ({error.strerror}): give another trace") from error
+    with open_text(path) as file:
         for line, row in enumerate(_rows(file, path), start=1):
             time_ms, action, node = _parsed(row, f"{path}, line {line}")
             number = numbers.setdefault(node, len(numbers))
@@ -177,7 +182,7 @@ def read_trace(path: Path, start_ms: int = 0) -> list[Event]:
 
 
 def _rows(file: TextIO, path: Path) -> Iterator[list[str]]:
-    """Of a CSV file.
+    """Read the events of a CSV file.
 
     Raises:
         ConfigurationError: it is none.
@@ -185,8 +190,9 @@ def _rows(file: TextIO, path: Path) -> Iterator[list[str]]:
     try:
         yield from csv.reader(file)
     except (csv.Error, UnicodeDecodeError) as error:
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else error
         raise ConfigurationError(
-            f"{path} is not a CSV file of text ({error}): give a trace of milliseconds, add or remove, node"
+            f"{path} is not a CSV file of text ({reason}): give a trace of milliseconds, add or remove, node"
         ) from error
 
 
@@ -238,7 +244,7 @@ def cap_nodes(events: Sequence[Event], num_nodes: int) -> list[Event]:
 
 
 def check_events(events: Sequence[Event]) -> None:
-    """Whether the events can happen one after the other.
+    """Check that the events can happen one after the other.
 
     Raises:
         ConfigurationError: times that fall, nodes that leave without being there or come twice.

@@ -23,6 +23,7 @@ from moe_lightning.checkpoint.full_state import (
     read_checkpoint,
 )
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.manifest import MANIFEST
 from moe_lightning.checkpoint.mending import find_usable, mended
 from moe_lightning.checkpoint.sealing import check_file
 from moe_lightning.checkpoint.storage import Place
@@ -35,7 +36,7 @@ from moe_lightning.state.row_blocks import cuts_of
 from moe_lightning.strategies.expert_editing import ExpertEditing
 from moe_lightning.strategies.random_state import random_state
 from moe_lightning.strategies.rank_state import RankState
-from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states, states_of_stateful
+from moe_lightning.strategies.step_data import LOADERS_KEY, is_in_step, loader_states, states_of_stateful
 from moe_lightning.strategies.worlds import Worlds
 
 T = TypeVar("T")
@@ -86,12 +87,20 @@ class Checkpoints:
 
     def add_positions(self, checkpoint: dict[str, Any]) -> None:
         """Put the position of the training data into a checkpoint: Lightning itself leaves it out between epochs."""
-        loaders = self._state.trainer.train_dataloader
-        checkpoint[LOADERS_KEY] = loader_states(loaders)
-        self.editing.tell(checkpoint)
+        self._add_positions(checkpoint)
         loop = _fit_loop_state(checkpoint)
         if "combined_loader" in loop:  # stock Lightning looks for the positions of loaders that have one there
-            loop["combined_loader"] = states_of_stateful(loaders)
+            trainer = self._state.trainer
+            loop["combined_loader"] = states_of_stateful(trainer.train_dataloader, is_in_step=is_in_step(trainer))
+
+    def _add_positions(self, checkpoint: dict[str, Any]) -> None:
+        """Of a step that has not ended nothing counts: its batches come again."""
+        trainer = self._state.trainer
+        is_open = is_in_step(trainer)
+        checkpoint[LOADERS_KEY] = loader_states(trainer.train_dataloader, is_in_step=is_open)
+        if is_open and checkpoint[LOADERS_KEY] and "loops" in checkpoint:
+            seams.leave_open_step_out(checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches)
+        self.editing.tell(checkpoint)
 
     def may_change(self, file: object) -> bool:
         """Whether a file of Lightning's own may be written or deleted: not while steps of a window are run again, whose
@@ -113,8 +122,7 @@ class Checkpoints:
             kept = {key: value for key, value in dump.items() if key not in ("state_dict", "optimizer_states")}
             # Lightning looks for both keys before it asks the strategy, which reads them from the directory.
             kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self._state.optimizers]}
-            kept[LOADERS_KEY] = loader_states(trainer.train_dataloader)
-            self.editing.tell(kept)
+            self._add_positions(kept)
             objects |= {"trainer": kept} | self._state.training_state().objects()
         return objects
 
@@ -320,7 +328,12 @@ def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
         return mended(path, report=report)
     found = find_usable(path, report=report)
     if found.checkpoint is None:
+        reason = f"it has no {MANIFEST}" if storage_of(path).names(path) else "it is empty"
+        if found.problems:
+            more = f" ({len(found.problems) - 1} more problems)" if len(found.problems) > 1 else ""
+            reason = f"{found.problems[0]}{more}"
         raise CheckpointError(
-            f"{path} holds no whole checkpoint: name a .ckpt file or a directory of step-... directories, or start anew"
+            f"{path} holds no whole checkpoint, as {reason}: name a .ckpt file or a directory of step-... directories, "
+            "or start anew"
         )
     return found.checkpoint

@@ -253,7 +253,9 @@ class DenseParts:
         """When the Trainer stops because of an error: rows as between steps, ready for another one. Not collective."""
         if self.is_in_rows and self._state.module.trainer.interrupted:
             self.leave()
-            self.install(held_rows(self._state.training_state(), self.ways()), world)
+            state, ways = self._state.training_state(), self.ways()
+            if all(is_cut(state.dense[name]) for name in ways):  # a hook that failed may have replaced some
+                self.install(held_rows(state, ways), world)
 
     # ------------------------------------------------------------------ from world to world
 

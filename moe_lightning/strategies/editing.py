@@ -38,13 +38,9 @@ class EditingStrategy(EvaluatingStrategy):
         return self.checkpoints.editing
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        module = self.lightning_module
-        if module is not None and self.state.is_of(module):
-            with self._reshaped():
-                self.editing.follow(checkpoint, self._experts_in(checkpoint))
-        return checkpoint
+    def follow_edits(self, checkpoint: Mapping[str, Any]) -> None:
+        with self._reshaped():
+            self.editing.follow(checkpoint, self._experts_in(checkpoint))
 
     def _experts_in(self, checkpoint: Mapping[str, Any]) -> int | None:
         """Of a layer, whose values an opened checkpoint has; None: its values have other names than the module's."""

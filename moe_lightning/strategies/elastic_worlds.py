@@ -12,7 +12,9 @@ hooks once more. Sources: Lazarus 4.3 and REFT 4; ours keeps live state in the p
 from __future__ import annotations
 
 import gc
+import logging
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -27,7 +29,8 @@ from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
 from moe_lightning.comm.world import World, agree, any_says
-from moe_lightning.elastic.failure import RunFinished
+from moe_lightning.data.accumulation import leave_schedule
+from moe_lightning.elastic.failure import PeerFailed, RunFinished, signature_of
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.errors import ConfigurationError
@@ -50,8 +53,12 @@ from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_ove
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport, Stopwatch
-from moe_lightning.strategies.world_faults import is_worlds_fault, reason_of, scrub
+from moe_lightning.strategies.world_faults import is_network_fault, is_worlds_fault, reason_of, scrub
 from moe_lightning.strategies.worlds import WorldListener, Worlds
+
+_MOST_REPEATS = 3  # of one fault in one step, without a lost rank
+
+logger = logging.getLogger(__name__)
 
 
 class ElasticWorlds:
@@ -108,6 +115,8 @@ class ElasticWorlds:
         self._progress: FitProgress | None = None
         self._is_torn = self._is_spare = False
         self._cause: str | None = None
+        self._made_steps = False
+        self._last_fault, self._repeats = "", 0
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
 
@@ -180,6 +189,7 @@ class ElasticWorlds:
         self._is_torn = False
         self._pending = None
         self.version += 1
+        self._made_steps = True
         self.engine.made_progress()
 
     def keep_progress(self, *, after_step: bool) -> None:
@@ -236,14 +246,20 @@ class ElasticWorlds:
                     if self.is_newcomer:
                         continue
                 self._wait_for_ranks()
+                leave_schedule(trainer)
                 fit()
                 return self.engine.finish()
             except Exception as error:
                 if not is_worlds_fault(error, self.engine.reason):
+                    error.add_note(self._place())
                     raise
                 fault = error
                 if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
                     is_first, self.is_newcomer = False, self.version == 0
+
+    def _place(self) -> str:
+        """Where an error came up: launchers count those of one place."""
+        return f"in the step after step {self.version}" if self._made_steps else "in the first step of this process"
 
     def _wait_for_ranks(self) -> None:
         """Nobody trains with too few ranks: wait for others, and end with a checkpoint where none come."""
@@ -263,7 +279,7 @@ class ElasticWorlds:
     def _recover(self, fault: BaseException | None) -> None:
         began_at, began = time.time(), time.perf_counter()
         self._cause = None
-        reason = self._reason(fault)
+        reason, details = self._reason(fault), self._look_into(fault)
         scrub(fault)
         before, version = (0 if self.is_newcomer else self._worlds.present.size), self.version
         former = self._require_members().ids if before else ()
@@ -306,6 +322,31 @@ class ElasticWorlds:
         )
         for listener in self.listeners:
             listener.recovered(self.report)
+        if self.report.lost_ranks:
+            self._repeats = 0
+        elif self._repeats >= _MOST_REPEATS:
+            raise PeerFailed(
+                f"the step after step {version} failed {_MOST_REPEATS} times in the same way, and no rank was "
+                f"lost: {reason}",
+                details=details,
+            )
+
+    def _look_into(self, fault: BaseException | None) -> str:
+        """Count how often a fault has come in a row. An error that no connection has caused is shown: a recovery would
+        hide it.
+
+        Returns:
+            The traceback of one that came too often.
+        """
+        if fault is None or isinstance(fault, WorldChanged):
+            self._last_fault, self._repeats = "", 0
+            return ""
+        signature = f"{self.version}; {signature_of(fault)}"
+        is_known = signature == self._last_fault
+        self._last_fault, self._repeats = signature, self._repeats + 1 if is_known else 1
+        if not is_known and not is_network_fault(fault):
+            logger.warning("taken for a consequence of a broken world (%s)", self.engine.reason, exc_info=fault)
+        return "".join(traceback.format_exception(fault)) if self._repeats >= _MOST_REPEATS else ""
 
     def _reason(self, fault: BaseException | None) -> str:
         return "this process joins a running world" if self.is_newcomer else reason_of(fault, self.engine.reason)

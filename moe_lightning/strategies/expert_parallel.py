@@ -22,6 +22,7 @@ from moe_lightning.algorithms.shadows import ShadowPlan
 from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World
+from moe_lightning.data.accumulation import follow_schedule
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.kernels import BackendName
 from moe_lightning.modules.experts import deferred_experts
@@ -38,11 +39,12 @@ from moe_lightning.strategies.pipeline import Pipeline
 from moe_lightning.strategies.pipeline_checks import check_for_pipeline, chosen_micro_batches
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.placing import Placing
-from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState
 from moe_lightning.strategies.stage_state import StageState
-from moe_lightning.strategies.step_data import StepData
+from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
+from moe_lightning.strategies.world_ddp import WorldDDPStrategy
 from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
@@ -65,7 +67,7 @@ class ExpertParallelStrategy(EditingStrategy):
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
         dispatch: how tokens travel: "exchange" (uneven all-to-all), or a name of `comm.dispatcher.DISPATCH_BACKENDS`.
         plan: where it is planned who computes which tokens: "host", or "device", see `comm.device_plan`.
-        kernels: the bodies in this process, see `kernels.set_backend`. None: as that says.
+        kernels: their implementation in this process, see `kernels.set_backend`. None: as that says.
         dense: who keeps dense parameters and their optimizer states: "ddp" (every rank all), "zero1" (states one rank
             each), "fsdp" (all in rows over the ranks), "hsdp" (the same in several copies), or a name of
             `strategies.dense_shardings.DENSE_SHARDINGS`.
@@ -87,10 +89,13 @@ class ExpertParallelStrategy(EditingStrategy):
         checkpoints, placing: saves and restores; where experts are put first.
 
     Raises:
-        ConfigurationError: sizes that do not fit world or model, fp16, a gradient-accumulation schedule, torch.compile.
+        ConfigurationError: sizes that do not fit world or model, fp16, torch.compile.
     """
 
     strategy_name = "expert_parallel"
+    of_process = WorldDDPStrategy.of_process | {
+        "state", "steps", "weigh", "scale_sum", "checkpoints", "evaluation_weights", "_kept", "_pipeline", "_data",
+        "_is_placed", "_num_groups", "_before_hooks"}  # fmt: skip
 
     def __init__(
         self,
@@ -120,21 +125,30 @@ class ExpertParallelStrategy(EditingStrategy):
             ep_size=ep_size, copies=copies, placement=placement, quota=quota, dispatch=dispatch, plan=plan, slots=slots,
             kernels=kernels)  # fmt: skip
         self._seed = seed
-        self.worlds.axes = chosen_axes(mesh)
-        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self.worlds.axes.pp)
+        self._axes = chosen_axes(mesh)
+        self._micro_batches = chosen_micro_batches(micro_batches, schedule, self._axes.pp)
         self._schedule: ScheduleName = schedule
         dense = dense_sharding_name(dense, zero1=zero1, shard_size=shard_size)
-        check_parts(self.worlds.axes, dense)
-        self.state = RankState(
-            self.worlds, dense=dense, shard_size=shard_size, max_slots=slots, on_host=offload_optimizer
-        )
-        self.steps = Steps(self.worlds, self.state, check_replicas_every=check_replicas_every)
+        check_parts(self._axes, dense)
+        self._of_state: dict[str, Any] = {
+            "dense": dense, "shard_size": shard_size, "max_slots": slots, "on_host": offload_optimizer}  # fmt: skip
+        self._check_replicas_every = check_replicas_every
+        self.begin()
+
+    @override
+    def begin(self) -> None:
+        super().begin()
+        self.worlds.axes = self._axes
+        self.state = RankState(self.worlds, **self._of_state)
+        self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
         self._kept: KeptExperts | None = None
         self._pipeline: Pipeline | None = None
         self._data: StepData | None = None
+        self._is_placed = False
+        self._num_groups = 0
 
     # ------------------------------------------------------------------ world
 
@@ -175,10 +189,32 @@ class ExpertParallelStrategy(EditingStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        module, is_training = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        module = self.lightning_module
         assert module is not None
-        check_module(trainer, module, cuts_dense=self.state.parts.is_wished)
-        self.build_groups()
+        self.place_module(module)
+        if "tp" in self.world.axis_groups and (trainer.state.fn == TrainerFn.FITTING or cut_parameters(module)):
+            self.state.parts.layers.begin(module, self.worlds.mesh.world)
+        self.steps.draw_noise()
+        self._keep_from_ddp()
+        super().setup(trainer)
+        if self._pipeline is not None:
+            self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
+        seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
+        if self.elastic is not None and self.elastic.is_newcomer:
+            trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self._is_placed = False
+
+    @override
+    def place_module(self, module: pl.LightningModule) -> None:
+        if self._is_placed:
+            return
+        trainer = module.trainer
+        fixed = FIXED_GROUPS if self.state.fixes_groups else None
+        check_module(trainer, module, cuts_dense=self.state.parts.is_wished, fixed_groups=fixed)
         self.steps.stream.seed = self._run_seed()
         attach_stream(module, self.steps.stream)
         self.steps.sequences.attach(module)
@@ -192,25 +228,20 @@ class ExpertParallelStrategy(EditingStrategy):
         elif self._pipeline is not None:
             self._pipeline.cut.apply(self.root_device)
         assert self._kept is not None
-        self._kept.take_back(weights_change=is_training or trainer.ckpt_path is not None)
-        if "tp" in self.world.axis_groups and (is_training or cut_parameters(module)):
-            self.state.parts.layers.begin(module, self.worlds.mesh.world)
-        self.steps.draw_noise()
-        self._keep_from_ddp()
-        super().setup(trainer)
-        if self._pipeline is not None:
-            self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
-        seams.clip_with(self.precision_plugin, self.steps.clip, self.steps.clip_by_value)
-        if self.elastic is not None and self.elastic.is_newcomer:
-            trainer.num_sanity_val_steps = 0  # there is nobody to validate with yet
+        self._kept.take_back(weights_change=trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is not None)
+        self._is_placed = True
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with nullcontext() if self._pipeline is None else self._pipeline.cut.whole():
             super().setup_optimizers(trainer)
+        self._require_separate_updates()
+        self.state.take_optimizers(self.optimizers)
+
+    def _require_separate_updates(self) -> None:
+        self._num_groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
         if self.world.size > 1 or self.elastic is not None:
             require_separate_updates(self.optimizers, self.experts.stack_of)
-        self.state.take_optimizers(self.optimizers)
 
     @override
     def configure_ddp(self) -> None:
@@ -225,6 +256,12 @@ class ExpertParallelStrategy(EditingStrategy):
     def _keep_from_ddp(self) -> None:
         module = self.state.module
         self.keep_from_ddp(module, [*self.experts.keys(module), *identical_buffers(module), *cut_parameters(module)])
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        follow_schedule(self.state.trainer)
+        seams.end_resumed_epochs(self.state.trainer)
 
     @override
     def on_train_end(self) -> None:
@@ -242,6 +279,8 @@ class ExpertParallelStrategy(EditingStrategy):
             self._kept.hand_out()
             self.state.parts.give_step_up(self.world)
         seams.unclip(self.precision_plugin)
+        if (trainer := seams.trainer_of(self.lightning_module)) is not None:
+            seams.end_epochs_as_usual(trainer)
         if self.lightning_module is None or not any(p.is_meta for p in self.lightning_module.parameters()):
             super().teardown()  # else experts were refused their places, and the user shall see that error
         if self._pipeline is not None:
@@ -325,10 +364,18 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Callbacks and steps see this rank's part of each sequence."""
-        return self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
+        batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
+        trainer = seams.trainer_of(self.lightning_module)
+        if trainer is not None and trainer.training:
+            begin_batch(trainer.train_dataloader)
+        return batch
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        require_accumulation(self.state.trainer)
+        if sum(len(optimizer.param_groups) for optimizer in self.optimizers) != self._num_groups:
+            self._require_separate_updates()
+        self.sum_unfrozen()
         with self.steps.training(args):
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)

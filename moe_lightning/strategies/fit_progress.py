@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from moe_lightning import seams
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
+from moe_lightning.data.accumulation import follow_schedule
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
@@ -118,6 +119,7 @@ class FitProgress:
             seams.abandon_validation(trainer)
         trainer.training = True
         loop.load_state_dict(copy.deepcopy(self.loops))
+        follow_schedule(trainer)
         ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
         for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from moe_lightning import seams
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.state.frozen_base import frozen_base
 from moe_lightning.state.row_blocks import cuts_of
 
 
-def check_module(trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense: bool) -> None:
+def check_module(
+    trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense: bool, fixed_groups: str | None
+) -> None:
     """Warn where the loss would depend on the number of ranks in spite of all.
 
     Args:
         cuts_dense: whether ranks have parts of the dense parameters.
+        fixed_groups: why optimizers get no further groups; None: they may.
 
     Raises:
         ConfigurationError: what cannot be trained the same on any number of ranks.
@@ -29,18 +40,15 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense:
             "would skip different steps: use 'bf16-mixed' or '32-true'"
         )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    schedules = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
-    if any(len(set(s.scheduling.values())) > 1 for s in schedules):
-        raise ConfigurationError(
-            "GradientAccumulationScheduler changes the global batch during the run: "
-            "use a constant accumulate_grad_batches"
-        )
     averaging = next((c for c in callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)), None)
-    if averaging is not None:
+    if averaging is not None and (cuts_dense or moe_layers(module)):
         raise ConfigurationError(
-            f"{type(averaging).__name__} copies the module before experts have their places: average checkpoints "
-            "after training"
+            f"{type(averaging).__name__} copies the module before experts and parts of layers have their places: "
+            "average checkpoints after training"
         )
+    finetuning = next((c for c in callbacks if isinstance(c, BaseFinetuning)), None)
+    if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:
+        raise ConfigurationError(f"{type(finetuning).__name__} adds parameter groups, but {fixed_groups}")
     if seams.was_compiled(module):
         raise ConfigurationError(
             "torch.compile of the whole module cannot follow tokens, whose numbers are known at run time only: "
@@ -57,6 +65,24 @@ def check_module(trainer: pl.Trainer, module: pl.LightningModule, *, cuts_dense:
         rank_zero_warn(
             "BatchNorm takes its statistics from each rank's part of the batch, so the loss depends on the number "
             "of ranks: use LayerNorm or GroupNorm, or on GPUs sync_batchnorm=True"
+        )
+
+
+def require_same_parameters(module: nn.Module, before: Collection[nn.Parameter]) -> None:
+    """
+    Args:
+        before: its parameters before `on_load_checkpoint`.
+
+    Raises:
+        ConfigurationError: the hook has replaced some, and the ranks have their parts already.
+    """
+    known = set(before)
+    replaced = next((name for name, p in module.named_parameters() if known and p not in known), None)
+    if replaced is not None:
+        raise ConfigurationError(
+            f"the module replaces the parameter {replaced} in on_load_checkpoint, when dense=fsdp, hsdp, mesh.tp and "
+            "mesh.pp have cut it already: build it with its size in __init__ or configure_model, or use dense=ddp or "
+            "zero1"
         )
 
 

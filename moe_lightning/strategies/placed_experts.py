@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
-from moe_lightning.comm.replica_check import differing_replicas
+from moe_lightning.comm.replica_check import Difference, differing_replicas
 from moe_lightning.comm.replica_sum import ReplicaSum
 from moe_lightning.comm.shadow_exchange import LayerVisits, StepVisits
 from moe_lightning.comm.world import World
@@ -26,6 +27,8 @@ from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.expert_slots import grow, in_slots, new_slots, take_rank_0_experts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,13 @@ class PlacedExperts:
         self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
         self._replica_sum = ReplicaSum(stacks, self.world)
 
+    def is_up_to_date(self) -> bool:
+        """True if the module's layers and their parameters are still those that were placed."""
+        if not same_objects(moe_layers(self.module), self.layers):
+            return False
+        placed = [parameter for stack in self.stacks for parameter in stack.parameters.values()]
+        return same_objects([p for layer in self.layers for p in layer.experts.stacked_parameters().values()], placed)
+
     def sum_replica_gradients(self) -> None:
         """Bring the gradients of shadows home, then add those of each expert over its holders, in rank order."""
         if self.visits is not None:
@@ -127,15 +137,27 @@ class PlacedExperts:
             self._part()
         self._replica_sum()
 
-    def compare_replicas(self, step: int) -> None:
+    def compare_replicas(self, step: int, repair_with: Sequence[Optimizer] | None = None) -> bool:
         """Compare the replicas of every expert over its holders; collective, a sum of bits of each.
+
+        Args:
+            repair_with: the optimizers, whose states are part of an expert: overwrite replicas that differ where the
+                others of an expert are equal; None: none is overwritten.
+
+        Returns:
+            True if some were overwritten.
 
         Raises:
             ReplicasDifferError: on every rank, some are not alike.
         """
         if not any(placement.is_replicated for placement in self.placements):
-            return
+            return False
         found = differing_replicas(self.stacks, self.world)
+        if found and repair_with is not None and all(difference.healthy for difference in found):
+            self._repair(found, repair_with, step)
+            found = differing_replicas(self.stacks, self.world)
+            if not found:
+                return True
         if found:
             first, more = found[0], f" (and those of {len(found) - 1} other experts)" if len(found) > 1 else ""
             ranks = " and ".join(f"ranks {list(group)}" for group in first.groups)
@@ -143,6 +165,23 @@ class PlacedExperts:
                 f"after step {step} the replicas of expert {first.expert} of MoE layer {first.layer} differ between "
                 f"{ranks}{more}: something updates them otherwise on some ranks (a hook, an optimizer, memory); look "
                 "for it and resume from the last checkpoint"
+            )
+        return False
+
+    def _repair(self, found: Sequence[Difference], optimizers: Sequence[Optimizer], step: int) -> None:
+        """Overwrite replicas with the state of a rank of the majority; collective."""
+        transfers = []
+        for difference in found:
+            source, *_ = difference.healthy
+            targets = [rank for group in difference.groups if group != difference.healthy for rank in group]
+            place = {"layer": difference.layer, "expert": difference.expert, "source": source}
+            transfers += [Transfer(target=target, **place) for target in targets]
+        migrate_rows(self.stacks, self.stacks, optimizers, transfers, self.world)
+        for t in transfers if self.world.rank == 0 else ():
+            logger.warning(
+                "after step %d expert %d of MoE layer %d on rank %d differed from its other replicas, and was "
+                "overwritten with that of rank %d: look at the memory of rank %d",
+                *(step, t.expert, t.layer, t.target, t.source, t.target),
             )
 
     def take_speeds(self, speeds: IntArray | None) -> None:
@@ -375,3 +414,8 @@ class PlacedExperts:
         """The state_dict keys of the expert parameters."""
         named = module.named_parameters(remove_duplicate=False)
         return {name: self.stack_of[parameter] for name, parameter in named if parameter in self.stack_of}
+
+
+def same_objects(these: Sequence[object], those: Sequence[object]) -> bool:
+    """True if two sequences hold the same objects, whatever these compare as."""
+    return len(these) == len(those) and all(one is other for one, other in zip(these, those, strict=True))

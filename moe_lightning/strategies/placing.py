@@ -13,6 +13,7 @@ import numpy as np
 from torch import nn
 
 from moe_lightning.algorithms.placement import Placement, parse_placements, uniform_placement
+from moe_lightning.bounded_files import MOST_BYTES, check_regular, read_text
 from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
@@ -136,7 +137,8 @@ def _read_table(source: str | os.PathLike[str] | Sequence[Any]) -> tuple[object,
         )
     try:
         if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False), str(path)
-        return json.loads(path.read_text()), str(path)
-    except (ValueError, OSError, EOFError) as error:
+            check_regular(path, most_bytes=MOST_BYTES)
+            return np.array(np.load(path, mmap_mode="r", allow_pickle=False)), str(path)
+        return json.loads(read_text(path)), str(path)
+    except (ValueError, OSError, EOFError, RecursionError) as error:
         raise ConfigurationError(f"the placement file {path} is not a .json or .npy table: {error}") from error

@@ -35,6 +35,11 @@ from moe_lightning.strategies.stage_moves import StageMoves
 from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.worlds import Worlds
 
+FIXED_GROUPS = (
+    "groups cannot be added during training under dense=zero1, fsdp or hsdp, mesh.tp, mesh.pp and FaultRecovery: give "
+    "all parameters to configure_optimizers and unfreeze them later, or use dense=ddp without FaultRecovery"
+)
+
 
 class RankState:
     """The live state of this rank, whatever its world.
@@ -67,7 +72,7 @@ class RankState:
         worlds.shards_of = partial(cut_groups, dense, wanted=shard_size, tensors=tensors)
         self._module: pl.LightningModule | None = None
         self._experts: PlacedExperts | None = None
-        self._groups: list[list[list[nn.Parameter]]] = []
+        self._recorded: list[list[list[nn.Parameter]]] = []
         self._shards: DenseSharding | None = None
         self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that those count
         self._entrusted: dict[str, Mapping[str, Tensor]] = {}
@@ -99,10 +104,17 @@ class RankState:
         assert self._experts is not None, "the strategy is not set up"
         return self._experts
 
+    def holds(self, module: nn.Module) -> bool:
+        """True if this is the state of a module, in whatever world."""
+        return self._module is module
+
     def is_of(self, module: nn.Module) -> bool:
-        """Whether the experts are those of a module in the present world."""
+        """Whether the experts are those of a module in the present world: a user may have replaced its layers since
+        they were placed."""
         known = self._experts
-        return known is not None and known.module is module and known.world is self._worlds.mesh.world
+        if known is None or known.module is not module or known.world is not self._worlds.mesh.world:
+            return False
+        return self.stages is not None or known.is_up_to_date()
 
     def take(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageState | None = None) -> None:
         """Hold a module whose experts have their places, or some stages of it; raises as `check_for_recovery`."""
@@ -118,7 +130,7 @@ class RankState:
         self.optimizers = optimizers
         for state in (state for optimizer in optimizers for state in optimizer.state.values()):  # made at once: Adagrad
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
-        self._groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._recorded = _groups_of(optimizers)
         self.fill_groups()
         sharers, self._numbers = self.moves.sharers(self._worlds.present)
         self._shard(self._dense_sharding(sharers))
@@ -157,6 +169,31 @@ class RankState:
         """The MoE layers of all stages."""
         return self.experts.layers if self.stages is None else self.stages.layers
 
+    @property
+    def fixes_groups(self) -> bool:
+        """True if parameter groups must stay as `configure_optimizers` made them: optimizers here have a part of them,
+        or ranks that come later know no others.
+        """
+        is_whole = self._dense == "ddp" and self._worlds.axes.pp == self._worlds.axes.tp == 1
+        return self._worlds.is_elastic or (self._worlds.present.size > 1 and not is_whole)
+
+    @property
+    def _groups(self) -> list[list[list[nn.Parameter]]]:
+        """The parameters of the optimizers' groups over all ranks; callbacks may add groups, as BaseFinetuning does.
+
+        Raises:
+            ConfigurationError: groups were added where they are fixed.
+        """
+        if not self.fixes_groups:
+            return _groups_of(self.optimizers)
+        for optimizer, known in zip(self.optimizers, self._recorded, strict=True):
+            if len(optimizer.param_groups) != len(known):
+                raise ConfigurationError(
+                    f"the optimizer was made with {len(known)} parameter groups and has {len(optimizer.param_groups)} "
+                    f"now: {FIXED_GROUPS}"
+                )
+        return self._recorded
+
     def fill_groups(self) -> None:
         """Let optimizers update what is here of their parameters."""
         for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
@@ -169,7 +206,7 @@ class RankState:
         """Let other parameters take the places, and the states, of some in the optimizers."""
         for optimizer in self.optimizers:
             swap_parameters(optimizer, others)
-        self._groups = [[[others.get(p, p) for p in group] for group in groups] for groups in self._groups]
+        self._recorded = [[[others.get(p, p) for p in group] for group in groups] for groups in self._recorded]
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, to be changed; empty and forgotten where no optimizer has one."""
@@ -398,3 +435,7 @@ class RankState:
         kept = self._entrusted
         here = {unit: kept[unit] if unit in kept else self.state_of(parameters[name_of(unit)]) for unit in units}
         return {unit: s if s or replayed is None else replayed.moments(unit) for unit, s in here.items()}
+
+
+def _groups_of(optimizers: Sequence[Optimizer]) -> list[list[list[nn.Parameter]]]:
+    return [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.checkpoint.files import SUFFIX
 from moe_lightning.checkpoint.storages import place_of
+from moe_lightning.modules.moe_layer import whole_state_dict
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
+from moe_lightning.strategies.module_checks import require_same_parameters
+from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
 
@@ -26,19 +31,37 @@ class SavingStrategy(WorldDDPStrategy):
     """
 
     checkpoints: Checkpoints
+    state: RankState
+    _before_hooks: Sequence[nn.Parameter] = ()
 
     @property
     @abstractmethod
     def step_data(self) -> StepData:
         """The positions in the data."""
 
+    @abstractmethod
+    def place_module(self, module: pl.LightningModule) -> None:
+        """Put the module's experts into this rank's slots, once for each run of the Trainer; collective.
+
+        Raises:
+            ConfigurationError: a module that cannot be trained the same on any number of ranks.
+        """
+
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # a checkpoint is cut to the slots, so the slots must exist
+        """As in stock DDP values are restored before optimizers are made, where every rank holds whole dense
+        parameters; where ranks hold parts of them, these are made first.
+        """
+        has_peers = self.world_size > 1 or self.elastic is not None
+        return self.worlds.axes.pp > 1 or (has_peers and self.state.parts.is_wished)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        if not self.state.holds(module):  # connected only
+            return whole_state_dict(module)
         return self.checkpoints.model_state(super().lightning_module_state_dict)
 
     @override
@@ -47,7 +70,8 @@ class SavingStrategy(WorldDDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        self.checkpoints.add_positions(checkpoint)
+        if self.lightning_module is not None and self.state.holds(self.lightning_module):
+            self.checkpoints.add_positions(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -63,14 +87,27 @@ class SavingStrategy(WorldDDPStrategy):
         else:
             self.meet()
             checkpoint = self.checkpoints.open(place_of(str(checkpoint_path)), self.reachable)
-        positions, trainer = take_positions(checkpoint), seams.trainer_of(self.lightning_module)
+        module = self.lightning_module
+        positions, trainer = take_positions(checkpoint), seams.trainer_of(module)
+        self._before_hooks = [] if module is None else list(module.parameters())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.step_data.restore(positions, trainer.train_dataloader)
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self.restore_checkpoint_after_setup:
+            require_same_parameters(module, self._before_hooks)
+        self._before_hooks = ()
+        self.place_module(module)
+        self.follow_edits(checkpoint)
         self.checkpoints.load_model(checkpoint, strict=strict)
+
+    @abstractmethod
+    def follow_edits(self, checkpoint: Mapping[str, Any]) -> None:
+        """Have as many experts as the checkpoint's run, whose values are loaded next; collective."""
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from moe_lightning import seams
 from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.data.step_loader import StepLoader, reason_not_to_cut
+from moe_lightning.data.accumulation import accumulation_of
+from moe_lightning.data.sampler_order import NoCommonOrderError
+from moe_lightning.data.step_loader import StepLoader, is_empty, reason_not_to_cut
 from moe_lightning.data.step_sampler import StepSampler, StepSlice
 from moe_lightning.data.streams import StreamLoader, by_index, reason_not_to_stream, samples_of_epoch
 from moe_lightning.errors import ConfigurationError
@@ -60,16 +62,19 @@ class StepData:
             return loader
         is_alone = self._world["world_size"] == self._world["pieces"] == 1 and not self._must_cut
         if isinstance(loader, DataLoader):
-            loader = by_index(loader)
+            given, loader = loader, by_index(loader)
             is_stream = isinstance(loader.dataset, IterableDataset)
+            if not is_stream and is_empty(loader, training=trainer.training):
+                return loader  # Lightning warns of it, and leaves it out
             reason = reason_not_to_stream(loader, trainer) if is_stream else reason_not_to_cut(loader)
             if reason is not None and is_alone:
                 if is_stream:
-                    rank_zero_warn(f"This run has one rank, and no position in its data is saved: {reason}")
+                    _warn_of_no_position(reason)
                 return loader
             if reason is not None:
                 raise ConfigurationError(reason)
-            micros = trainer.accumulate_grad_batches if trainer.training else 1
+            seams.warn_of_few_workers(trainer, given)
+            micros = accumulation_of(trainer) if trainer.training else 1
             place: dict[str, Any] = {
                 **self._world,
                 "num_micros": micros,
@@ -77,7 +82,13 @@ class StepData:
                 "training": trainer.training,
             }
             if not is_stream:
-                return StepLoader.from_dataloader(loader, **place)
+                try:
+                    return StepLoader.from_dataloader(loader, **place)
+                except NoCommonOrderError as error:
+                    if not is_alone:
+                        raise
+                    _warn_of_no_position(str(error))
+                    return loader
             samples = samples_of_epoch(loader, trainer)
             assert samples is not None, "reason_not_to_stream has looked"
             return StreamLoader.of_stream(loader, num_samples=samples, **place)
@@ -119,15 +130,57 @@ class StepData:
             loader.load_state_dict(state)
 
 
-def loader_states(loaders: object) -> list[dict[str, Any]]:
-    """The positions of the StepLoaders in a collection of loaders."""
-    return [loader.state_dict() for loader in seams.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+def _warn_of_no_position(reason: str) -> None:
+    rank_zero_warn(f"This run has one rank, and no position in its data is saved: {reason}")
 
 
-def states_of_stateful(loaders: object) -> list[dict[str, Any]]:
+def loader_states(loaders: object, *, is_in_step: bool = False) -> list[dict[str, Any]]:
+    """The positions of the StepLoaders in a collection of loaders.
+
+    Args:
+        is_in_step: take those before the step that has not ended.
+    """
+    return [_state_of(loader, is_in_step) for loader in seams.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+
+
+def states_of_stateful(loaders: object, *, is_in_step: bool) -> list[dict[str, Any]]:
     """The positions of the loaders that have one in stock Lightning too: a DataLoader of torch has none there."""
     stateful = [loader for loader in seams.tree_leaves(loaders) if isinstance(loader, Stateful)]
-    return [loader.state_dict() for loader in stateful if not getattr(loader, "replaces_stock", False)]
+    return [_state_of(loader, is_in_step) for loader in stateful if not getattr(loader, "replaces_stock", False)]
+
+
+def _state_of(loader: Stateful, is_in_step: bool) -> dict[str, Any]:
+    if is_in_step and isinstance(loader, StepLoader):
+        return loader.state_before_step()
+    return loader.state_dict()
+
+
+def is_in_step(trainer: pl.Trainer) -> bool:
+    """True if a training batch was fetched whose optimizer step has not ended."""
+    loaders = [loader for loader in seams.tree_leaves(trainer.train_dataloader) if isinstance(loader, StepLoader)]
+    is_waiting = any(loader.current is not None and not loader.has_begun for loader in loaders)
+    return is_waiting or seams.is_step_open(trainer)
+
+
+def require_accumulation(trainer: pl.Trainer) -> None:
+    """
+    Raises:
+        ConfigurationError: the Trainer's accumulation was changed within an epoch.
+    """
+    for loader in seams.tree_leaves(trainer.train_dataloader):
+        if isinstance(loader, StepLoader) and loader.step_sampler.num_micros != trainer.accumulate_grad_batches:
+            raise ConfigurationError(
+                f"accumulate_grad_batches was changed from {loader.step_sampler.num_micros} to "
+                f"{trainer.accumulate_grad_batches} within an epoch, whose steps are cut already: change it in "
+                "on_train_epoch_start, or use GradientAccumulationScheduler"
+            )
+
+
+def begin_batch(loaders: object) -> None:
+    """The Trainer counts the batch that the loaders have yielded from here on."""
+    for loader in seams.tree_leaves(loaders):
+        if isinstance(loader, StepLoader):
+            loader.has_begun = True
 
 
 def training_slice(loaders: object) -> StepSlice | None:

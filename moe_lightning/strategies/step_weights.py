@@ -63,9 +63,9 @@ class StepWeights:
         all_reduce_(totals, world)
         self.of_batch = totals[1]
         share = own / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
-        part = counted * (share * _all_shares(here)).to(loss.dtype)
         mean = totals[0] / totals[1].clamp_min(torch.finfo(torch.float64).tiny)
-        return part + (mean.to(loss.dtype) - part).detach()
+        value: Tensor = _MeanOfAll.apply(counted, mean.to(loss.dtype), (share * _all_shares(here)).to(loss.dtype))  # type: ignore[no-untyped-call]
+        return value
 
     def scale_sum(self, loss: Tensor, here: StepSlice | None, world: World) -> Tensor:
         """A sum over samples, as a loss that will be weighed by samples."""
@@ -127,6 +127,20 @@ class StepWeights:
                 "counts by its samples, so a mean over targets depends on the number of ranks: return "
                 "moe_lightning.global_mean(self, loss, weight=number_of_targets), or a mean over samples"
             )
+
+
+class _MeanOfAll(torch.autograd.Function):
+    """A mean over all ranks, the same to the last bit on each of them, with the gradient of this rank's part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mean: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share)
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (share,) = ctx.saved_tensors
+        return grad * share, None, None
 
 
 def _all_shares(here: StepSlice) -> float:

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning import seams
 from moe_lightning.algorithms.mesh_shape import Axis
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
@@ -22,7 +21,7 @@ from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_g
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.sequence_parts import SequenceParts
 from moe_lightning.strategies.stand_ins import nothing_of, without_traces
-from moe_lightning.strategies.step_data import running_slice, training_slice
+from moe_lightning.strategies.step_data import begin_batch, running_slice, training_slice
 from moe_lightning.strategies.step_weights import StepWeights
 from moe_lightning.strategies.worlds import Worlds
 
@@ -44,11 +43,14 @@ class Steps:
         stage_loss: of the batch that ran last, what the last stage of a pipeline differentiates on this rank; None
             elsewhere.
         last_gradient_norm: of the last clipped step, over the whole model.
+        repairs_replicas: overwrite a replica that differs from a majority, unless the comparison before did so, too:
+            something else than a lost bit then parts them.
     """
 
     def __init__(self, worlds: Worlds, state: RankState, *, check_replicas_every: int) -> None:
         self._worlds, self._state = worlds, state
         self._check_replicas_every, self._compared_step = check_replicas_every, -1
+        self.repairs_replicas = self._has_just_repaired = False
         self._weights = StepWeights()
         self.is_blocked = False
         self.stream = SampleStream()
@@ -81,11 +83,11 @@ class Steps:
         self._state.parts.take_buffers(self._worlds.mesh.world)
         self.sequences.require_targets(arguments)
         self.enter(training_slice(trainer.train_dataloader))
-        seams.forget_restart(trainer)
         self._weights.begin(self.batch)
         traces = without_traces(module) if self.stream.is_stand_in else nullcontext()
         with traces, self.sequences.watched(training=True):
             yield
+        begin_batch(trainer.train_dataloader)  # one that the step itself has fetched
         if self._worlds.present.size > 1:
             self._weights.warn_of_ignored_targets(arguments, parts=self.sequences.parts)
         if not module.automatic_optimization:
@@ -164,7 +166,9 @@ class Steps:
         every = self._check_replicas_every
         if every and step % every == 0 and step not in (0, self._compared_step):
             self._compared_step = step
-            self._state.experts.compare_replicas(step)
+            repairs = self.repairs_replicas and not self._has_just_repaired
+            optimizers = self._state.optimizers if repairs else None
+            self._has_just_repaired = self._state.experts.compare_replicas(step, optimizers)
 
     # ------------------------------------------------------------------ losses
 
@@ -232,7 +236,8 @@ class Steps:
         Under manual optimization what earlier calls left in the gradients is summed already: it steps aside.
         """
         module, experts = self._state.module, self._state.experts
-        earlier = {} if module.automatic_optimization else _take_gradients(module)
+        is_summed = self._worlds.present.size > 1 or self._state.parts.is_wished
+        earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
         if experts.visits is not None:
             experts.visits.is_last_backward = not self.is_blocked
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -62,6 +62,11 @@ class WorldDDPStrategy(DDPStrategy):
         ConfigurationError: processes that are forked or spawned, or, when it is set up, a communication hook.
     """
 
+    of_process = frozenset(
+        {"worlds", "elastic", "may_change", "_own_launcher", "_has_met", "_kept_from_ddp", "_frozen"}
+    )
+    """Attributes that `begin` makes."""
+
     def __init__(self, *, timeout_s: float, **kwargs: Any) -> None:
         if kwargs.get("start_method", "popen") != "popen":
             raise ConfigurationError(
@@ -73,12 +78,27 @@ class WorldDDPStrategy(DDPStrategy):
         super().__init__(timeout=self.collectives_timeout, **kwargs)
         stock = inspect.signature(DDPStrategy.__init__).parameters
         self._options = {name: value for name, value in kwargs.items() if name not in stock}
+
+    def begin(self) -> None:
+        """Make what belongs to this process and its run: constructors and copies from other processes begin so."""
         self.worlds = Worlds()
         self.elastic: ElasticWorlds | None = None
         self.may_change: Callable[[object], bool] = lambda file: True
         self._own_launcher: PrivateLauncher | None = None
         self._has_met = False
         self._kept_from_ddp: Collection[str] = ()
+        self._frozen: Sequence[nn.Parameter] = ()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """What the constructor and the Trainer gave; what `begin` makes belongs to this process."""
+        kept = {name: value for name, value in super().__getstate__().items() if name not in self.of_process}
+        return kept | {"_model": self.lightning_module}  # DDP holds a group
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.begin()
 
     @property
     def world(self) -> World:
@@ -169,6 +189,7 @@ class WorldDDPStrategy(DDPStrategy):
         if self.elastic is None:
             self._join()
         self.worlds.ranks_per_node = self.num_processes
+        self._build_groups()
         self._has_met = True
 
     @abstractmethod
@@ -191,7 +212,7 @@ class WorldDDPStrategy(DDPStrategy):
         ):
             super().setup_distributed()
 
-    def build_groups(self) -> None:
+    def _build_groups(self) -> None:
         """Build the groups of a world that stays to the end, unless this rank is in one; collective."""
         if self.worlds.is_joined:
             return
@@ -304,7 +325,9 @@ class WorldDDPStrategy(DDPStrategy):
         devices = self.determine_ddp_device_ids()
         assert self.model is not None
         ignored = self._kept_from_ddp
-        if not any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
+        summed = {name: p for name, p in self.model.named_parameters() if name not in ignored}
+        self._frozen = [parameter for parameter in summed.values() if not parameter.requires_grad]
+        if len(self._frozen) == len(summed):
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
                 if name not in ignored:
                     broadcast_(tensor.data, 0, self.world)
@@ -314,6 +337,14 @@ class WorldDDPStrategy(DDPStrategy):
             ddp = DistributedDataParallel(self.model, devices, process_group=self.world.dense, **self._options)
         ddp.register_comm_hook(self.world.dense, sum_over_ranks)
         self.model = ddp
+
+    def sum_unfrozen(self) -> None:
+        """Before a step: sum the gradients of parameters, too, that were frozen when DDP looked, as a backbone that is
+        tuned from some epoch on; collective where there are any.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self.model = self.lightning_module
+            self.configure_ddp()
 
     @property
     @override

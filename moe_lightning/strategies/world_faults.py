@@ -1,22 +1,36 @@
-"""Which exceptions come of a lost peer, what to call them, and how to let go of what they hold."""
+"""Which exceptions come of a lost peer, what to call them, and how to let go of what they hold.
+
+An exception is told by its type and by where it was raised. Words count only where torch or this package has written
+them: a service that a user's code asks may refuse connections, too.
+"""
 
 from __future__ import annotations
 
+import opcode
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
 
 import torch.distributed as dist
+from torch.nn import parallel
 
+from moe_lightning import comm
 from moe_lightning.elastic.failure import KILLED, PeerFailed, Preempted, RunFinished
 from moe_lightning.elastic.membership import Membership
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import ConfigurationError, WorldCutError
 from moe_lightning.strategies.leaving import WorldChanged
+
+_COLLECTIVES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (dist, parallel, comm))
+"""The folders whose code talks to other ranks."""
 
 _NETWORK_FAULT = re.compile(
     r"gloo|NCCL|TCPStore|process group|is not registered|connection (closed|reset|refused|aborted)|broken pipe|"
     r"socket (timeout|error)|timed out (waiting|after)|wait timeout",
     re.I,
 )
+_NATIVE_FAULT = re.compile(r"gloo|NCCL|TCPStore|process ?group", re.I)
+"""In the words of compiled code that any frame may have called: a backward pass, or a `wait` in a user's code."""
 
 _LOST_DEVICE = re.compile(
     r"CUDA error: .*(illegal memory access|illegal instruction|device-side assert|misaligned address|launch failure|"
@@ -43,9 +57,12 @@ def is_worlds_fault(error: BaseException, known_reason: str | None) -> bool:
         return False
     if known_reason is not None:
         return True
-    if isinstance(error, ConnectionError | TimeoutError):
-        return True
-    return any(isinstance(cause, dist.DistError) or _speaks_of_the_network(cause) for cause in _causes(error))
+    return is_network_fault(error)
+
+
+def is_network_fault(error: BaseException | None) -> bool:
+    """True if a collective, or what surrounds it, raised an exception because of its connections."""
+    return any(_is_of_collective(cause) for cause in _causes(error))
 
 
 def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
@@ -54,13 +71,29 @@ def reason_of(fault: BaseException | None, known_reason: str | None) -> str:
         return str(fault)
     if known_reason is not None:
         return known_reason
-    if any(_speaks_of_the_network(cause) for cause in _causes(fault)):
+    if is_network_fault(fault):
         return "the connection to another rank broke"
     return f"{type(fault).__name__}: {fault}"
 
 
-def _speaks_of_the_network(error: BaseException | None) -> bool:
-    return isinstance(error, RuntimeError | ValueError) and bool(_NETWORK_FAULT.search(str(error)))
+def _is_of_collective(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError | WorldCutError):
+        return True
+    place = _innermost(error.__traceback__)
+    if place is None or not isinstance(error, RuntimeError | ValueError | ConnectionError | TimeoutError):
+        return False
+    code = place.tb_frame.f_code
+    if code.co_filename.startswith(_COLLECTIVES):
+        return isinstance(error, ConnectionError | TimeoutError) or bool(_NETWORK_FAULT.search(str(error)))
+    # Compiled code has no frame of its own: what raised is then the instruction that called it.
+    is_native = opcode.opname[code.co_code[place.tb_lasti]] != "RAISE_VARARGS"
+    return is_native and isinstance(error, RuntimeError) and bool(_NATIVE_FAULT.search(str(error)))
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -74,6 +74,16 @@ def test_the_same_death_again_and_again_ends_the_run(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "logs").iterdir())
 
 
+def test_the_same_crash_three_times_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Another one before counts for itself; each traceback is shown once."""
+    told = failure(tmp_path, "crashes")
+    assert told.message == "ValueError: no, 3 times in the same way: see its traceback above"
+    assert told.details == ""
+    assert not (tmp_path / "logs" / "rank1.6.err").exists()
+    shown = capfd.readouterr().err
+    assert [shown.count(f"Traceback: train.py:{line}") for line in (1, 2)] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.loader import find_newest
@@ -140,6 +141,19 @@ def test_ways_to_train(tmp_path: Path, options: dict[str, Any], tolerance: float
         assert run.kills_done() == 2
         assert_same_losses(run, reference(16, **options), tolerance)
         assert run.assert_replicas_equal() > 0
+
+
+def with_schedule(folder: Path) -> list[Any]:
+    return [GradientAccumulationScheduler({0: 2})]
+
+
+@pytest.mark.slow
+def test_a_schedule_of_accumulation_is_gone_on_with(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kills": KILLS, "holds": [Hold(step=7, ranks=3)]}
+    with elastic_run(tmp_path, workers=3, steps=16, callbacks=with_schedule, **options) as run:
+        run.supervise(restart=range(3))
+        assert run.kills_done() == 2
+        assert_same_losses(run, reference(16, trainer_options={"accumulate_grad_batches": 2}))
 
 
 @pytest.mark.slow

@@ -63,13 +63,13 @@ def connect() -> World:
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
-    pending = {pipe: rank for rank, pipe in enumerate(pipes)}
+    pending: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankFailure(f"ranks {sorted(pending.values())} did not finish in time")
         for pipe in ready:
-            rank = pending.pop(pipe)  # type: ignore[arg-type]
+            rank = pending.pop(pipe)
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]  # noqa: S301
             except EOFError:

@@ -32,6 +32,11 @@ def main() -> NoReturn:
     elif behaviour == "crash" and rank == 1:
         report_failure("crash", "ValueError: no", "Traceback: ...")
         sys.exit(1)
+    elif behaviour == "crashes" and rank == 1:
+        starts = json.loads(os.environ["MOE_LIGHTNING_ELASTIC"])["starts"]
+        place = "train.py:1" if starts < 3 else "train.py:2"
+        report_failure("crash", "ValueError: no", f"Traceback: {place}", place)
+        sys.exit(1)
     elif behaviour == "peer" and rank == 1:
         report_failure("peer", "rank 7 on node far was killed by SIGKILL", "")
         sys.exit(1)

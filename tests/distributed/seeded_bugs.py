@@ -240,7 +240,7 @@ BUGS: dict[str, SeededBug] = {
         "blocks.0.feed_forward",
     ),
     "dropped_token": SeededBug(
-        lambda: _output_of(lambda m: moe_layers(m)[1].router, _first_dropped, 1),
+        lambda: _output_of(lambda m: moe_layers(m)[1].router, _first_dropped, 1),  # type: ignore[return-value]
         "activation",
         "1.feed_forward.router.expert_ids",
         "rank 1",

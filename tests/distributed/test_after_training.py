@@ -53,7 +53,7 @@ def go_on_alone(rank: int, world_size: int) -> list[dict[str, Any]]:
     alone(strategy=ExpertParallelStrategy()).fit(module, DataLoader(RandomTokens(48), batch_size=12))
     assert module.moe.experts.slot_experts == tuple(range(6))
     assert all(p.grad is not None for p in module.moe.experts.parameters())
-    return [*results, *alone().test(module, held_out(), verbose=False)]
+    return [*results, *alone().test(module, held_out(), verbose=False)]  # type: ignore[list-item]
 
 
 def test_rank_0_goes_on_alone() -> None:

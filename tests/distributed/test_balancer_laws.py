@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 
@@ -36,12 +37,12 @@ def balanced(rank: int, world_size: int, *, balancer: dict[str, Any], **options:
     return result | {"moved": watcher.moved, "shadows": watcher.shadows, "metrics": watcher.metrics}
 
 
-class Watcher(training.pl.Callback):
+class Watcher(pl.Callback):
     def __init__(self) -> None:
         self.moved = self.shadows = 0.0
         self.metrics: dict[str, float] = {}
 
-    def on_train_batch_end(self, trainer: training.pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("balance/")}
         self.moved += found.get("balance/migrated_states", 0.0)
         self.shadows += sum(value for name, value in found.items() if name.endswith("shadows_count"))

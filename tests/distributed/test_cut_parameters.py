@@ -101,7 +101,7 @@ class Mixed(pl.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
-        for linear, act in self.blocks:
+        for linear, act in self.blocks:  # type: ignore[misc]
             h = h + act(linear(h))
         for tie in self.ties:
             h = h + tie(h)

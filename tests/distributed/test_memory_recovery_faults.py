@@ -249,7 +249,7 @@ def test_a_session_without_protection_retires_that_of_the_former_one(tmp_path: P
     assert run_ranks(1, unprotected_session, str(tmp_path)) == [[["1"], []]]
 
 
-def growing(rank: int, world_size: int, base: str) -> int:
+def growing(rank: int, world_size: int, base: str) -> list[int]:
     """Objects that outgrow the files' room."""
     world = connect()
     arenas = node_arenas(Path(base), rank)

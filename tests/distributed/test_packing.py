@@ -93,7 +93,7 @@ def test_hugging_face_models(name: str, mesh: dict[str, int], model: dict[str, A
     sizes = {"vocab_size": 256, "max_position_embeddings": LENGTH, "initializer_range": 0.1}
     window = {"sliding_window": 7} if name == "mixtral" else {}
     make_checkpoint(name, tmp_path / "model", **sizes, **window)
-    fit = partial(train, folder=tmp_path, pretrained=tmp_path / "model", **model)
+    fit: Any = partial(train, folder=tmp_path, pretrained=tmp_path / "model", **model)
     expected = fit(0, 1)
     for losses, norms in run_ranks(2, partial(fit, mesh=mesh)):
         np.testing.assert_allclose(losses, expected[0], rtol=0, atol=1e-5)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,10 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from moe_lightning.algorithms.placement import Placement
+from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.comm.replica_check import Difference, differing_replicas
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.expert_updates import require_updates_by_expert
+from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 from tests.parameters import slow
@@ -188,10 +191,11 @@ class Meddler(pl.Callback):
             module.moe.experts.w_up.data[slots.index(4), 0, 0] += 1e-3
 
 
-def fit_meddled(rank: int, world_size: int, copies: int, every: int, step: int) -> tuple[str, int, int]:
-    trainer = make_trainer(
-        rank, world_size, {"copies": copies, "check_replicas_every": every}, callbacks=[Meddler(step)], max_steps=8
-    )
+def fit_meddled(
+    rank: int, world_size: int, copies: int, every: int, step: int, callbacks: Sequence[pl.Callback] = ()
+) -> tuple[str, int, int]:
+    options = {"copies": copies, "check_replicas_every": every}
+    trainer = make_trainer(rank, world_size, options, callbacks=[Meddler(step), *callbacks], max_steps=8)
     compared = 0
     stock = torch.distributed.all_reduce
 
@@ -220,3 +224,74 @@ def test_a_meddled_replica_ends_the_run_at_the_next_comparison() -> None:
 @pytest.mark.parametrize(("copies", "every", "compared"), [(2, 3, 2), slow(2, 0, 0), slow(2, 100, 0), (1, 3, 0)])
 def test_nothing_is_compared_in_other_steps(copies: int, every: int, compared: int) -> None:
     assert run_ranks(2, fit_meddled, copies, every, -1) == [("", 8, compared)] * 2
+
+
+class States(pl.Callback):
+    """Digests of the experts after every step: weights and optimizer states."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, dict[str, str]] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        digests = state_digests(trainer.strategy)  # type: ignore[arg-type]
+        self.after[trainer.global_step] = {unit: digest for unit, digest in digests.items() if unit != "dense"}
+
+
+class Warned(logging.Handler):
+    """What is warned of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def fit_recovering(rank: int, world_size: int, copies: int, step: int) -> tuple[str, int, dict[str, str], list[str]]:
+    states, warned = States(), Warned()
+    logging.getLogger("moe_lightning").addHandler(warned)
+    recovery = FaultRecovery(min_replicas=1)
+    told, steps, _ = fit_meddled(rank, world_size, copies, 3, step, [Twin(step), states, recovery])
+    return told, steps, states.after[steps], warned.lines
+
+
+class Twin(pl.Callback):
+    """Changes a moment of another expert's replica, too: the whole state of an expert is repaired."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            weight = module.moe.experts.w_up
+            trainer.optimizers[0].state[weight]["exp_avg"][module.moe.experts.slot_experts.index(4)] += 1.0
+
+
+def test_a_replica_that_differs_from_a_majority_is_overwritten() -> None:
+    results = run_ranks(3, fit_recovering, 3, 4)
+    assert [(told, steps) for told, steps, _, _ in results] == [("", 8)] * 3
+    assert results[0][2] == results[1][2] == results[2][2], "weights and moments"
+    assert [len(lines) for *_, lines in results] == [1, 0, 0]
+    assert "after step 6 expert 4 of MoE layer 0 on rank 1 differed" in results[0][3][0]
+    assert "overwritten with that of rank 0" in results[0][3][0]
+
+
+def test_of_two_replicas_nobody_knows_which_is_whole() -> None:
+    results = run_ranks(2, fit_recovering, 2, 4)
+    assert all(told.startswith("after step 6 the replicas of expert 4") and steps == 6 for told, steps, *_ in results)
+
+
+@pytest.mark.parametrize(
+    ("groups", "healthy"),
+    [
+        (((0,), (1,)), ()),
+        (((0, 2), (1,)), (0, 2)),
+        (((0,), (1, 2)), (1, 2)),
+        (((0,), (1,), (2,)), ()),
+        (((0, 1), (2, 3)), ()),
+        (((0,), (1, 3), (2,)), (1, 3)),
+    ],
+)
+def test_the_majority_of_replicas(groups: tuple[tuple[int, ...], ...], healthy: tuple[int, ...]) -> None:
+    assert Difference(layer=0, expert=0, groups=groups).healthy == healthy

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from tests.distributed.training import OwnModule, train
@@ -22,6 +22,16 @@ SAVES = {
     "after an epoch": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
     "after a validation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
 }
+
+
+class Restarting(Callback):
+    """What users ask of the fit loop in every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.fit_loop.restarting)
 
 
 class OnPlateau(OwnModule):
@@ -78,3 +88,15 @@ def test_a_plateau_looks_at_the_epoch_that_was_gone_on_with(limit: str, tmp_path
     fit(first, saver, **module)
     resumed = fit(whole_run, **module, ckpt_path=str(next(tmp_path.glob("*.ckpt"))))
     np.testing.assert_array_equal(resumed["losses"], whole["losses"][-len(resumed["losses"]) :])
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_loop_says_that_it_was_resumed_to_the_end_of_the_epoch(limit: str, tmp_path: Path) -> None:
+    """As in stock Lightning."""
+    first, whole_run = LIMITS[limit]
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=STEPS_OF_EPOCH - 3)
+    fit(first, saver, Restarting())
+    watch = Restarting()
+    resumed = fit(whole_run, watch, ckpt_path=str(next(tmp_path.glob("*.ckpt"))))
+    left = -int(next(tmp_path.glob("*.ckpt")).stem.split("=")[1]) % STEPS_OF_EPOCH
+    assert watch.seen == [True] * left + [False] * (len(resumed["losses"]) - left)

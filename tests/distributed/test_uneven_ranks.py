@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 
@@ -30,7 +31,7 @@ PLAIN = {"calibrate": False, "flops_per_s": 1e9, "bytes_per_s": 1e9}
 STEPS = 60
 
 
-class Slices(training.pl.Callback):
+class Slices(pl.Callback):
     """Keeps the samples and the rows of every step, and what was logged of speeds."""
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class Slices(training.pl.Callback):
         self.rows: list[int] = []
         self.metrics: dict[str, float] = {}
 
-    def on_train_batch_end(self, trainer: training.pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.samples.append(trainer.strategy.steps.stream.num_samples)  # type: ignore[attr-defined]
         loads = trainer.strategy.experts.layers[0].dispatcher.last_rank_loads  # type: ignore[attr-defined]
         self.rows.append(int(loads[trainer.global_rank]) if loads is not None else 0)

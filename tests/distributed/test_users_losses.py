@@ -14,7 +14,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from moe_lightning import ContextParallel, auxiliary_loss, global_mean, global_sum
-from tests.distributed.harness import run_ranks
+from moe_lightning.data.step_sampler import StepSlice
+from moe_lightning.strategies.step_weights import StepWeights
+from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow
 
@@ -183,3 +185,77 @@ def fit_evenly_ignored(rank: int, world_size: int) -> list[str]:
 
 def test_parts_of_samples_ignore_unlike_numbers_of_targets() -> None:
     assert len(run_ranks(2, fit_evenly_ignored)[0]) == 1
+
+
+def means(rank: int, world_size: int) -> list[float]:
+    """global_mean of random losses and weights, some of them zero."""
+    world, weights, generator = connect(), StepWeights(), torch.Generator().manual_seed(rank)
+    here = StepSlice(step=0, micro=0, num_micros=1, offset=rank, count=1, micro_total=world_size, step_total=world_size)
+    found = []
+    for _ in range(600):
+        loss = torch.rand((), generator=generator)
+        weight = torch.randint(5000, (), generator=generator)
+        found.append(float(weights.weigh(loss, weight, here, world)))
+    return found
+
+
+def test_the_mean_is_the_same_to_the_last_bit_on_all_ranks() -> None:
+    first, *others = run_ranks(3, means)
+    assert all(found == first for found in others)
+
+
+class TwoTerms(OwnModule):
+    """A masked mean beside a mean over samples, both of a dense layer."""
+
+    def losses(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, y = batch
+        logits = self.out(self.embed(x))
+        loss = functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100)
+        return loss, (y != -100).sum(), 0.1 * logits.square().mean()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss, count, other = self.losses(batch)
+        return global_mean(self, loss, count) + other + 0.0 * self.moe(self.embed(batch[0])).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class WithoutTargets(Masked):
+    """Of every twelve samples those from the fourth to the sixth have no target."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x, torch.full_like(y, -100) if 3 <= index % 12 < 6 else y
+
+
+def two_terms(rank: int, world_size: int) -> list[Tensor]:
+    trainer = make_trainer(rank, world_size, {}, max_steps=1, accumulate_grad_batches=4)
+    module = TwoTerms()
+    trainer.fit(module, DataLoader(WithoutTargets(12), batch_size=3))
+    return [parameter.detach().clone() for parameter in (module.embed.weight, module.out.weight, module.out.bias)]
+
+
+def test_every_term_of_a_micro_batch_counts_by_its_targets() -> None:
+    """By the rule's formula, in one backward pass of one process."""
+    torch.manual_seed(7)
+    before, *ranks = run_ranks(1, untrained)[0], *run_ranks(1, two_terms), *run_ranks(2, two_terms)
+    module = TwoTerms()
+    for parameter, value in zip((module.embed.weight, module.out.weight, module.out.bias), before, strict=True):
+        parameter.data.copy_(value)
+    micros = [module.losses(batch) for batch in DataLoader(WithoutTargets(12), batch_size=3)]
+    assert [int(count) > 0 for _, count, _ in micros] == [True, False, True, True]
+    total = sum(count for _, count, _ in micros)
+    whole = sum(count * (loss.nan_to_num() + other) / total for loss, count, other in micros if count)
+    whole.backward()
+    parameters = (module.embed.weight, module.out.weight, module.out.bias)
+    expected = [parameter.detach() - parameter.grad for parameter in parameters]  # type: ignore[operator]
+    for found in ranks:
+        for value, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=0, atol=1e-6)
+
+
+def untrained(rank: int, world_size: int) -> list[Tensor]:
+    make_trainer(rank, world_size, {})
+    module = TwoTerms()
+    return [parameter.detach().clone() for parameter in (module.embed.weight, module.out.weight, module.out.bias)]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -80,9 +80,6 @@ CASES: dict[str, Callable[[], Case]] = {
         "module": UnlikeLayers(),
     },
     "precision='16-true' scales the loss": lambda: {"trainer": {"precision": "16-true"}},
-    "GradientAccumulationScheduler changes the global batch": lambda: {
-        "trainer": {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}
-    },
     "StochasticWeightAveraging copies the module": lambda: {
         "trainer": {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}
     },
@@ -97,9 +94,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "batch_size=None": lambda: {"loader": loader(batch_size=None)},
     "global_batch_size=1 in 1 micro-batches leaves 1 samples for 2 ranks": lambda: {"loader": loader(batch_size=1)},
     "24 samples, fewer than one step of 25": lambda: {"loader": loader(batch_size=25, drop_last=True)},
-    "limit_train_batches=1 ends an epoch after 1 micro-batches": lambda: {
-        "trainer": {"accumulate_grad_batches": 2, "limit_train_batches": 1}
-    },
     "a loader of type Batches cannot be cut over 2 ranks": lambda: {"loader": Batches()},
 }
 

@@ -78,7 +78,7 @@ class FakeComms(dist.ProcessGroup):
     """One group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo = ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._aborted = threading.Event()
         self._stream = Stream()

@@ -154,7 +154,7 @@ class FakeDevice(TorchDispatchMode):
         return counts
 
     def launch(self, kernel: Any, grid: tuple[int, ...], data: Tensor, *arguments: Any, **meta: Any) -> None:
-        """In the place of `triton_launch.launch`."""
+        """In the place of `triton.launch.launch`."""
         if all(grid):
             self.counts.launches[kernel.__name__] += 1
             tensors = [each for each in (getattr(value, "base", value) for value in arguments) if is_here(each)]

@@ -21,7 +21,7 @@ from tests.distributed.harness import connect
 from tests.gpu.answers import answer
 from tests.gpu.fake_device import Counts, FakeDevice, on_hosts, set_up
 from tests.gpu.interpreter import widen_bf16
-from tests.gpu.rooms import rooms
+from tests.gpu.triton_modules import launching_modules
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 16, 24, 33
 
@@ -45,7 +45,7 @@ def run(rank: int, world_size: int, aux_loss_coef: float, plan: PlanPlace, dtype
     rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (5e-2, 5e-3)
     fake = FakeDevice()
     on_hosts()
-    for room in rooms():
+    for room in launching_modules():
         room.launch = fake.launch  # type: ignore[assignment]
     with fake, ops.backend("triton"):
         there = layer.to(device)

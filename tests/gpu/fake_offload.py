@@ -22,7 +22,7 @@ from tests.gpu.answers import answer
 from tests.gpu.fake_comms import meet_on_the_device, set_up_comms
 from tests.gpu.fake_device import NAME, FakeDevice, set_up
 from tests.gpu.fake_training import FakeAccelerator, Module, SummedGradients
-from tests.gpu.rooms import rooms
+from tests.gpu.triton_modules import launching_modules
 
 STEPS, SAVED = 3, 2
 
@@ -63,7 +63,7 @@ def run(rank: int, ranks: int, dense: str, folder: str) -> dict[str, Any]:
     fake, locked = FakeDevice(), list[int]()
     set_up_comms()
     meet_on_the_device(rank, ranks)
-    for room in rooms():
+    for room in launching_modules():
         room.launch = fake.launch  # type: ignore[assignment]
     world_ddp.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
     lock = host_updates.page_locked

@@ -27,7 +27,7 @@ from tests.gpu.answers import answer
 from tests.gpu.fake_comms import meet_on_the_device, set_up_comms
 from tests.gpu.fake_device import NAME, FakeDevice, set_up
 from tests.gpu.fake_layer import told
-from tests.gpu.rooms import rooms
+from tests.gpu.triton_modules import launching_modules
 
 STEPS, SAVED = 4, 2
 
@@ -146,7 +146,7 @@ def run(rank: int, ranks: int, plan: str, folder: str) -> dict[str, Any]:
     fake = FakeDevice()
     set_up_comms()
     meet_on_the_device(rank, ranks)
-    for room in rooms():
+    for room in launching_modules():
         room.launch = fake.launch  # type: ignore[assignment]
     step_weights._WATCHED_STEPS = 1  # later steps do not look at targets, which waits
     world_ddp.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]

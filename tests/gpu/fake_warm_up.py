@@ -24,7 +24,7 @@ from tests.distributed.harness import connect
 from tests.gpu.answers import answer
 from tests.gpu.fake_device import FakeDevice, OnDevice, on_hosts, set_up
 from tests.gpu.interpreter import widen_bf16
-from tests.gpu.rooms import rooms
+from tests.gpu.triton_modules import launching_modules
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 16, 32, 48
 
@@ -66,7 +66,7 @@ def run(rank: int, ranks: int, dtype_name: str) -> list[str]:
     before = World.single() if ranks == 1 else World.offline(rank, ranks, torch.device("cpu"))
     layer.to(dtype).place(Dispatcher(placement, before, groups), torch.device("cpu"))
     fake = Variants()
-    for room in rooms():
+    for room in launching_modules():
         room.launch = fake.launch  # type: ignore[assignment]
     with fake, ops.backend("triton"):
         module.to(device)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.gpu.compiler import MULTIPROCESSORS, SHARED_BYTES, Compiled, Compiler
-from tests.gpu.rooms import rooms
+from tests.gpu.triton_modules import launching_modules
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -34,14 +34,14 @@ def compiler(request, monkeypatch, tmp_path):
     """Every launch compiles for the capability that the test was given."""
     capability = request.getfixturevalue("capability")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from moe_lightning.kernels import triton_matmul, triton_router, triton_tiles, triton_wgrad
-    from moe_lightning.kernels.triton_tiles import Limits
+    from moe_lightning.kernels.triton import matmul, router, tiles
+    from moe_lightning.kernels.triton.tiles import Limits
 
     found = Limits(capability=capability, shared=SHARED_BYTES[capability], multiprocessors=MULTIPROCESSORS[capability])
     compiler = Compiler(capability)
-    for room in rooms():
+    for room in launching_modules():
         monkeypatch.setattr(room, "launch", compiler)
-    for room in (triton_matmul, triton_router, triton_tiles, triton_wgrad):
+    for room in (matmul, router, tiles):
         monkeypatch.setattr(room, "limits", lambda device: found)
     return compiler
 
@@ -52,7 +52,7 @@ def half(*shape: int) -> torch.Tensor:
 
 def experts(gathers: bool, kind: str = "swiglu") -> None:
     """What an expert MLP launches forward and backward."""
-    from moe_lightning.kernels import triton_matmul as room
+    from moe_lightning.kernels.triton import matmul as room
 
     counts = torch.zeros(EXPERTS, dtype=torch.int64)
     order = torch.zeros(TOKENS * TOP_K, dtype=torch.int64) if gathers else None
@@ -71,7 +71,7 @@ def experts(gathers: bool, kind: str = "swiglu") -> None:
 def router(num_experts: int) -> None:
     """What a router launches forward and backward."""
     from moe_lightning.kernels import Choice
-    from moe_lightning.kernels import triton_router as room
+    from moe_lightning.kernels.triton import router as room
 
     choice = Choice(top_k=TOP_K, is_sigmoid=False, normalizes=True, scale=2.5)
     x, weight = half(TOKENS, WIDTH), torch.empty(num_experts, WIDTH)
@@ -151,7 +151,7 @@ def test_matmuls_of_other_kinds_keep_to_their_budget(capability, kind, compiler)
 
 @pytest.mark.parametrize("capability", SLOW)
 def test_few_rows_single_precision_and_odd_widths_fit(capability, compiler):
-    from moe_lightning.kernels import triton_matmul as room
+    from moe_lightning.kernels.triton import matmul as room
 
     counts = torch.zeros(EXPERTS, dtype=torch.int64)
     for x, weight in (
@@ -166,7 +166,7 @@ def test_few_rows_single_precision_and_odd_widths_fit(capability, compiler):
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100, 120))])
 def test_kernels_of_rows_move_128_bits_at_once(capability, compiler):
-    from moe_lightning.kernels import triton_rows as room
+    from moe_lightning.kernels.triton import rows as room
 
     order, inverse = torch.zeros(TOKENS * TOP_K, dtype=torch.int64), torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
     x, rows, weights = half(TOKENS, WIDTH), half(TOKENS * TOP_K, WIDTH), torch.zeros(TOKENS, TOP_K)
@@ -181,7 +181,7 @@ def test_kernels_of_rows_move_128_bits_at_once(capability, compiler):
 
 def test_a_step_with_other_numbers_of_rows_compiles_nothing():
     """How many rows arrive differs from step to step, and Triton compiles anew for multiples of 16 where it may."""
-    for room in rooms():
+    for room in launching_modules():
         for name, kernel in vars(room).items():
             if name.endswith("_kernel") and hasattr(kernel, "arg_names"):
                 counts = {"num_rows", "capacity"} & set(kernel.arg_names)
@@ -190,39 +190,32 @@ def test_a_step_with_other_numbers_of_rows_compiles_nothing():
 
 @pytest.mark.parametrize("capability", SLOW)
 def test_every_kernel_compiles_and_fits(capability, compiler):
-    from moe_lightning.kernels import (
-        Draw,
-        Sharing,
-        triton_activation,
-        triton_bytes,
-        triton_plan,
-        triton_routing,
-        triton_rows,
-        triton_stream,
-    )
+    from moe_lightning.kernels import Draw, Sharing
+    from moe_lightning.kernels.triton import activation, plan, routing
+    from moe_lightning.kernels.triton import rows as row_kernels
 
     ids, order = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.zeros(TOKENS * TOP_K, dtype=torch.int64)
     rows, gate = half(TOKENS * TOP_K, WIDTH), torch.zeros(TOKENS * TOP_K)
     experts(True)
     router(EXPERTS)
-    triton_routing.top_k(torch.zeros(TOKENS, EXPERTS), TOP_K)
-    triton_routing.sort_by_expert(ids, EXPERTS, num_rows=ids.numel())
-    triton_routing.chunk_order(torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), 4096)
-    triton_rows.gather(half(TOKENS, WIDTH), order, TOP_K)
-    triton_rows.combine(rows, ids, gate.view(ids.shape))
-    triton_rows.spread(half(TOKENS, WIDTH), order, rows, gate.view(ids.shape), want_rows=True)
+    routing.top_k(torch.zeros(TOKENS, EXPERTS), TOP_K)
+    routing.sort_by_expert(ids, EXPERTS, num_rows=ids.numel())
+    routing.chunk_order(torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), 4096)
+    row_kernels.gather(half(TOKENS, WIDTH), order, TOP_K)
+    row_kernels.combine(rows, ids, gate.view(ids.shape))
+    row_kernels.spread(half(TOKENS, WIDTH), order, rows, gate.view(ids.shape), want_rows=True)
     for kind in ("gelu", "swiglu", "gelu_tanh", "swiglu_clamped"):
-        triton_activation.activation(rows, kind, gate)
-        triton_activation.activation_grad(rows, rows, kind, gate)
-    triton_bytes.xor([torch.zeros(1024, dtype=torch.uint8)] * 4, torch.zeros(1024, dtype=torch.uint8))
-    triton_bytes.sum_in_rank_order(torch.zeros(4, 1024), torch.zeros(1024))
+        activation.activation(rows, kind, gate)
+        activation.activation_grad(rows, rows, kind, gate)
+    row_kernels.xor([torch.zeros(1024, dtype=torch.uint8)] * 4, torch.zeros(1024, dtype=torch.uint8))
+    row_kernels.sum_in_rank_order(torch.zeros(4, 1024), torch.zeros(1024))
     table = torch.zeros(EXPERTS, 64, dtype=torch.int64)
-    triton_plan.plan_rows(table, table, 3, Sharing(rounds=48, patience=12, slack=128, one=1 << 20))
-    runs = triton_plan.runs(table, table, torch.zeros(EXPERTS, dtype=torch.int64), 4096, False)
-    triton_routing.fill_blocks(order, runs.send_starts, runs.send_ends, table[0, 0], 64 * 4096)
-    triton_stream.dropout(rows, 0.1, Draw(key=-(1 << 60), first=3, here=8, parts=1, part=0))
+    plan.plan_rows(table, table, 3, Sharing(rounds=48, patience=12, slack=128, one=1 << 20))
+    runs = plan.runs(table, table, torch.zeros(EXPERTS, dtype=torch.int64), 4096, False)
+    routing.fill_blocks(order, runs.send_starts, runs.send_ends, table[0, 0], 64 * 4096)
+    row_kernels.dropout(rows, 0.1, Draw(key=-(1 << 60), first=3, here=8, parts=1, part=0))
     most_spilled = {"_plan_kernel": 512}  # tables of int64, of which one program keeps seven
     for kernel in compiler.kernels:
         keeps_to_the_budget(kernel, capability, most_spilled.get(kernel.name, 0))
-    defined = {name for room in rooms() for name in vars(room) if name.endswith("_kernel")}
+    defined = {name for room in launching_modules() for name in vars(room) if name.endswith("_kernel")}
     assert {kernel.name for kernel in compiler.kernels} == defined

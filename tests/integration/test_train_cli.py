@@ -66,6 +66,14 @@ def test_trains_quietly(trained: tuple[Path, subprocess.CompletedProcess[str]]) 
     assert any(line.startswith("checkpoint") and line.endswith("step-0000004.ckpt") for line in lines)
 
 
+def test_files_follow_the_umask_as_security_says(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    os.umask(umask := os.umask(0o022))
+    run = trained[0] / "outputs" / "tiny"
+    shared = ("config.yaml", "summary.json", "csv/version_0/metrics.csv", "checkpoints/step-0000004.ckpt")
+    assert {name: (run / name).stat().st_mode & 0o777 for name in shared} == dict.fromkeys(shared, 0o666 & ~umask)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (run / "ranks").glob("rank*"))
+
+
 def test_leaves_its_files(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     run = trained[0] / "outputs" / "tiny"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-0000004.ckpt"]

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wandb
@@ -49,7 +50,7 @@ def train(folder: Path, *arguments: str) -> Path:
     return written
 
 
-def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
+def records(path: Path) -> Iterator[Any]:
     """What an offline run wrote: after seven bytes, a LevelDB log of blocks of 32 KiB, whose chunks have a checksum, a
     length and a kind: 1 whole, 2 first, 3 middle, 4 last.
     """

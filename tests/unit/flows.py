@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 Node = Hashable
 
 
-def max_flow(capacity: Mapping[tuple[Node, Node], int], source: Node, sink: Node) -> int:
+def max_flow(capacity: Mapping[Any, int], source: Node, sink: Node) -> int:
     """The most that flows from source to sink (Edmonds-Karp) over edges with these capacities."""
     left: dict[Node, dict[Node, int]] = {}
     for (tail, head), room in capacity.items():

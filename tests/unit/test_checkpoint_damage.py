@@ -287,7 +287,7 @@ def test_failing_storage_is_reported_and_survived(
                     def write(self, data: object, /) -> int:
                         raise OSError(code, os.strerror(code), storage)
 
-                def opened(path: Path, mode: str, **options: object) -> io.BufferedWriter:
+                def opened(path: Path, mode: str, **options: Any) -> Any:
                     return Full(io.FileIO(path, mode.replace("b", ""))) if "x" in mode else open(path, mode, **options)
 
                 patch.setattr(posix_storage, "open", opened, raising=False)

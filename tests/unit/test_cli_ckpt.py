@@ -227,3 +227,18 @@ def test_what_cannot_be_done_is_said_before_anything_is_read(
 ) -> None:
     assert main(arguments) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_the_run_is_exported_beside_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"state_dict": {"w": torch.ones(2)}, "pytorch-lightning_version": "2.6", "global_step": 1}
+    torch.save({**values, "TextData": {"trained_tokenizer": "{}"}}, tmp_path / "step-0000001.ckpt")
+    target = tmp_path / "model.safetensors"
+    assert main(["export", str(tmp_path / "step-0000001.ckpt"), str(target)]) == 0
+    assert (tmp_path / "model.tokenizer.json").read_text() == "{}"
+    assert "its tokenizer in" in capsys.readouterr().out
+    target.unlink()
+    assert main(["export", str(tmp_path / "step-0000001.ckpt"), str(target)]) == 2
+    assert "model.tokenizer.json exists already" in capsys.readouterr().err
+    assert not target.exists()

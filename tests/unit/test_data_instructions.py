@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,41 @@ def test_forms_of_a_line() -> None:
     assert conversation({"instruction": "a", "input": "", "output": "b"}) == turns
     assert conversation({"instruction": "a", "input": "c", "output": "b"})[0] == ("user", "a\n\nc")
     assert conversation(CHAT)[0] == ("system", "be brief")
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert conversation({"id": "x", "conversations": shared}) == turns
+    assert conversation({"conversations": [{"from": "system", "value": "s"}, *shared]}) == [("system", "s"), *turns]
+    assert conversation({"conversations": [{"role": "user", "content": "a"}, *shared[1:]]}) == turns
+    assert conversation({"messages": shared}) == turns
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_is_read_like_lines(tmp_path: Path, indent: int | None) -> None:
+    entries = [CHAT, {"prompt": "é]", "response": "[ü,"}, {"instruction": "a", "output": "\u2028"}]
+    (tmp_path / "array.json").write_text("\n" + json.dumps(entries, ensure_ascii=False, indent=indent) + "\n")
+    lines = data(write(tmp_path / "lines.jsonl", *entries), context_length=96)
+    assert samples(data(tmp_path / "array.json", context_length=96)) == samples(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b"[]", "is empty"),
+        (b'[{"prompt": "a", "response": "b"}', "no whole JSON array: element 1: neither a comma nor the end"),
+        (b'[{"prompt": "a", "response": "b"},', "no whole JSON array: element 2: Expecting value"),
+        (b'[{"prompt": "a", "response": "b"}, {"text": "c"}]', "element 2, is not a conversation: it has neither"),
+        (b'[{"prompt": "\xff", "response": "b"}]', "element 1, is not a conversation: it is not UTF-8 text"),
+        (b'{"prompt": "\xff", "response": "b"}', "line 1, is not a conversation: it is not UTF-8 text: invalid start"),
+        (b"[" * 100_000, "element 1: maximum recursion depth"),
+        (b'{"conversations": [{"from": "bing", "value": "c"}]}', "one of the roles system, user, assistant"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, text: bytes, sentence: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_bytes(text)
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)) as raised:
+        data(path)
+    assert str(path) in str(raised.value)
+    assert "codec" not in str(raised.value)
 
 
 def test_long_conversations_are_cut(tmp_path: Path) -> None:
@@ -152,7 +188,7 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
     [
         ("{", "line 3, is not a conversation: Expecting property name"),
         ("[1]", "it is not an object"),
-        ('{"text": "x"}', "it has neither messages nor prompt and response"),
+        ('{"text": "x"}', "it has neither messages, conversations, prompt and response"),
         ('{"messages": [{"role": "user"}]}', "it lacks 'content'"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "it has no answer"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "a turn needs one of the roles"),

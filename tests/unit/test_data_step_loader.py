@@ -151,6 +151,38 @@ def test_a_stock_loader_keeps_its_shuffling(build: Any, shuffle: bool) -> None:
     assert isinstance(loader, _Stateful)
 
 
+PART = Numbers(5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SequentialSampler(PART),
+        RandomSampler(PART),
+        DistributedSampler(PART, 1, 0, shuffle=False),
+        DistributedSampler(PART, 1, 0),
+    ],
+)
+def test_a_sampler_of_a_part_of_the_data_set_yields_that_part(sampler: Any, world_size: int) -> None:
+    stock = DataLoader(Numbers(9), batch_size=2, sampler=sampler)
+    ranks = [convert(stock, training=False, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert len(ranks[0]) == 3
+    seen = {index for loader in ranks for batch in read(loader) for index in batch}
+    assert seen == set(range(5))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_drop_last_drops_a_partial_batch_and_not_a_partial_step(shuffle: bool) -> None:
+    stock = DataLoader(Numbers(13), batch_size=2, shuffle=shuffle, drop_last=True)
+    loader = convert(stock, num_micros=4)
+    batches = read(loader)
+    assert len(batches) == len(loader) == len(stock) == 6
+    assert len({index for batch in batches for index in batch}) == 12
+    assert loader.step_sampler.all_steps == 2, "of four batches and of two"
+    assert len(convert(DataLoader(Numbers(13), batch_size=2, drop_last=True), num_micros=8)) == 6
+
+
 def test_what_lightning_makes_of_a_loader_it_predicts_with_is_undone() -> None:
     data = Numbers(23)
     batches = _IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(data), 4, False))

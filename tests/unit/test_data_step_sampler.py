@@ -34,7 +34,7 @@ def epoch_order(sampler: StepSampler) -> list[int]:
 
 def steps_of(
     world_size: int, num_micros: int, steps: int, speeds: np.ndarray | None = None, most: int = 10**9, **options: Any
-) -> list[list[int]]:
+) -> list[list[int | None]]:
     """The ordered global batch of each step, put together from every rank's slices at the offsets they name; speeds
     change rank with every step."""
     batches: list[list[int | None]] = [[None] * options["global_batch_size"] for _ in range(steps)]
@@ -102,23 +102,28 @@ def test_every_sample_of_an_epoch_comes_once_in_the_batches_of_a_stock_loader(
     micro=st.integers(1, 9),
     num_micros=st.integers(1, 4),
     world_size=st.integers(1, 3),
-    limit=st.none() | st.integers(1, 3),
+    limit=st.none() | st.integers(1, 9),
+    keeps=st.booleans(),
 )
 @PROPERTY
 def test_the_last_step_holds_the_micro_batches_that_a_stock_loader_would_give_it(
-    n: int, micro: int, num_micros: int, world_size: int, limit: int | None
+    n: int, micro: int, num_micros: int, world_size: int, limit: int | None, keeps: bool
 ) -> None:
     micro = max(micro, world_size)
     stock = [len(batch) for batch in BatchSampler(range(n), micro, drop_last=False)]
-    options = {"num_samples": n, "global_batch_size": micro * num_micros, "num_micros": num_micros, "drop_last": False}
-    samplers = [StepSampler(rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    begin = 1 if keeps else num_micros
+    options = {"num_samples": n, "global_batch_size": micro * begin, "num_micros": begin, "drop_last": False}
+    samplers = [
+        StepSampler(rank=rank, world_size=world_size, keeps_micro_batch=keeps, **options) for rank in range(world_size)
+    ]
+    for sampler in samplers:
+        sampler.bind(num_micros=num_micros)
     assert {len(sampler) for sampler in samplers} == {len(stock)}
-    steps = -(-len(stock) // num_micros)
     if limit is not None:
-        steps = min(limit, steps)
-        stock = stock[: steps * num_micros]
+        stock = stock[:limit]
         for sampler in samplers:
-            sampler.limit_epoch(steps)
+            sampler.limit_epoch(len(stock))
+    steps = -(-len(stock) // num_micros)
     for epoch in range(2):
         for number, size in enumerate(stock):
             slices = [sampler.slice_at(sampler.consumed) for sampler in samplers]

@@ -331,7 +331,7 @@ def trainer(**options: Any) -> Trainer:
     ("stream", "options", "samples"),
     [
         (Sized(), {}, SIZE),
-        (Plain(), {"limit_train_batches": 5, "accumulate_grad_batches": 2}, 24),
+        (Plain(), {"limit_train_batches": 5, "accumulate_grad_batches": 2}, 20),
         (Plain(), {"max_steps": 7, "accumulate_grad_batches": 2}, 56),
         (Plain(), {"max_epochs": 3}, None),
     ],

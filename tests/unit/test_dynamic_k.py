@@ -147,7 +147,7 @@ def test_the_budget_holds_under_load_aware_selection(order: Order, routing: str,
             shares[0] = 0.0 if step % 40 else 0.9
         counts = np.stack([rng.multinomial(64, shares / shares.sum()) for _ in range(2)])
         kept.ledger.record(counts)
-        dynamic.before_checkpoint(lambda k, kept=kept: kept.cost(kept.plan(k, k)))
+        dynamic.before_checkpoint(lambda k, kept=kept: kept.cost(kept.plan(k, k)))  # type: ignore[misc]
         plan = kept.plan(dynamic.k, dynamic.k)
         kept.begin(step, plan)
         version[plan.persist.mask()] = step

@@ -131,7 +131,7 @@ def test_deferral_ends_with_its_block() -> None:
 def test_moving_keeps_trained_weights_and_frozen_ones_frozen() -> None:
     experts = make(bias=True)
     with torch.no_grad():
-        experts.w_up += 1.0
+        experts.w_up.add_(1.0)
     experts.w_down.requires_grad_(False)
     trained = experts.w_up.detach().clone()
     experts.place([4, 1, 1], CPU)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from moe_lightning.checkpoint.mending import find_usable, mended
 from moe_lightning.checkpoint.recovery_sources import storage_inventory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_partial, parse_expert_key
+from moe_lightning.strategies.checkpoints import _leased
 from tests.unit.checkpoint_state import EXPERTS, assert_holds, node, whole_state
 
 STEPS = {1: None, 2: [0, 1], 3: [2]}
@@ -36,7 +39,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
         yield made.root
 
 
-def places(root: Path, step: int, key: str) -> tuple[Path, int, int]:
+def places(root: Path, step: int, key: str) -> tuple[Any, int, int]:
     """(file, first byte, bytes) of a tensor in a checkpoint."""
     checkpoint = Checkpoint(root / f"step-{step:08d}")
     (item,) = checkpoint.stored(key)
@@ -229,3 +232,18 @@ def test_every_flip_is_found_and_hardly_one_ends_the_run(root: Path, flips: int)
         flip(path, position)
     assert lost <= flips // 100
     assert find_usable(root).problems == ()
+
+
+def test_a_resume_names_the_file_where_nothing_is_left(root: Path, tmp_path: Path) -> None:
+    damaged = [next(path.glob("dense*")) for path in sorted(root.glob("step-*"))]
+    for path in damaged:
+        path.unlink()
+    told: list[str] = []
+    with pytest.raises(CheckpointError, match=rf"as {re.escape(str(damaged[-1]))} is missing \(2 more"):
+        _leased(root, report=told.append)
+    assert told[0] == f"{damaged[-1]} is missing; the checkpoint before it is tried"
+    (root / "step-00000001" / "MANIFEST.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000001 holds no whole checkpoint, as it has no MANIFEST.json"):
+        _leased(root / "step-00000001", report=told.append)
+    with pytest.raises(CheckpointError, match="as it is empty"):
+        _leased(tmp_path / "nowhere", report=told.append)

@@ -86,7 +86,7 @@ def test_layer_equals_the_loop(data: st.DataObject) -> None:
     assert set(expected) <= set(found)
     for name, values in found.items():
         reference = expected.get(name, torch.zeros_like(values))
-        torch.testing.assert_close(values, reference, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(values, reference, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")  # type: ignore[misc]
 
 
 def test_experts_without_tokens_get_zero_gradients() -> None:

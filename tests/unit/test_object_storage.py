@@ -88,7 +88,7 @@ def test_one_of_16_experts_of_a_gpt_350m_takes_a_fifth_of_the_bytes(root: URL, f
     scopes = ("weight", "exp_avg", "exp_avg_sq")
 
     def state(step: int) -> dict[str, torch.Tensor]:
-        dense = {"embedding": (50257 // 16, width)}
+        dense: dict[str, tuple[int, ...]] = {"embedding": (50257 // 16, width)}
         dense |= {f"attention{layer}": (4, width, width) for layer in range(layers)}
         dense |= {f"ffn{layer}": (2, width, 4 * width) for layer in range(0, layers, 2)}
         keys = {f"dense/{name}/{scope}": shape for name, shape in dense.items() for scope in scopes}

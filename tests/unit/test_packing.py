@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.algorithms import packing, slot_table
@@ -120,6 +121,50 @@ def test_unequal_nodes_and_unknown_loads() -> None:
     table = packed_placement(np.zeros(4, dtype=np.int64), cluster, 2).replicas
     assert ((cluster.by_node(table) > 0).sum(axis=1) >= 2).all()
     assert (table.sum(axis=0) == 2).all()
+
+
+@st.composite
+def uneven_problems(draw: st.DrawFn) -> tuple[np.ndarray, Cluster]:
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=5))
+    node_of = tuple(np.repeat(np.arange(len(sizes)), sizes).tolist())
+    cluster = Cluster(node_of=node_of, slots_per_rank=draw(st.integers(1, 3)))
+    load = draw(st.lists(st.integers(0, 600), min_size=1, max_size=cluster.num_slots))
+    return np.array(load, dtype=np.int64), cluster
+
+
+def most_nodes(num_experts: int, node_slots: list[int], floor: int) -> int:
+    """Distinct nodes that all experts together can have, `floor` each at most: the least cut of the flow."""
+    return min(
+        (num_experts - inside) * floor + sum(min(slots, inside) for slots in node_slots)
+        for inside in range(num_experts + 1)
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(problem=uneven_problems(), floor=st.integers(1, 3))
+@example(problem=(np.array([1, 0, 1, 408, 386, 505]), Cluster(node_of=(0, 1, 1, 2, 2, 2), slots_per_rank=2)), floor=2)
+@example(problem=(np.array([288, 379, 78, 282]), Cluster(node_of=(0, 1, 1, 2, 2, 2), slots_per_rank=3)), floor=3)
+@example(problem=(np.array([216, 186]), Cluster(node_of=(0, 1, 2, 3, 3, 3), slots_per_rank=1)), floor=3)
+def test_unequal_nodes_keep_as_many_as_slots_allow(problem: tuple[np.ndarray, Cluster], floor: int) -> None:
+    load, cluster = problem
+    placement = packed_placement(load, cluster, floor)
+    promised = affordable_replicas(len(load), slots=cluster.num_slots, num_nodes=cluster.num_nodes, min_replicas=floor)
+    possible = most_nodes(len(load), cluster.node_slots().tolist(), promised)
+    assert cluster.missing_nodes(placement.pairs, promised) == len(load) * promised - possible
+    assert placement.replicas.max() == 1
+    assert placement.replicas.sum(axis=0).max() <= cluster.slots_per_rank
+
+
+@settings(deadline=None, max_examples=50)
+@given(problem=uneven_problems())
+def test_the_least_cut_is_what_a_search_of_all_tables_finds(problem: tuple[np.ndarray, Cluster]) -> None:
+    load, cluster = problem
+    slots = cluster.node_slots().tolist()[:3]
+    num_experts = min(len(load), 3)
+    rows = [row for row in product((0, 1), repeat=len(slots)) if sum(row) <= 2]
+    tables = (np.array(table) for table in product(rows, repeat=num_experts))
+    found = max(int(table.sum()) for table in tables if (table.sum(axis=0) <= slots).all())
+    assert found == most_nodes(num_experts, slots, min(2, len(slots)))
 
 
 def test_too_few_slots_say_so() -> None:

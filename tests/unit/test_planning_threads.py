@@ -136,10 +136,10 @@ def test_ranks_whose_threads_run_otherwise_decide_alike(seed: int, lag: int) -> 
                 history.append([placement.replicas.tobytes() for placement in placements])
             plans = planner.step_plans()
             history.append(None if plans is None else [plan.shadows.tobytes() for plan in plans])
-            for layer in range(LAYERS):
-                planner.observe(layer, counts(step, layer))
+            for index in range(LAYERS):
+                planner.observe(index, counts(step, index))
                 if step == 5:
-                    planner.costs[layer] = replace(planner.costs[layer], dense_forward_s=1e-3)
+                    planner.costs[index] = replace(planner.costs[index], dense_forward_s=1e-3)
         history.append(planner.state_dict())
         histories.append(history)
         planner.close()

@@ -5,6 +5,7 @@ import itertools
 import os
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def _holders(replicas: np.ndarray, experts: tuple[int, ...]) -> int:
 def fits(tokens: np.ndarray, replicas: np.ndarray, capacity: int | list[int]) -> bool:
     """Whether all tokens flow to holders of their experts, by maximum flow, where ranks carry so many at most."""
     capacities = np.broadcast_to(capacity, replicas.shape[1]).tolist()
-    edges = {("source", ("expert", e)): int(t) for e, t in enumerate(tokens)}
+    edges: dict[Any, int] = {("source", ("expert", e)): int(t) for e, t in enumerate(tokens)}
     edges |= {(("expert", int(e)), ("rank", int(n))): int(tokens[e]) for e, n in np.argwhere(replicas)}
     edges |= {(("rank", n), "sink"): capacities[n] for n in range(replicas.shape[1])}
     return max_flow(edges, "source", "sink") == tokens.sum()

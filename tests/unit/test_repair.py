@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -59,7 +61,7 @@ def test_without_a_limit_all_replicas_asked_for_are_there(world: tuple[np.ndarra
 def _most_replicas(experts: int, nodes: list[str], slots: int, wanted: int) -> int:
     """The most distinct nodes that can hold every expert, by maximum flow."""
     for floor in range(wanted, 1, -1):
-        edges = {("source", e): floor for e in range(experts)}
+        edges: dict[Any, int] = {("source", e): floor for e in range(experts)}
         edges |= {(e, node): 1 for e in range(experts) for node in nodes}
         edges |= {(node, "sink"): slots * nodes.count(node) for node in nodes}
         if max_flow(edges, "source", "sink") == experts * floor:
@@ -70,7 +72,7 @@ def _most_replicas(experts: int, nodes: list[str], slots: int, wanted: int) -> i
 def _fewest_copies(held: np.ndarray, nodes: list[str], slots: int, floor: int) -> int:
     """A bound of the copies that bring every expert of a layer to `floor` nodes: what the held ones cannot give."""
     experts, ranks = held.shape
-    edges = {("source", ("expert", e)): floor for e in range(experts)}
+    edges: dict[Any, int] = {("source", ("expert", e)): floor for e in range(experts)}
     for e, n in np.argwhere(held).tolist():
         edges |= {(("expert", e), (e, nodes[n])): 1, ((e, nodes[n]), ("rank", n)): 1}
     edges |= {(("rank", n), "sink"): slots for n in range(ranks)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import combinations, combinations_with_replacement, product
 
 import numpy as np
 import pytest
@@ -155,6 +155,50 @@ def test_mro_plus_reaches_the_optimum_of_nearly_all_small_truncated_instances() 
     assert total >= 10
     assert reached >= 0.98 * total
     assert better_than_mro >= 1
+
+
+def supports_that_fit(replicas: tuple[int, ...], free: tuple[int, ...]) -> Iterator[frozenset[frozenset[int]]]:
+    """The supports of all tables: every way to put each expert's replicas into free slots, several on a node too."""
+    if not replicas:
+        yield frozenset()
+        return
+    for row in product(*(range(min(replicas[0], slots) + 1) for slots in free)):
+        if sum(row) == replicas[0]:
+            left = tuple(slots - used for slots, used in zip(free, row, strict=True))
+            support = frozenset(node for node, used in enumerate(row) if used)
+            for others in supports_that_fit(replicas[1:], left):
+                yield others | {support}
+
+
+def test_mro_plus_reaches_the_optimum_of_all_small_instances_on_unequal_nodes() -> None:
+    total = 0
+    sizes = [(*slots,) for nodes in (2, 3, 4) for slots in combinations_with_replacement(range(1, 4), nodes)]
+    for slots in sizes:
+        for num_experts, vacant in product(range(1, 5), range(2)):
+            for replicas in combinations_with_replacement(range(1, len(slots) + 1), num_experts):
+                if len(set(slots)) == 1 or sum(slots) > 7 or sum(replicas) != sum(slots) - vacant:
+                    continue
+                found = set(supports_that_fit(replicas, slots))
+                best = min(fatal(as_table(held, len(slots))) for held in found)
+                assert fatal(mro_plus(np.array(replicas), np.array(slots))) == best, (replicas, slots)
+                total += 1
+    assert total > 80
+
+
+def as_table(held: frozenset[frozenset[int]], num_nodes: int) -> np.ndarray:
+    return np.array([[node in support for node in range(num_nodes)] for support in held], dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "slots", "best"),
+    [
+        (ints(1, 1, 2, 2), ints(1, 1, 2, 2), [0, 1, 5, 4, 1]),
+        (ints(1, 1), ints(1, 2), [0, 1, 1]),  # not truncated, and MRO's blocks are as small as the smallest node
+        (ints(2, 2), ints(1, 2, 2), [0, 0, 1, 1]),  # a slot is free
+    ],
+)
+def test_mro_plus_uses_larger_nodes(replicas: np.ndarray, slots: np.ndarray, best: list[int]) -> None:
+    assert fatal(mro_plus(replicas, slots)) == best
 
 
 def test_beyond_the_search_limit_the_repair_still_keeps_the_guarantee() -> None:

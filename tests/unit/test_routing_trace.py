@@ -32,7 +32,7 @@ from moe_lightning.algorithms.shadows import (
     shadow_quota,
 )
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.routing import load_trace
+from moe_lightning.simulate.routing import RoutingTrace, load_trace
 from tests.options import options_of
 
 FOLDER = Path(os.environ.get("MOE_LIGHTNING_TRACES", Path(__file__).parents[3] / "shared" / "data"))
@@ -47,18 +47,18 @@ COSTS = replace(balance_trace.reference_costs(), transfer="average")
 
 
 @pytest.fixture(scope="module")
-def trace() -> balance_trace.RoutingTrace:
+def trace() -> RoutingTrace:
     if not PATH.is_file():
         pytest.skip(f"no routing trace at {PATH}: set MOE_LIGHTNING_TRACES to the folder that holds it")
     return load_trace(PATH)
 
 
-def hottest(trace: balance_trace.RoutingTrace, sample: int, layer: int, experts: int) -> np.ndarray:
+def hottest(trace: RoutingTrace, sample: int, layer: int, experts: int) -> np.ndarray:
     """int64 [experts]: loads of a layer's hottest experts, descending."""
     return np.sort(trace.counts[sample, layer].sum(axis=0))[::-1][:experts]
 
 
-def sixteen(trace: balance_trace.RoutingTrace, sample: int, layer: int) -> np.ndarray:
+def sixteen(trace: RoutingTrace, sample: int, layer: int) -> np.ndarray:
     """int64 [16, 16]: tokens [expert, rank] with neighbouring experts merged, one expert per rank as in Pro-Prophet."""
     counts: np.ndarray = trace.counts[sample, layer].T
     return counts.reshape(16, 2, 16).sum(axis=1)
@@ -67,7 +67,7 @@ def sixteen(trace: balance_trace.RoutingTrace, sample: int, layer: int) -> np.nd
 @pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("experts", "eq1", "waterfill"), [(8, 1.28, 1.08), (16, 1.64, 1.40)])
 def test_water_filling_lowers_the_busiest_replica(
-    trace: balance_trace.RoutingTrace, stride: int, experts: int, eq1: float, waterfill: float
+    trace: RoutingTrace, stride: int, experts: int, eq1: float, waterfill: float
 ) -> None:
     for policy, expected in (("eq1", eq1), ("waterfill", waterfill)):
         busiest = []
@@ -80,7 +80,7 @@ def test_water_filling_lowers_the_busiest_replica(
 
 
 @pytest.mark.parametrize("layers", [range(12), range(0, 24, 2)], ids=["first", "every-second"])
-def test_recovery_of_sixteen_experts_matches_lazarus(trace: balance_trace.RoutingTrace, layers: range) -> None:
+def test_recovery_of_sixteen_experts_matches_lazarus(trace: RoutingTrace, layers: range) -> None:
     """Iteration 201: 40.5 percent against 12.7 for spread with five failures; the paper prints 41 and 12 (for four)."""
     sample = int(np.flatnonzero(trace.iteration == 201)[0])
     loads = [hottest(trace, sample, layer, 16) for layer in layers]
@@ -95,7 +95,7 @@ def test_recovery_of_sixteen_experts_matches_lazarus(trace: balance_trace.Routin
     assert (recovery["mro+"] >= recovery["mro"]).all()
 
 
-def test_optimal_mapping_moves_a_tenth_less_than_greedy_after_failures(trace: balance_trace.RoutingTrace) -> None:
+def test_optimal_mapping_moves_a_tenth_less_than_greedy_after_failures(trace: RoutingTrace) -> None:
     moved: dict[MappingMethod, int] = {"optimal": 0, "greedy": 0}
     for sample, dead in ((20, [0, 5]), (120, [2, 3]), (220, [7, 9]), (320, [1, 8]), (420, [4, 6])):
         loads = [hottest(trace, sample, layer, 16) for layer in range(12)]
@@ -121,7 +121,7 @@ def test_optimal_mapping_moves_a_tenth_less_than_greedy_after_failures(trace: ba
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize(("slots", "limit"), [(4, 1.02), (3, 1.16)])
 def test_quotas_are_balanced_with_plans_fifty_iterations_old(
-    trace: balance_trace.RoutingTrace, stride: int, slots: int, limit: float
+    trace: RoutingTrace, stride: int, slots: int, limit: float
 ) -> None:
     packed, plain = (
         balance_trace.judge(trace, name, slots_per_rank=slots, step=stride) for name in ("packed", "plain")
@@ -131,7 +131,7 @@ def test_quotas_are_balanced_with_plans_fifty_iterations_old(
     assert packed.plan_s < 0.1
 
 
-def test_replanning_keeps_the_balance_with_a_fraction_of_the_migrations(trace: balance_trace.RoutingTrace) -> None:
+def test_replanning_keeps_the_balance_with_a_fraction_of_the_migrations(trace: RoutingTrace) -> None:
     cluster, policy = Cluster.of(16, 4), PlacementPolicy(min_replicas=1)
     samples = range(60, len(trace.counts), 60)
     current = kept = plan_placement(trace.counts[samples[0]].sum(axis=1), cluster, policy)
@@ -150,7 +150,7 @@ def test_replanning_keeps_the_balance_with_a_fraction_of_the_migrations(trace: b
 
 
 @pytest.mark.parametrize("stride", [60, pytest.param(5, marks=pytest.mark.slow)])
-def test_predicted_speedups_of_shadow_policies(trace: balance_trace.RoutingTrace, stride: int) -> None:
+def test_predicted_speedups_of_shadow_policies(trace: RoutingTrace, stride: int) -> None:
     """Order of Pro-Prophet's comparison: searched n, FasterMoE, top-3, top-2, a wrong fixed n; plain is far behind."""
     seconds: dict[str, list[float]] = {}
     for sample in range(30, len(trace.counts), stride):
@@ -174,7 +174,7 @@ def predicted_s(tokens: np.ndarray, plan: ShadowPlan, costs: BlockCosts = COSTS)
     return float(predict_plan(tokens, SIXTEEN, plan, costs, scheduled=False).total_s)
 
 
-def kept_speedup(trace: balance_trace.RoutingTrace, samples: range, age: int) -> float:
+def kept_speedup(trace: RoutingTrace, samples: range, age: int) -> float:
     """Speed-up with plans `age` samples old over that with fresh ones."""
     stale, fresh = [], []
     for sample in samples:
@@ -187,12 +187,12 @@ def kept_speedup(trace: balance_trace.RoutingTrace, samples: range, age: int) ->
     return float(np.mean(stale) / np.mean(fresh))
 
 
-def test_settled_routing_keeps_plans_good_and_early_routing_does_not(trace: balance_trace.RoutingTrace) -> None:
+def test_settled_routing_keeps_plans_good_and_early_routing_does_not(trace: RoutingTrace) -> None:
     assert kept_speedup(trace, range(201, 501, 60), age=20) > 0.97
     assert kept_speedup(trace, range(1, 60, 12), age=1) < 0.92
 
 
-def test_the_search_balances_better_than_fastermoe(trace: balance_trace.RoutingTrace) -> None:
+def test_the_search_balances_better_than_fastermoe(trace: RoutingTrace) -> None:
     ratios = []
     for sample in range(60, len(trace.counts), 80):
         for layer in range(0, 24, 4):
@@ -207,9 +207,7 @@ def test_the_search_balances_better_than_fastermoe(trace: balance_trace.RoutingT
     assert np.median(ratios) > 1.55
 
 
-def test_the_benchmark_prints_a_row_per_strategy(
-    trace: balance_trace.RoutingTrace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_benchmark_prints_a_row_per_strategy(trace: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(PATH), "--slots", "4", "--strategies", "plain", "packed", "--step", "200"]
     arguments += ["--protection-slots", "4"]
     assert balance_trace.run(options_of(balance_trace.Options, *arguments)) == 0

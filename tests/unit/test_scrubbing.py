@@ -45,7 +45,7 @@ def newest(root: Path) -> Checkpoint:
     return Checkpoint(checkpoints(root)[0][0])
 
 
-def file_of(root: Path, expert: int) -> Path:
+def file_of(root: Path, expert: int) -> Any:
     """The file that the newest checkpoint has an expert in."""
     checkpoint = newest(root)
     return next(

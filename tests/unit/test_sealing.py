@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from moe_lightning.bounded_files import open_regular
 from moe_lightning.callbacks.full_checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint import files, sealing
 from moe_lightning.checkpoint.files import read_file, write_file
@@ -86,9 +87,9 @@ def test_a_file_is_read_once_while_it_is_the_same(file: Path, monkeypatch: pytes
 
     def watched(*arguments: Any, **options: Any) -> Any:
         opened.append(arguments)
-        return open(*arguments, **options)
+        return open_regular(*arguments, **options)
 
-    monkeypatch.setattr(sealing, "open", watched, raising=False)
+    monkeypatch.setattr(sealing, "open_regular", watched)
     check_file(file)
     check_file(file)
     assert len(opened) == 1

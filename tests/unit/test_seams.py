@@ -32,6 +32,7 @@ METHODS = {
     "lightning.pytorch.loggers.CometLogger._create_experiment": "self",
     "lightning.pytorch.loops.evaluation_loop._EvaluationLoop._on_evaluation_model_train": "self",
     "lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate": "self",
+    "lightning.pytorch.loops.fit_loop._FitLoop.on_advance_end": "self",
     "lightning.pytorch.loops.fit_loop._FitLoop.run": "self",
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx": "self, data_fetcher",
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.on_advance_end": "self, data_fetcher",
@@ -43,6 +44,7 @@ METHODS = {
     "lightning.pytorch.trainer.call._call_callbacks_load_state_dict": "trainer, checkpoint",
     "lightning.pytorch.trainer.call._call_callbacks_on_load_checkpoint": "trainer, checkpoint",
     "lightning.pytorch.trainer.call._call_callbacks_state_dict": "trainer",
+    "lightning.pytorch.trainer.connectors.data_connector._worker_check": "trainer, dataloader, name",
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint": (
         "self, weights_only"
     ),
@@ -240,7 +242,7 @@ def is_private(name: str) -> bool:
 def test_every_private_name_of_the_seams_has_a_canary() -> None:
     known = {name.rpartition(".")[2] for name in (*METHODS, *PROPERTIES)} | set().union(*ATTRIBUTES.values()) | OTHERS
     known |= {part for name in (*METHODS, *PROPERTIES, *ATTRIBUTES) for part in name.split(".")}
-    of_the_files = {"_fetcher", "_gather_in", "_is_begun", "_undo_group"}
+    of_the_files = {"_end_epoch_without_restart", "_fetcher", "_gather_in", "_is_begun", "_undo_group"}
     assert {name for file in SEAMS for _, name in private_names(file)} - known == of_the_files
 
 

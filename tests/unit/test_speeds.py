@@ -11,7 +11,7 @@ from moe_lightning.algorithms.balancing import PlacementPolicy, plan_placement
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.packing import longest_time, packed_placement
 from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
-from moe_lightning.algorithms.speeds import ONE_SPEED, SPEED_RANGE, Pace, given_speeds, shares, speeds_of
+from moe_lightning.algorithms.speeds import ONE_SPEED, SPEED_RANGE, Pace, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 
 
@@ -33,10 +33,6 @@ def test_given_speeds_are_relative_to_the_fastest():
 def test_wrong_speeds_are_one_sentence(speeds, said):
     with pytest.raises(ConfigurationError, match=f"load_balancer.speeds {said}"):
         given_speeds(speeds, 2, "load_balancer.speeds")
-
-
-def test_who_takes_longer_is_slower():
-    assert speeds_of(np.array([100, 200, 10**9])).tolist() == [ONE_SPEED, ONE_SPEED // 2, ONE_SPEED // SPEED_RANGE]
 
 
 @given(st.lists(st.integers(1, 65536), min_size=1, max_size=6), st.integers(0, 10**6))

@@ -8,22 +8,59 @@ import weakref
 import pytest
 import torch.distributed as dist
 
+from moe_lightning import comm
 from moe_lightning.elastic.failure import PeerFailed, RunFinished
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import ConfigurationError, WorldCutError
 from moe_lightning.strategies.world_faults import explained, is_worlds_fault, reason_of, scrub
+
+COLLECTIVE, OURS, USERS = str(dist.__file__), str(comm.__file__), "/home/user/train.py"
+
+
+def raised(error: Exception, file: str) -> Exception:
+    """An exception as code of that file raises it."""
+    with pytest.raises(type(error)):
+        exec(compile("raise error", file, "exec"), {"error": error})
+    return error
+
+
+def called(error: Exception, file: str) -> Exception:
+    """An exception as compiled code raises it that this file has called."""
+
+    def raises() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as told:
+        exec(compile("call()", file, "exec"), {"call": raises})
+    frames = told.value.__traceback__
+    assert frames is not None
+    assert frames.tb_next is not None
+    frames.tb_next.tb_next = None  # what stands for compiled code has a frame, which that has not
+    return error
+
+
+GLOO = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
 
 
 @pytest.mark.parametrize(
     ("error", "known", "is_worlds"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), None, True),
-        (RuntimeError("Socket Timeout"), None, True),
-        (ValueError("The process group is not registered"), None, True),
+        (raised(RuntimeError(GLOO), COLLECTIVE), None, True),
+        (called(RuntimeError(GLOO), COLLECTIVE), None, True),
+        (called(RuntimeError(GLOO), USERS), None, True),  # the `wait` of a collective, a backward pass
+        (raised(ValueError("The process group is not registered"), COLLECTIVE), None, True),
         (dist.DistBackendError("NCCL communicator was aborted"), None, True),
-        (ConnectionError("cut"), None, True),
-        (TimeoutError(), None, True),
-        (RuntimeError("shape mismatch"), None, False),
-        (KeyError("Connection closed by peer"), None, False),
+        (dist.DistNetworkError("Socket Timeout"), None, True),
+        (WorldCutError("cut"), None, True),
+        (raised(TimeoutError("only 1 of 2 ranks came"), OURS), None, True),
+        (raised(RuntimeError("shape mismatch"), COLLECTIVE), None, False),
+        (raised(KeyError("Connection closed by peer"), COLLECTIVE), None, False),
+        # a user's own services
+        (raised(RuntimeError("tokenizer service at 10.0.0.7:80: connection refused"), USERS), None, False),
+        (raised(RuntimeError(GLOO), USERS), None, False),
+        (called(RuntimeError("connection refused"), USERS), None, False),
+        (raised(ConnectionError("connection refused"), USERS), None, False),
+        (called(ConnectionRefusedError(111, "Connection refused"), USERS), None, False),
+        (raised(TimeoutError("timed out after 3 s"), USERS), None, False),
         (ZeroDivisionError(), None, False),
         (ZeroDivisionError(), "rank 1 was killed", True),  # on half a world anything may go wrong
         (ConfigurationError("batch_size=0"), "rank 1 was killed", False),
@@ -55,7 +92,7 @@ class Engine:
 
 
 def test_outside_the_training_loop_a_lost_connection_is_the_end_of_the_rank_that_caused_it() -> None:
-    lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    lost = raised(RuntimeError(GLOO), COLLECTIVE)
     told = explained(lost, Engine("rank 1 on node b exited with code 1 (ValueError: no)"))  # type: ignore[arg-type]
     assert isinstance(told, PeerFailed)
     assert str(told).startswith("rank 1 on node b exited with code 1 (ValueError: no), outside the training loop")
@@ -64,7 +101,7 @@ def test_outside_the_training_loop_a_lost_connection_is_the_end_of_the_rank_that
 
 @pytest.mark.parametrize(("has_finished", "kind"), [(False, "death"), (True, "peer")])
 def test_before_training_all_ranks_may_start_again_after_one_was_killed(has_finished: bool, kind: str) -> None:
-    lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    lost = raised(RuntimeError(GLOO), COLLECTIVE)
     told = explained(lost, Engine("rank 1 was killed by SIGKILL", has_finished=has_finished))  # type: ignore[arg-type]
     assert isinstance(told, PeerFailed)
     assert told.kind == kind
@@ -73,7 +110,7 @@ def test_before_training_all_ranks_may_start_again_after_one_was_killed(has_fini
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), None),
+        (raised(RuntimeError(GLOO), COLLECTIVE), None),
         (ValueError("no"), "rank 1 was killed"),
         (ConfigurationError("batch_size=0"), "rank 1 was killed"),
     ],
@@ -83,7 +120,7 @@ def test_an_error_of_its_own_stays_what_it_is(error: Exception, cause: str | Non
 
 
 def test_what_is_known_is_said_before_what_an_exception_says() -> None:
-    broken = RuntimeError("gloo: connection reset")
+    broken = raised(RuntimeError("gloo: connection reset"), COLLECTIVE)
     assert reason_of(broken, None) == "the connection to another rank broke"
     assert reason_of(broken, "rank 2 was killed") == "rank 2 was killed"
     assert reason_of(ConnectionError("cut"), None) == "ConnectionError: cut"
@@ -120,7 +157,7 @@ def test_scrubbed_exceptions_hold_no_frame() -> None:
 def test_what_a_pipeline_wraps_is_looked_into_and_let_go() -> None:
     try:
         try:
-            raise RuntimeError("gloo: connection closed by peer")
+            raise raised(RuntimeError("gloo: connection closed by peer"), COLLECTIVE)
         except RuntimeError as error:
             raise ValueError("Failed to run stage backward: args: ...") from error
     except ValueError as error:
@@ -130,5 +167,5 @@ def test_what_a_pipeline_wraps_is_looked_into_and_let_go() -> None:
     cause = fault.__cause__
     scrub(fault)
     assert cause is not None
-    assert fault.__cause__ is fault.__context__ is cause.__traceback__ is None
+    assert (fault.__cause__, fault.__context__, cause.__traceback__) == (None, None, None)
     assert not is_worlds_fault(ValueError("a mistake"), None)

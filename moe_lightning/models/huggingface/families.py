@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.kernels.bodies import CLAMPED_ALPHA, CLAMPED_LIMIT
+from moe_lightning.kernels.interface import CLAMPED_ALPHA, CLAMPED_LIMIT
 from moe_lightning.models.huggingface.layouts import ExpertLayout, InterleavedStacks, SeparateExperts
 
 MODEL_BLOCK = "mlp"

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from moe_lightning.bounded_files import read_text
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.attention import keep_context
@@ -68,9 +69,9 @@ def read_config(path: Path, known: tuple[str, ...], overrides: Mapping[str, Any]
     if not file.is_file():
         raise ConfigurationError(f"{file} does not exist: give the folder of a Hugging Face checkpoint on this machine")
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(read_text(file))
         model_type = values.get("model_type")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, OSError, RecursionError) as error:
         raise ConfigurationError(f"{file} is not a model's configuration: {error}") from error
     if model_type not in known:
         raise ConfigurationError(f"model_type={model_type!r} of {path} is not known: use one of {', '.join(known)}")

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_lightning.bounded_files import read_text
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.huggingface.quantised import FP8_SCALE, MXFP4_BLOCKS, MXFP4_SCALES, from_fp8, from_mxfp4
 
@@ -58,9 +59,9 @@ class WeightsFolder:
         if not (self.path / INDEX).is_file():
             return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         try:
-            listed = json.loads((self.path / INDEX).read_text())["weight_map"]
+            listed = json.loads(read_text(self.path / INDEX))["weight_map"]
             files = {str(name): str(file) for name, file in listed.items()}
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
             raise CheckpointError(f"{self.path / INDEX} is damaged: it has no readable weight_map") from error
         for file in sorted(set(files.values())):
             if Path(file).name != file or not (self.path / file).is_file():

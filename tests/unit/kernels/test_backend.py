@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _fresh_choice():
-    choice._bodies.cache_clear()
+    choice._implementation.cache_clear()
     with ops.backend("auto"):
         yield
-    choice._bodies.cache_clear()
+    choice._implementation.cache_clear()
 
 
 def test_auto_takes_torch_on_the_cpu_and_logs_it_once(caplog):
@@ -30,11 +30,11 @@ def test_auto_takes_torch_on_the_cpu_and_logs_it_once(caplog):
 
 def test_the_context_restores_the_choice_after_an_error():
     with ops.backend("reference"):
-        assert choice.bodies(CPU) is None
+        assert choice.implementation(CPU) is None
         with pytest.raises(ConfigurationError), ops.backend("torch"):
             ops.pack([])
-        assert choice.bodies(CPU) is None
-    assert choice.bodies(CPU) is not None
+        assert choice.implementation(CPU) is None
+    assert choice.implementation(CPU) is not None
 
 
 def test_unknown_names_are_refused():
@@ -46,21 +46,21 @@ def test_triton_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(choice, "_has_triton", lambda: True)
     with ops.backend("triton"), pytest.raises(ConfigurationError, match="'triton' cannot run on device 'cpu'"):
-        choice.bodies(CPU)
+        choice.implementation(CPU)
 
 
 def test_absent_triton_is_refused_by_name_and_skipped_by_auto(monkeypatch):
     monkeypatch.setattr(choice, "_has_triton", lambda: False)
     with pytest.raises(ConfigurationError, match="needs the package triton"):
         ops.set_backend("triton")
-    assert choice._bodies("auto", "cuda") is choice._TORCH
+    assert choice._implementation("auto", "cuda") is choice._TORCH
 
 
 def test_triton_is_not_imported_where_it_is_not_chosen():
     code = (
         "import sys, torch; from moe_lightning import kernels as ops;"
         "ops.permute(torch.zeros(1, 2), torch.tensor([0]), torch.tensor([[0]]));"
-        "assert not any(m.startswith('moe_lightning.kernels.triton_') for m in sys.modules)"
+        "assert not any(m.startswith('moe_lightning.kernels.triton') for m in sys.modules)"
     )
     done = run_program("-c", code)
     assert done.returncode == 0, done.stderr

@@ -31,8 +31,8 @@ def test_contenders_agree_in_value_and_gradient():
         y = contender.forward(x, ids, weights)
         results[name] = (y, torch.autograd.grad(y.square().sum(), x)[0])
     for name, (y, grad) in results.items():
-        torch.testing.assert_close(y, results["loop"][0], msg=lambda m, name=name: f"{name}: {m}")
-        torch.testing.assert_close(grad, results["loop"][1], msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(y, results["loop"][0], msg=lambda m, name=name: f"{name}: {m}")  # type: ignore[misc]
+        torch.testing.assert_close(grad, results["loop"][1], msg=lambda m, name=name: f"{name}: {m}")  # type: ignore[misc]
 
 
 def test_run_prints_every_table(capsys, monkeypatch):

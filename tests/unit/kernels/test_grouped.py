@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, close, equals_reference, randn
 
 from moe_lightning import ExpertParallelStrategy
 from moe_lightning import kernels as ops
@@ -10,6 +9,7 @@ from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import backends, torch_grouped
 from moe_lightning.modules.moe_layer import MoELayer
+from tests.unit.kernels.kernel_cases import DEVICE, close, equals_reference, randn
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -69,7 +69,7 @@ def test_more_rows_than_offsets_count_are_refused(monkeypatch):
 
 
 def test_only_the_matmuls_are_others():
-    own, usual = backends.bodies(DEVICE), backends._bodies("auto", DEVICE.type)
+    own, usual = backends.implementation(DEVICE), backends._implementation("auto", DEVICE.type)
     assert own.matmul is torch_grouped
     assert own.fused is None
     assert (own.rows, own.routing, own.activation) == (usual.rows, usual.routing, usual.activation)

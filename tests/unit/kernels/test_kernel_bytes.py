@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, ROUNDED, kernel_settings, randn
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import reference
+from tests.unit.kernels.kernel_cases import DEVICE, ROUNDED, kernel_settings, randn
 
 
 def state() -> list[torch.Tensor]:

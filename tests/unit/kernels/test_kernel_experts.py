@@ -6,11 +6,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, DTYPES, INTERPRETED, close, equals_reference, kernel_settings, randn, routings
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
+from tests.unit.kernels.kernel_cases import (
+    DEVICE,
+    DTYPES,
+    INTERPRETED,
+    close,
+    equals_reference,
+    kernel_settings,
+    randn,
+    routings,
+)
 
 COUNTS = {"list": list, "tuple": tuple, "tensor": torch.tensor, "there": lambda n: torch.tensor(n, device=DEVICE)}
 """What the counts of rows may be."""
@@ -150,7 +159,7 @@ def test_autocast_casts_both_operands():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(("said", "precision"), [("tf32", "tf32"), ("ieee", "ieee"), ("none", "ieee")])
 def test_matmuls_hear_what_torch_was_told_of_tf32(said, precision):
-    from moe_lightning.kernels import triton_tiles
+    from moe_lightning.kernels.triton import tiles as triton_tiles
 
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
@@ -164,7 +173,7 @@ def test_matmuls_hear_what_torch_was_told_of_tf32(said, precision):
 @pytest.mark.skipif(not INTERPRETED, reason="counts on a GPU are trusted by the host alone")
 @pytest.mark.parametrize("counts", [[1 << 40, -5, 3], [-1, -1, -1], [39, 39, 39], [1 << 31, 1 << 31, 1 << 31]])
 def test_counts_of_an_aborted_collective_end_and_stay_inside(counts):
-    from moe_lightning.kernels import triton_matmul as room
+    from moe_lightning.kernels.triton import matmul as room
 
     x, weight = randn(40, 16), randn(3, 16, 24, seed=1)
     cut = room.cut(torch.tensor(counts), len(x), x)

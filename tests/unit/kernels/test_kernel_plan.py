@@ -106,7 +106,9 @@ def test_rows_of_a_plan_lie_in_blocks_and_by_slots(seed: int, is_packed: bool) -
     slots = [*held, experts]
     block = int(max(send.sum(axis=0).max(), recv.sum(axis=0).max())) + dropped + 1
     order_A = torch.from_numpy(rng.permutation(int(send.sum()) + dropped + (send.sum() + dropped == 0)))
-    runs = ops.plan_runs(*map(torch.from_numpy, (send, recv)), torch.tensor(slots), block, is_packed=is_packed)
+    runs = ops.plan_runs(
+        torch.from_numpy(send), torch.from_numpy(recv), torch.tensor(slots), block, is_packed=is_packed
+    )
     assert runs.send_N.tolist() == send.sum(axis=0).tolist()
     assert runs.recv_N.tolist() == recv.sum(axis=0).tolist()
     assert runs.tokens_C.tolist() == [*recv[held].sum(axis=1).tolist(), 0]

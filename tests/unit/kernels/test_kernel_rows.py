@@ -4,11 +4,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, DTYPES, INTERPRETED, equals_reference, kernel_settings, randn, routings
 
 from moe_lightning import kernels as ops
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import reference
+from tests.unit.kernels.kernel_cases import (
+    DEVICE,
+    DTYPES,
+    INTERPRETED,
+    equals_reference,
+    kernel_settings,
+    randn,
+    routings,
+)
 
 
 @kernel_settings
@@ -68,8 +76,8 @@ def test_results_of_many_blocks_equal_those_of_one(drop, monkeypatch):
     ids = torch.randint(-1 if drop else 0, 7, (300, 2), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     sort = ops.sort_by_expert(ids, 7)
     x, rows, weights = randn(300, 24), randn(len(sort.order_M), 24, seed=4), randn(300, 2, seed=5)
-    monkeypatch.setattr("moe_lightning.kernels.torch_rows._BLOCK_BYTES", 64)
-    monkeypatch.setattr("moe_lightning.kernels.torch_rows._HEAP_BYTES", 64)
+    monkeypatch.setattr("moe_lightning.kernels.torch_kernels._BLOCK_BYTES", 64)
+    monkeypatch.setattr("moe_lightning.kernels.torch_kernels._HEAP_BYTES", 64)
     equals_reference(lambda x: ops.permute(x, sort.order_M, sort.inverse_TK), x)
     equals_reference(lambda r, w: ops.unpermute(r, sort.inverse_TK, sort.order_M, w), rows, weights)
     equals_reference(lambda h: ops.expert_activation(h, "swiglu"), rows)

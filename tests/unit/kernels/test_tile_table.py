@@ -118,14 +118,14 @@ def test_a_warm_up_has_rows_of_every_class():
 
 
 def test_nothing_is_tuned_in_a_step():
-    for path in Path(kernels.__path__[0]).glob("*.py"):
+    for path in Path(kernels.__path__[0]).rglob("*.py"):
         assert "autotune" not in path.read_text(), path
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has tiles of its own")
 def test_an_entry_that_does_not_fit_the_device_is_passed_over():
-    from moe_lightning.kernels.triton_tiles import Limits, tiles_for
+    from moe_lightning.kernels.triton.tiles import Limits, tiles_for
 
     def found(shared):
         tile = tiles_for(torch.bfloat16, 1024, Limits(capability=90, shared=shared << 10, multiprocessors=132))

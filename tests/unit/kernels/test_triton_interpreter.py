@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 
 import pytest
-from kernel_cases import EXAMPLES
 
 from tests.programs import ROOT, run_program
+from tests.unit.kernels.kernel_cases import EXAMPLES
 
 HERE = Path(__file__).parent
 

@@ -1,0 +1,34 @@
+#!/bin/bash
+#SBATCH --nodes=4 --ntasks-per-node=1 --cpus-per-task=64 --gpus-per-node=8 --mem=0 --exclusive --no-kill
+#
+# An elastic run under SLURM: one step for each node, so that a lost node ends its own step only.
+#
+#   sbatch docs/slurm.sh data.source=corpus/ run_name=mine       # from a folder that the nodes share
+#
+# --mem=0 is all memory of a node. srun does not take --cpus-per-task over from sbatch. The rendezvous host lives until a
+# signal: the job ends it when the last node's step has ended, and has succeeded if any step has.
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+secret="$HOME/run-$SLURM_JOB_ID.secret"
+
+srun --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$host" --overlap \
+  python -m moe_lightning.elastic.rendezvous_host --bind "$host:29510" --secret-file "$secret" &
+rendezvous=$!
+trap 'kill "$rendezvous" 2>/dev/null; wait "$rendezvous"; rm -f "$secret"' EXIT
+until [ -s "$secret" ]; do
+  kill -0 "$rendezvous" || exit 1
+  sleep 1
+done
+
+steps=()
+for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+  srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --gpus="$SLURM_GPUS_ON_NODE" --nodelist="$node" \
+    --overlap moe-train callbacks=fault_recovery elastic.lighthouse="$host:29510" elastic.secret_file="$secret" \
+    elastic.num_nodes="$SLURM_JOB_NUM_NODES" ranks="$SLURM_GPUS_ON_NODE" "$@" &
+  steps+=($!)
+done
+
+status=1
+for step in "${steps[@]}"; do
+  wait "$step" && status=0
+done
+exit "$status"

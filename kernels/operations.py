@@ -1,0 +1,673 @@
+"""Operations of a Mixture-of-Experts layer: checks of the arguments, choice of the implementation, gradients.
+
+Legend: T tokens, K choices, A = T*K assignments, M rows (A less the dropped), E experts, S or C slots, D model width,
+F expert width, N ranks or sources, C chunks, L elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels import autograd, backends, buffers, reference, torch_kernels
+from moe_lightning.kernels.interface import ACTIVATIONS, Choice, Draw, ExpertSort, Routed, Runs, Sharing, is_gated
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ConfigurationError(sentence)
+
+
+def _check_floats(name: str, tensor: Tensor, dims: int = 2) -> None:
+    """A floating-point tensor with that many dimensions."""
+    _require(tensor.dim() == dims, f"{name} has shape {list(tensor.shape)}, but needs {dims} dimensions")
+    _require(tensor.dtype in _FLOATS, f"{name} is {tensor.dtype}, but needs one of float32, bfloat16, float16, float64")
+
+
+def _check_index(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:
+    """An int64 tensor with that many dimensions on the device of the data."""
+    _require(tensor.dim() == dims, f"{name} has shape {list(tensor.shape)}, but needs {dims} dimensions")
+    _require(tensor.dtype == torch.int64, f"{name} is {tensor.dtype}, but needs int64: call .long() on it")
+    _check_device(name, tensor, device)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    _require(tensor.device == device, f"{name} is on {tensor.device}, but the data is on {device}: move it there")
+
+
+def _check_rows_fit(order_M: Tensor, inverse_TK: Tensor) -> None:
+    _require(
+        len(order_M) <= inverse_TK.numel(),
+        f"order lists {len(order_M)} rows, more than the {inverse_TK.numel()} assignments of inverse "
+        f"{list(inverse_TK.shape)}",
+    )
+
+
+def _check_bytes(name: str, tensor: Tensor, num_bytes: int | None = None) -> None:
+    """A flat contiguous uint8 buffer, of exactly that size where it is given."""
+    _require(
+        tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous(),
+        f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, but needs a flat contiguous uint8 buffer",
+    )
+    _require(
+        num_bytes is None or tensor.numel() == num_bytes,
+        f"{name} holds {tensor.numel()} bytes, but {num_bytes} are needed",
+    )
+
+
+def fuses_router(x_TD: Tensor, num_experts: int) -> bool:
+    """True if `route` takes such rows: bf16, on a device with a kernel for it, and all experts fit one program."""
+    impl = backends.implementation(x_TD.device, x_TD.dtype)
+    return (
+        impl is not None
+        and impl.router is not None
+        and x_TD.dtype == torch.bfloat16
+        and num_experts <= impl.router.MOST_EXPERTS
+    )
+
+
+def route(
+    x_TD: Tensor, weight_ED: Tensor, choice: Choice, *, bias_E: Tensor | None = None, selection_E: Tensor | None = None
+) -> Routed:
+    """Logits x @ weight^T + bias, their scores, the K best experts of each token and what they weigh.
+
+    As exact as in fp32; a row's results are the same in any batch. Ties go to the lower expert id.
+
+    Args:
+        x_TD: bf16 [T, D], where `fuses_router` says so. Differentiable, as weight and bias are.
+        weight_ED: floats [E, D].
+        choice: how to choose.
+        bias_E: added to the logits.
+        selection_E: added to the scores for the choice alone.
+
+    Raises:
+        ConfigurationError: what does not fit together, or rows that `fuses_router` does not take.
+    """
+    _check_floats("x", x_TD)
+    _check_floats("weight", weight_ED)
+    _check_device("weight", weight_ED, x_TD.device)
+    num_experts, width = weight_ED.shape
+    _require(x_TD.shape[1] == width, f"x {list(x_TD.shape)} does not fit weight {list(weight_ED.shape)}")
+    _require(1 <= choice.top_k <= num_experts, f"top_k={choice.top_k} must be from 1 to {num_experts} experts")
+    for name, value_E in (("bias", bias_E), ("selection", selection_E)):
+        if value_E is not None:
+            _check_floats(name, value_E, 1)
+            _check_device(name, value_E, x_TD.device)
+            _require(len(value_E) == num_experts, f"{name} has {len(value_E)} values for {num_experts} experts")
+    impl = backends.implementation(x_TD.device, x_TD.dtype)
+    if impl is None or impl.router is None or not fuses_router(x_TD, num_experts):
+        raise ConfigurationError(
+            f"no kernel routes {x_TD.dtype} rows on {x_TD.device.type} to {num_experts} experts in one operation: ask "
+            "fuses_router first, or take top_k_routing"
+        )
+    bias_E, selection_E = (None if value is None else value.contiguous() for value in (bias_E, selection_E))
+    routed = autograd.apply(
+        autograd.Route, x_TD.contiguous(), weight_ED.contiguous(), bias_E, selection_E, choice, impl.router
+    )
+    return Routed(*routed)
+
+
+def balance(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor | None:
+    """E * sum_e f_e * P_e with f the fraction of assignments and P the mean over tokens of the scores' shares.
+
+    None where no kernel computes it in one pass.
+
+    Args:
+        scores_TE: fp32, at least 0. Differentiable.
+        tokens_per_expert_E: int64, on the host or the device.
+
+    Raises:
+        ConfigurationError: counts of other experts.
+    """
+    _check_floats("scores", scores_TE)
+    _check_index("tokens_per_expert", tokens_per_expert_E, 1, tokens_per_expert_E.device)
+    _require(
+        len(tokens_per_expert_E) == scores_TE.shape[1],
+        f"tokens_per_expert counts {len(tokens_per_expert_E)} experts, but scores have {scores_TE.shape[1]}",
+    )
+    impl = backends.implementation(scores_TE.device, scores_TE.dtype)
+    if impl is None or impl.router is None or scores_TE.dtype != torch.float32:
+        return None
+    counts_E = buffers.upload(tokens_per_expert_E, scores_TE.device).contiguous()
+    loss: Tensor = autograd.apply(autograd.Balance, scores_TE.contiguous(), counts_E, impl.router)
+    return loss
+
+
+def top_k_routing(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The largest scores of each token and their experts, descending, ties to the lower expert id.
+
+    Args:
+        scores_TE: floats [T, E]; must not hold NaN. Differentiable.
+        top_k: K, from 1 to E.
+
+    Returns:
+        (top_scores [T, K] in the dtype of the scores, expert ids int64 [T, K]).
+    """
+    impl = _implementation_for_scores(scores_TE, top_k)
+    if impl is None:
+        return reference.top_k_routing(scores_TE, top_k)
+    scores, ids = autograd.apply(autograd.TopK, scores_TE.contiguous(), top_k, impl.routing)
+    return scores, ids
+
+
+def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
+    """The ids of `top_k_routing` alone: int64 [T, K]."""
+    impl = _implementation_for_scores(scores_TE, top_k)
+    if impl is None:
+        return reference.top_k_routing(scores_TE, top_k)[1]
+    return impl.routing.top_k(scores_TE.detach().contiguous(), top_k)
+
+
+def _implementation_for_scores(scores_TE: Tensor, top_k: int) -> backends.Implementation | None:
+    _check_floats("scores", scores_TE)
+    num_experts = scores_TE.shape[1]
+    _require(1 <= top_k <= num_experts, f"top_k={top_k} does not fit {num_experts} experts: use 1 to {num_experts}")
+    return backends.implementation(scores_TE.device, scores_TE.dtype)
+
+
+def count_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
+    """int64 [E]: assignments of each expert, dropped ones (-1) left out; a GPU is not waited for."""
+    impl = backends.implementation(expert_ids_TK.device)
+    kernels = torch_kernels if impl is None else impl.routing
+    return kernels.count(expert_ids_TK.contiguous(), num_experts)
+
+
+def sort_by_expert(
+    expert_ids_TK: Tensor, num_experts: int, *, may_drop: bool = True, num_rows: int | None = None
+) -> ExpertSort:
+    """Sort assignments by expert, stably: the rows of an expert keep the order of their tokens.
+
+    Args:
+        expert_ids_TK: int64 [T, K]; -1 marks a dropped assignment, which gets no row.
+        num_experts: E.
+        may_drop: False promises that no id is -1; then nothing is read back from a GPU.
+        num_rows: how many ids are not -1, where the host knows it; then nothing is read back either.
+
+    Raises:
+        ConfigurationError: wrong shape or dtype, or (checked on the CPU only) an id outside -1..E-1.
+    """
+    _check_index("expert ids", expert_ids_TK, 2, expert_ids_TK.device)
+    _require(num_experts >= 1, f"num_experts={num_experts} must be at least 1")
+    if expert_ids_TK.device.type == "cpu" and expert_ids_TK.numel():
+        low, high = (int(bound) for bound in expert_ids_TK.aminmax())
+        lowest = -1 if may_drop else 0
+        _require(
+            lowest <= low and high < num_experts,
+            f"expert ids reach from {low} to {high}, but must lie in {lowest}..{num_experts - 1}",
+        )
+    impl = backends.implementation(expert_ids_TK.device)
+    if impl is None:
+        return reference.sort_by_expert(expert_ids_TK, num_experts)
+    if not may_drop:
+        num_rows = expert_ids_TK.numel()
+    return impl.routing.sort_by_expert(expert_ids_TK.contiguous(), num_experts, num_rows)
+
+
+def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor, *, may_pad: bool = False) -> Tensor:
+    """Rows of tokens in expert-major order: [M, D] with row m = x[order[m] // K].
+
+    The gradient of a token is the sum over its rows, accumulated in fp32 in the order of its choices.
+
+    Args:
+        x_TD: floats [T, D].
+        order_M, inverse_TK: from `sort_by_expert`, or any pair with inverse[order[m]] = m and -1 elsewhere.
+        may_pad: `order_M` is longer than all assignments and names any for the rows that `inverse_TK` does not.
+    """
+    _check_floats("x", x_TD)
+    _check_index("order", order_M, 1, x_TD.device)
+    _check_index("inverse", inverse_TK, 2, x_TD.device)
+    if not may_pad:
+        _check_rows_fit(order_M, inverse_TK)
+    _require(len(inverse_TK) == len(x_TD), f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x_TD)}")
+    impl = backends.implementation(x_TD.device, x_TD.dtype)
+    if impl is None:
+        return reference.permute(x_TD, order_M, inverse_TK)
+    result: Tensor = autograd.apply(
+        autograd.Permute, x_TD.contiguous(), order_M.contiguous(), inverse_TK.contiguous(), impl.rows
+    )
+    return result
+
+
+def unpermute(
+    rows_MD: Tensor,
+    inverse_TK: Tensor,
+    order_M: Tensor,
+    weights_TK: Tensor | None = None,
+    *,
+    may_pad: bool = False,
+) -> Tensor:
+    """Weighted sum of the rows of each token: [T, D] with y[t] = sum over k of weights[t, k] * rows[inverse[t, k]].
+
+    Accumulated in fp32 in the order of k, result in the dtype of the rows. Dropped assignments add nothing.
+    Differentiable in rows and weights; each row is used once, so the gradient of the rows is a gather.
+
+    Args:
+        rows_MD: floats [M, D].
+        inverse_TK, order_M: from `sort_by_expert`.
+        weights_TK: floats [T, K], or None for a plain sum. The torch kernel rounds them to the dtype of the rows.
+        may_pad: as for `permute`.
+    """
+    _check_floats("rows", rows_MD)
+    _check_index("order", order_M, 1, rows_MD.device)
+    _check_index("inverse", inverse_TK, 2, rows_MD.device)
+    if not may_pad:
+        _check_rows_fit(order_M, inverse_TK)
+    _require(len(order_M) == len(rows_MD), f"order lists {len(order_M)} rows, but there are {len(rows_MD)}")
+    if weights_TK is not None:
+        _check_floats("weights", weights_TK)
+        _check_device("weights", weights_TK, rows_MD.device)
+        _require(
+            weights_TK.shape == inverse_TK.shape,
+            f"weights {list(weights_TK.shape)} do not fit inverse {list(inverse_TK.shape)}: both are [tokens, choices]",
+        )
+        weights_TK = weights_TK.contiguous()
+    impl = backends.implementation(rows_MD.device, rows_MD.dtype)
+    if impl is None:
+        return reference.unpermute(rows_MD, inverse_TK, order_M, weights_TK)
+    result: Tensor = autograd.apply(
+        autograd.Unpermute, rows_MD.contiguous(), inverse_TK.contiguous(), order_M.contiguous(), weights_TK, impl.rows
+    )
+    return result
+
+
+def chunk_order(sizes_NC: Tensor, device: torch.device | None = None) -> Tensor:
+    """Index that turns rows in order (source, chunk) into rows in order (chunk, source): rank-major to expert-major.
+
+    Args:
+        sizes_NC: int64 [N, C], rows of chunk c from source n, at least 0. On the host, or the call waits for it.
+        device: where the index shall be; by default where the sizes are.
+
+    Returns:
+        int64 [M], M the sum of the sizes: the old place of each row.
+    """
+    _check_index("sizes", sizes_NC, 2, sizes_NC.device)
+    sizes = sizes_NC.cpu()
+    _require(not sizes.numel() or int(sizes.min()) >= 0, "sizes count rows and cannot be negative")
+    starts_NC = sizes.reshape(-1).cumsum(0).view(sizes.shape) - sizes
+    chunks = torch.stack([starts_NC.t().reshape(-1), sizes.t().reshape(-1).cumsum(0)])
+    there = buffers.upload(chunks, sizes_NC.device if device is None else device)
+    return reorder_chunks(there[0], there[1], int(sizes.sum()))[0]
+
+
+def reorder_chunks(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Index that brings chunks of rows into another order, and its inverse, both int64 [M].
+
+    Args:
+        starts_C: int64, where each chunk begins now; in the new order.
+        ends_C: int64, where each will end: the sums of their sizes.
+        num_rows: M, the last of `ends_C`.
+    """
+    impl = backends.implementation(starts_C.device)
+    kernels = torch_kernels if impl is None else impl.routing
+    return kernels.chunk_order(starts_C, ends_C, num_rows)
+
+
+def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor | None = None) -> Tensor:
+    """x[index] for a permutation of all rows; the gradient is the gather by the inverse.
+
+    Args:
+        x_MD: floats [M, D].
+        index_M: int64 [M], a permutation.
+        inverse_M: its inverse, where it is at hand; else the backward computes it.
+    """
+    _check_floats("x", x_MD)
+    for name, index in (("index", index_M), ("inverse", inverse_M)):
+        if index is not None:
+            _check_index(name, index, 1, x_MD.device)
+            _require(len(index) == len(x_MD), f"{name} lists {len(index)} rows, but x holds {len(x_MD)}")
+    impl = backends.implementation(x_MD.device, x_MD.dtype)
+    if impl is None:
+        return reference.gather_rows(x_MD, index_M)
+    inverse_M = None if inverse_M is None else inverse_M.contiguous()
+    result: Tensor = autograd.apply(autograd.GatherRows, x_MD.contiguous(), index_M.contiguous(), inverse_M, impl.rows)
+    return result
+
+
+def invert(index_M: Tensor) -> Tensor:
+    """The inverse of a permutation, int64 [M]: invert(index)[index[m]] = m."""
+    _check_index("index", index_M, 1, index_M.device)
+    return autograd.invert(index_M)
+
+
+def grouped_mm(
+    x: Tensor,
+    weight_SDF: Tensor,
+    tokens_per_slot_S: Tensor | Sequence[int],
+    *,
+    order_M: Tensor | None = None,
+    inverse_TK: Tensor | None = None,
+) -> Tensor:
+    """Each row times the weight of its slot: [M, F], accumulated in fp32, in the dtype of x or of autocast.
+
+    Rows past the sum of `tokens_per_slot_S` get zeros and have no gradient; a slot without rows gets a zero gradient.
+
+    Args:
+        x: floats [M, D], sorted by slot; or tokens [T, D] where `order_M` and `inverse_TK` (from `sort_by_expert`) are
+            given: then the result is that of `grouped_mm(permute(x, order_M, inverse_TK), ...)`, without that copy.
+        weight_SDF: [S, D, F] in the dtype of x.
+        tokens_per_slot_S: int64 [S] on the host or the device (no host synchronisation on a GPU), or plain integers.
+            The sum must not exceed M (checked where the counts are on the host).
+    """
+    _check_floats("x", x)
+    _check_floats("weight", weight_SDF, 3)
+    _check_device("weight", weight_SDF, x.device)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight_SDF = x.to(dtype), weight_SDF.to(dtype)
+    _require(
+        weight_SDF.dtype == x.dtype, f"weight is {weight_SDF.dtype}, but x is {x.dtype}: use one dtype, or autocast"
+    )
+    num_slots, width, _ = weight_SDF.shape
+    _require(x.shape[1] == width, f"x has {x.shape[1]} columns, but weight expects {width}")
+    tokens_S = torch.as_tensor(tokens_per_slot_S)
+    if not len(tokens_S):
+        tokens_S = tokens_S.long()
+    _check_index("tokens_per_slot", tokens_S, 1, tokens_S.device)
+    _require(len(tokens_S) == num_slots, f"tokens_per_slot counts {len(tokens_S)} slots, but weight has {num_slots}")
+    _require((order_M is None) == (inverse_TK is None), "order and inverse belong together: give both or neither")
+    num_rows = len(x)
+    if order_M is not None and inverse_TK is not None:
+        _check_index("order", order_M, 1, x.device)
+        _check_index("inverse", inverse_TK, 2, x.device)
+        _check_rows_fit(order_M, inverse_TK)
+        _require(len(inverse_TK) == len(x), f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x)}")
+        num_rows, order_M, inverse_TK = len(order_M), order_M.contiguous(), inverse_TK.contiguous()
+    if tokens_S.device.type == "cpu":
+        total = int(tokens_S.sum())
+        valid = total <= num_rows and (num_slots == 0 or int(tokens_S.min()) >= 0)
+        _require(valid, f"tokens_per_slot sum to {total}, but x holds {num_rows} rows and counts are at least 0")
+    impl = backends.implementation(x.device, x.dtype)
+    if impl is None:
+        rows = x if order_M is None or inverse_TK is None else reference.permute(x, order_M, inverse_TK)
+        return reference.grouped_mm(rows, weight_SDF, tokens_S.tolist())
+    result: Tensor = autograd.apply(
+        autograd.GroupedMM, x.contiguous(), weight_SDF, tokens_S, order_M, inverse_TK, (impl.matmul, impl.rows)
+    )
+    return result
+
+
+def expert_mlp(
+    x: Tensor,
+    up_SDH: Tensor,
+    down_SFD: Tensor,
+    tokens_per_slot_S: Tensor | Sequence[int],
+    kind: str,
+    *,
+    sort: ExpertSort | None = None,
+    weights_TK: Tensor | None = None,
+) -> Tensor:
+    """The experts of rows: activation(x @ up) @ down, by the slot of each row, as `grouped_mm` and `expert_activation`
+    would compute it, in two launches where the device has kernels for that (`fuses_experts`).
+
+    Args:
+        x: floats [M, D], sorted by slot; or tokens [T, D] with `sort` and `weights_TK`.
+        up_SDH, down_SFD: weights in the dtype of x; H = 2F where the kind is gated.
+        tokens_per_slot_S: as for `grouped_mm`.
+        kind: of the activation.
+        sort: which rows the tokens have; then rows are gathered in the load, and weighed and summed behind.
+        weights_TK: floats [T, K], with `sort`; differentiable.
+
+    Returns:
+        [M, D], or [T, D] with `sort`.
+    """
+    _require((sort is None) == (weights_TK is None), "sort and weights belong together: give both or neither")
+    order_M, inverse_TK = (None, None) if sort is None else (sort.order_M, sort.inverse_TK)
+    impl = backends.implementation(x.device, x.dtype)
+    if impl is None or impl.fused is None:
+        h_MH = grouped_mm(x, up_SDH, tokens_per_slot_S, order_M=order_M, inverse_TK=inverse_TK)
+        y_MD = grouped_mm(expert_activation(h_MH, kind), down_SFD, tokens_per_slot_S)
+        return y_MD if sort is None else unpermute(y_MD, sort.inverse_TK, sort.order_M, weights_TK)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, up_SDH, down_SFD = x.to(dtype), up_SDH.to(dtype), down_SFD.to(dtype)
+    tokens_S = _checked_experts(x, up_SDH, down_SFD, tokens_per_slot_S, kind)
+    if weights_TK is not None:
+        weights_TK = weights_TK.contiguous()
+    result: Tensor = autograd.apply(
+        autograd.ExpertMLP, x.contiguous(), up_SDH, down_SFD, tokens_S, kind, order_M, inverse_TK, weights_TK,
+        (impl.matmul, impl.fused, impl.rows),
+    )  # fmt: skip
+    return result
+
+
+def fuses_experts(x: Tensor) -> bool:
+    """True if `expert_mlp` of such rows runs fused; else gathering in the load saves nothing."""
+    impl = backends.implementation(x.device, x.dtype)
+    return impl is not None and impl.fused is not None
+
+
+def _checked_experts(
+    x: Tensor, up_SDH: Tensor, down_SFD: Tensor, tokens_per_slot_S: Tensor | Sequence[int], kind: str
+) -> Tensor:
+    _check_floats("x", x)
+    _check_floats("up", up_SDH, 3)
+    _check_floats("down", down_SFD, 3)
+    _require(kind in ACTIVATIONS, f"activation {kind!r} does not exist: use one of {', '.join(ACTIVATIONS)}")
+    slots, width, hidden = up_SDH.shape
+    wanted = (slots, hidden // 2 if is_gated(kind) else hidden, width)
+    _require(
+        tuple(down_SFD.shape) == wanted and x.shape[1] == width,
+        f"x {list(x.shape)}, up {list(up_SDH.shape)} and down {list(down_SFD.shape)} do not fit: with {kind} down is "
+        f"{list(wanted)}",
+    )
+    for name, weight in (("up", up_SDH), ("down", down_SFD)):
+        _check_device(name, weight, x.device)
+        _require(weight.dtype == x.dtype, f"{name} is {weight.dtype}, but x is {x.dtype}: use one dtype, or autocast")
+    tokens_S = torch.as_tensor(tokens_per_slot_S)
+    _check_index("tokens_per_slot", tokens_S, 1, tokens_S.device)
+    _require(len(tokens_S) == slots, f"tokens_per_slot counts {len(tokens_S)} slots, but weight has {slots}")
+    return tokens_S
+
+
+def expert_activation(h_MH: Tensor, kind: str, gate_weights_M: Tensor | None = None) -> Tensor:
+    """The activation of an expert MLP, times a gate weight for each row.
+
+    Computed in fp32 and rounded once. The backward keeps h only and computes the activation again.
+
+    Args:
+        h_MH: floats; [M, F] for the kinds of gelu, [M, 2F] = gate | up for those of swiglu.
+        kind: "gelu" (the exact erf form), "gelu_tanh" (GPT-2's approximation of it), "swiglu" (silu(gate) * up), or
+            "swiglu_clamped" (GPT-OSS: gate * sigmoid(1.702 gate) * (up + 1), gate cut at 7, up at -7 and 7).
+        gate_weights_M: floats [M], or None. Differentiable.
+
+    Returns:
+        [M, F] in the dtype of h.
+    """
+    _check_floats("h", h_MH)
+    _require(kind in ACTIVATIONS, f"activation {kind!r} does not exist: use one of {', '.join(ACTIVATIONS)}")
+    _require(
+        not is_gated(kind) or h_MH.shape[1] % 2 == 0, f"{kind} halves its {h_MH.shape[1]} columns: use an even number"
+    )
+    if gate_weights_M is not None:
+        _check_floats("gate weights", gate_weights_M, 1)
+        _check_device("gate weights", gate_weights_M, h_MH.device)
+        _require(len(gate_weights_M) == len(h_MH), f"{len(gate_weights_M)} gate weights do not fit {len(h_MH)} rows")
+        gate_weights_M = gate_weights_M.contiguous()
+    impl = backends.implementation(h_MH.device, h_MH.dtype)
+    if impl is None:
+        return reference.expert_activation(h_MH, kind, gate_weights_M)
+    result: Tensor = autograd.apply(autograd.ExpertActivation, h_MH.contiguous(), gate_weights_M, kind, impl.activation)
+    return result
+
+
+def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
+    """Rows of each expert that a rank sends to, and receives from, every rank: the integers of
+    `algorithms.quota.settled_quota` or, without rounds, `equal_quota`, and of `algorithms.dispatch.plan_dispatch`.
+
+    Args:
+        tokens_EN: int64, assignments of every rank to every expert; every expert with some has a replica.
+        replicas_EN: int64.
+        rank: whose rows.
+        sharing: how the holders of an expert share its tokens.
+
+    Returns:
+        (sent, received), int64 [E, N] each.
+    """
+    for name, table in (("tokens", tokens_EN), ("replicas", replicas_EN)):
+        _check_index(name, table, 2, tokens_EN.device)
+    _require(
+        tokens_EN.shape == replicas_EN.shape and 0 <= rank < tokens_EN.shape[1],
+        f"tokens {list(tokens_EN.shape)}, replicas {list(replicas_EN.shape)} and rank {rank} do not fit",
+    )
+    impl = backends.implementation(tokens_EN.device)
+    kernels = torch_kernels if impl is None else impl.plan
+    return kernels.plan_rows(tokens_EN, replicas_EN.contiguous(), rank, sharing)
+
+
+def plan_runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, *, is_packed: bool) -> Runs:
+    """The runs of rows that bring a plan's assignments into blocks, one for each rank, and what arrives to its slots.
+
+    Args:
+        send_EN, recv_EN: from `plan_rows`.
+        slots_C: int64, the expert of each slot, E where it is vacant.
+        block: rows that a rank may send to another.
+        is_packed: the rows of all ranks follow each other, and what is left over is the last's; else every rank's begin
+            a block.
+    """
+    for name, table, dims in (("send", send_EN, 2), ("recv", recv_EN, 2), ("slots", slots_C, 1)):
+        _check_index(name, table, dims, send_EN.device)
+    _require(send_EN.shape == recv_EN.shape, f"send {list(send_EN.shape)} and recv {list(recv_EN.shape)} do not fit")
+    impl = backends.implementation(send_EN.device)
+    kernels = torch_kernels if impl is None else impl.plan
+    return kernels.runs(send_EN.contiguous(), recv_EN.contiguous(), slots_C.contiguous(), block, is_packed)
+
+
+def fill_blocks(
+    order_A: Tensor, starts_C: Tensor, ends_C: Tensor, num_kept: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """The assignments in the new order of their runs, and where each went.
+
+    Args:
+        order_A: int64, assignments sorted by expert, those that are dropped last; at least one.
+        starts_C, ends_C: the runs that are sent, of `plan_runs`.
+        num_kept: int64 [], how many are not dropped.
+        num_rows: M, the last of `ends_C`; more than A.
+
+    Returns:
+        (int64 [M], the assignment of each row, any where the row is left over; int64 [A], the row of each assignment,
+        -1 where it is dropped).
+    """
+    impl = backends.implementation(order_A.device)
+    kernels = torch_kernels if impl is None else impl.routing
+    return kernels.fill_blocks(order_A, starts_C, ends_C, num_kept, num_rows)
+
+
+def keyed_dropout(x_MD: Tensor, p: float, draw: Draw) -> Tensor:
+    """x with zeros where the number drawn for an element is below p, and all else over 1 - p; differentiable.
+
+    Args:
+        x_MD: floats.
+        p: from 0, below 1.
+        draw: which numbers.
+    """
+    _check_floats("x", x_MD)
+    impl = backends.implementation(x_MD.device, x_MD.dtype)
+    if impl is None or impl.stream is torch_kernels:
+        return torch_kernels.dropout(x_MD, p, draw)
+    result: Tensor = autograd.apply(autograd.KeyedDropout, x_MD.contiguous(), p, draw, impl.stream)
+    return result
+
+
+_ALIGNMENT = 64
+
+
+def packed_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes that `pack` needs: every tensor rounded up to 64 bytes."""
+    return sum(_room(tensor) for tensor in tensors)
+
+
+@torch.no_grad()
+def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Copy tensors of any dtypes into one flat uint8 buffer, each piece aligned to 64 bytes, gaps filled with zeros.
+
+    Args:
+        tensors: at least one, all on one device.
+        out: uint8 [packed_bytes(tensors)] to fill, aligned to 16 bytes; by default a new buffer.
+    """
+    _require(len(tensors) > 0, "pack needs at least one tensor")
+    num_bytes = packed_bytes(tensors)
+    if out is None:
+        out = buffers.empty((num_bytes,), torch.uint8, tensors[0].device)
+    for tensor, piece, gap in _pieces(out, tensors, num_bytes):
+        piece.copy_(tensor)
+        gap.zero_()
+    return out
+
+
+@torch.no_grad()
+def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy a buffer that `pack` made back into tensors of the same shapes and dtypes, in place."""
+    for tensor, piece, _ in _pieces(flat, tensors, packed_bytes(tensors)):
+        tensor.copy_(piece)
+
+
+@torch.no_grad()
+def xor_parity(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """XOR of equal-length byte buffers: the parity of all, or the lost one from the others and the parity (REFT 4.2).
+
+    Args:
+        parts: at least one uint8 [L], all on one device.
+        out: uint8 [L] to fill, which may be one of the parts; by default a new buffer.
+    """
+    _require(len(parts) > 0, "parity needs at least one buffer")
+    length, device = parts[0].numel(), parts[0].device
+    out = buffers.empty((length,), torch.uint8, device) if out is None else out
+    for i, part in enumerate([*parts, out]):
+        name = f"buffer {i}" if i < len(parts) else "out"
+        _check_bytes(name, part, length)
+        _check_device(name, part, device)
+    impl = backends.implementation(device)
+    if impl is None:
+        return out.copy_(reference.xor_parity(parts))
+    impl.bytes.xor(parts, out)
+    return out
+
+
+@torch.no_grad()
+def sum_in_rank_order(parts_NL: Tensor, out: Tensor | None = None) -> Tensor:
+    """[L]: ((parts[0] + parts[1]) + parts[2]) + ..., accumulated in fp32 and rounded once: the same bits everywhere.
+
+    Args:
+        parts_NL: floats [N, L], N at least 1.
+        out: [L] in the dtype of the parts to fill; by default a new tensor.
+    """
+    _check_floats("parts", parts_NL)
+    _require(len(parts_NL) > 0, "a sum needs at least one part")
+    length = parts_NL.shape[1]
+    out = buffers.empty((length,), parts_NL.dtype, parts_NL.device) if out is None else out
+    _check_device("out", out, parts_NL.device)
+    _require(
+        out.shape == (length,) and out.dtype == parts_NL.dtype,
+        f"out is {out.dtype} of shape {list(out.shape)}, but the sum is {parts_NL.dtype} of shape {[length]}",
+    )
+    impl = backends.implementation(parts_NL.device, parts_NL.dtype)
+    if impl is None:
+        return out.copy_(reference.sum_in_rank_order(parts_NL))
+    impl.bytes.sum_in_rank_order(parts_NL, out)
+    return out
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pieces(flat: Tensor, tensors: Sequence[Tensor], num_bytes: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(tensor, its piece of the buffer in its shape and dtype, the gap behind it)."""
+    _check_bytes("flat buffer", flat, num_bytes)
+    _require(
+        flat.data_ptr() % 16 == 0 and flat.storage_offset() % 16 == 0,
+        f"flat buffer begins at byte {flat.storage_offset()} of its storage: begin at a multiple of 16",
+    )
+    for i, tensor in enumerate(tensors):
+        _check_device(f"tensor {i}", tensor, flat.device)
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.numel() * tensor.element_size()
+        end = start + _room(tensor)
+        yield tensor, flat[start:stop].view(tensor.dtype).view(tensor.shape), flat[stop:end]
+        start = end

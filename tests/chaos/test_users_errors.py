@@ -1,0 +1,73 @@
+"""Errors of a user's own code are no faults of the network, whatever their words are."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+
+from tests.chaos.elastic_runs import ElasticRun, elastic_run
+from tests.forks import PATIENCE_S
+from tests.parameters import slow
+
+
+class Refused(pl.Callback):
+    """On one rank, a service of the user's is out of reach."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind = kind
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            raise self.kind("tokenizer service at 10.0.0.7:80: connection refused")
+
+
+class OwnStore(pl.Callback):
+    """On one rank, a store of the user's that torch made is out of reach: nothing tells it from the world's."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            raise dist.DistNetworkError("The client socket has failed to connect")
+
+
+def refused(_: Path) -> list[Any]:
+    return [Refused(RuntimeError)]
+
+
+def refused_connection(_: Path) -> list[Any]:
+    return [Refused(ConnectionError)]
+
+
+def own_store(_: Path) -> list[Any]:
+    return [OwnStore()]
+
+
+def ends(run: ElasticRun, workers: set[int]) -> None:
+    """Wait until these workers have ended."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(worker in run.reap(workers) for worker in workers):
+        assert time.monotonic() < deadline, run.words()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("callbacks", [refused, slow(refused_connection)])
+def test_a_refused_connection_of_the_users_ends_its_rank_once(tmp_path: Path, callbacks: Any) -> None:
+    with elastic_run(tmp_path, workers=2, steps=6, callbacks=callbacks) as run:
+        ends(run, {0, 1})
+        codes = [run.processes[worker].exitcode for worker in range(2)]
+        assert set(codes) == {0, 1}, "the other one goes on alone"
+        words = (tmp_path / f"error-{codes.index(1)}.txt").read_text()
+        assert "tokenizer service at 10.0.0.7:80: connection refused" in words
+        assert "in the step after step 3" in words
+        assert len(run.recoveries(codes.index(0))) == 1
+
+
+def test_a_step_that_fails_in_the_same_way_three_times_ends_the_run(tmp_path: Path) -> None:
+    with elastic_run(tmp_path, workers=2, steps=6, callbacks=own_store) as run:
+        ends(run, {0, 1})
+        assert "the step after step 3 failed 3 times in the same way, and no rank was lost" in run.words()
+        assert max(len(run.recoveries(worker)) for worker in range(2)) <= 4, "another rank may go on alone"

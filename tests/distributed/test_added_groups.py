@@ -1,0 +1,117 @@
+"""Parameter groups that callbacks add during training, as Lightning's finetuning callbacks do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import Tensor, nn
+
+from moe_lightning import ConfigurationError
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_hook_order import fitted, trainer_of
+from tests.distributed.test_users_modules import Base, Options, Seen
+
+
+class Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        own = Base()
+        self.embed, self.moe = own.embed, own.moe
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h: Tensor = self.embed(ids)
+        return h + self.moe(h)
+
+
+class Tuned(Base):
+    """A head that is trained from the beginning, and a backbone that is frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.embed, self.moe
+        self.backbone = Backbone()
+
+    def nats(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.out(self.backbone(x)).flatten(0, 1), y.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3)
+
+
+class Unfreezing(pl.Callback):
+    """Adds a group in the middle of an epoch."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.backbone.requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            pl_module.backbone.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": list(pl_module.backbone.parameters())})
+
+
+class HeadOnly(Tuned):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.out.parameters(), lr=3e-3)
+
+
+def tuned(rank: int, world_size: int, strategy: Options | None, kind: str, file: str) -> Any:
+    """Three epochs of four steps, the third one from a checkpoint of the others."""
+    seen = Seen()
+
+    def part(epochs: int, **options: Any) -> pl.Trainer:
+        is_early = kind == "backbone"
+        callback = BackboneFinetuning(1, train_bn=False, verbose=False) if is_early else Unfreezing()
+        own = {"max_epochs": epochs, "gradient_clip_val": 0.5, "callbacks": [callback, seen]}
+        trainer = trainer_of(rank, world_size, strategy, **own)
+        fitted(trainer, Tuned() if is_early else HeadOnly(), **options)
+        return trainer
+
+    try:
+        trainer = part(2)
+        trainer.save_checkpoint(file)
+        if kind == "backbone":
+            trainer = part(3, ckpt_path=file)
+            trainer.save_checkpoint(file)
+    except ConfigurationError as error:
+        return str(error)
+    state = trainer.strategy.lightning_module_state_dict()
+    groups = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
+    return {"seen": seen.values, "groups": groups, "state": {name: v.numpy() for name, v in state.items()}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "strategy"),
+    [("backbone", 1, {"dense": "zero1"}), ("backbone", 2, {}), ("backbone", 3, {"copies": 2}), ("middle", 2, {})],
+)
+def test_added_groups_train_and_are_saved(kind: str, world_size: int, strategy: Options, tmp_path: Path) -> None:
+    (expected,) = run_ranks(1, tuned, None, kind, str(tmp_path / "stock.ckpt"))
+    ranks = run_ranks(world_size, tuned, strategy, kind, str(tmp_path / "ours.ckpt"))
+    for found in ranks:
+        assert found["groups"] == expected["groups"]
+        values, wanted = ([value for _, value in one["seen"]] for one in (found, expected))
+        np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-5)
+    for name, tensor in ranks[0]["state"].items():
+        np.testing.assert_allclose(tensor, expected["state"][name], rtol=0, atol=5e-5, err_msg=name)
+    ours, theirs = (torch.load(tmp_path / f"{who}.ckpt", weights_only=True) for who in ("ours", "stock"))
+    mine, others = ours["optimizer_states"][0], theirs["optimizer_states"][0]
+    assert mine["param_groups"] == others["param_groups"]
+    assert mine["state"].keys() == others["state"].keys()
+    for number, state in others["state"].items():
+        for name, value in state.items():
+            np.testing.assert_allclose(mine["state"][number][name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dense", ["zero1", "fsdp"])
+@pytest.mark.parametrize("kind", ["backbone", "middle"])
+def test_groups_that_are_dealt_out_cannot_grow(kind: str, dense: str, tmp_path: Path) -> None:
+    for said in run_ranks(2, tuned, {"dense": dense}, kind, str(tmp_path / "ours.ckpt")):
+        assert "groups cannot be added during training under dense=zero1, fsdp or hsdp" in said
+        assert "\n" not in said
