@@ -196,8 +196,8 @@ class _Reader:
         if group in vocabulary.further and vocabulary.further[group](name):
             return [f"++{setting}"]
         if "." not in key and key not in self._top and key not in self.known:
-            target = self._by_ending(key)
-            return [setting] if target is None else [f"{target}={value}"]
+            ending = self._by_ending(key)
+            return [setting] if ending is None else [f"{ending}={value}"]
         return [setting]
 
     def _by_ending(self, key: str) -> str | None:
