@@ -227,5 +227,5 @@ def with_groups(names: Mapping[str, str]) -> dict[str, str]:
             found[word] = key
             if "." in key and "." not in word:
                 found[f"{group}.{word}"] = key
-    targets = {target for key in names for target in key.split("|")}
+    targets = {key.split("|")[0] for key in names}
     return {word: key for word, key in found.items() if word not in targets}

@@ -229,17 +229,6 @@ class RunDirectory:
             ) from error
 
 
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text)
-    fresh.replace(path)
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    with open_regular(path) as file:
-        return file.read(len(content) + 1) == content
-
-
 def remove_empty(folder: Path) -> None:
     """Remove a folder if it is empty, and then those above it up to the current one."""
     here = Path.cwd()
@@ -249,6 +238,17 @@ def remove_empty(folder: Path) -> None:
             if parent == here or not parent.is_relative_to(here):
                 return
             parent.rmdir()
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    with open_regular(path) as file:
+        return file.read(len(content) + 1) == content
 
 
 def _first_free(folder: Path, pattern: str) -> Path:

@@ -119,6 +119,7 @@ TOP = {*KEYS, "recipes", "hydra"}
         ("+width=3 ++a.b=c ~optimizer.lr optimizer.lr=1 data.source=s3://b/c", None),
         ("run_name=a:b", None),
         ("source=x", ["data.source=x"]),
+        ("data.path=x data.file=y", ["data.source=x", "data.source=y"]),
     ],
 )
 def test_reading(typed: str, read: list[str] | None) -> None:
