@@ -11,12 +11,20 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged or of another shape: the message names the file, what is wrong and the cure."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path; stock Lightning raises FileNotFoundError there."""
+
+
 class ForeignMessageError(RuntimeError):
     """What arrived from another process was not written by this package, or was damaged: nothing of it is used."""
 
 
 class ReplicasDifferError(RuntimeError):
     """Replicas of an expert, bit-identical by the law of the house, are not: the message names it and its ranks."""
+
+
+class NonFiniteLossError(RuntimeError):
+    """A loss is no finite number, and the run was asked to end then: the message names rank, step and samples."""
 
 
 class ParityError(RuntimeError):

@@ -6,20 +6,22 @@ one device: it loads there, and on any number of ranks under any placement.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
 from moe_lightning.checkpoint.evaluation_point import require_same_weights
-from moe_lightning.checkpoint.plain_values import load_plain
+from moe_lightning.checkpoint.plain_values import load_plain, load_trusted
 from moe_lightning.comm.collect import collect_on_root
 from moe_lightning.comm.world import World
-from moe_lightning.errors import CheckpointError
+from moe_lightning.errors import CheckpointError, MissingCheckpointError
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.host_updates import loading
 from moe_lightning.state.row_blocks import (
@@ -34,16 +36,22 @@ from moe_lightning.state.table import State
 _NO_CUTS: Mapping[str, TensorCut] = {}
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint file, read without unpickling code; tensors are mapped, so a rank reads only what it keeps.
+def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
+    """A checkpoint file; tensors are mapped, so a rank reads only what it keeps.
+
+    Args:
+        is_trusted: unpickle any object, which may run code of whoever wrote the file; else only tensors and plain
+            values are read.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds objects that only unsafe unpickling could read.
+        CheckpointError: the file is missing, damaged, or holds objects that are not read.
     """
+    advice = ", unless you trust who wrote it and say fit(..., weights_only=False)"
     try:
-        checkpoint = load_plain(path, f"the checkpoint {path}")
+        origin = f"the checkpoint {path}"
+        checkpoint = load_trusted(path, origin) if is_trusted else load_plain(path, origin, advice)
     except FileNotFoundError as error:
-        raise CheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
+        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})") from error
     for key in ("state_dict", "pytorch-lightning_version"):
@@ -53,6 +61,35 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} has a 'state_dict' that holds no tensors by name: Lightning did not write it")
     loaded: dict[str, Any] = checkpoint
     return loaded
+
+
+def warn_of_objects(checkpoint: Mapping[str, Any]) -> bool:
+    """Warn on rank 0 of hyper-parameters that a resume would not read, by name. Returns True if there are any."""
+    found = []
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        values = checkpoint.get(key, {})
+        named = values if type(values) is dict else {key: values}
+        found += [str(name) for name, value in named.items() if not _is_plain(value)]
+    if found:
+        rank_zero_warn(
+            f"the hyper-parameters {found} hold objects, so the checkpoint is loaded with fit(..., weights_only=False) "
+            f"only: leave them out with save_hyperparameters(ignore={found})"
+        )
+    return bool(found)
+
+
+def _is_plain(value: object) -> bool:
+    """True if torch.load reads a value without unpickling code."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception:  # whoever saves it will say why
+        return True
+    try:
+        load_plain(buffer.getvalue(), "a hyper-parameter")
+    except CheckpointError:
+        return False
+    return True
 
 
 def full_model_state(

@@ -21,11 +21,12 @@ _EXPANDED_BYTES = 1 << 30
 """Limit for all expanded tensors of an archive that is smaller itself."""
 
 
-def load_plain(source: Path | bytes, origin: str) -> Any:
+def load_plain(source: Path | bytes, origin: str, advice: str = "") -> Any:
     """Load an archive that torch wrote. Tensors of a file are mapped, so a rank reads only what it keeps.
 
     Args:
         origin: name for messages.
+        advice: end of the message about objects.
 
     Raises:
         CheckpointError: it is damaged, holds objects that only unsafe unpickling could read, or tensors that need far
@@ -46,13 +47,35 @@ def load_plain(source: Path | bytes, origin: str) -> Any:
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
-            f"{origin} holds more than tensors and plain values ({reason}): it is not loaded"
+            f"{origin} holds more than tensors and plain values ({reason}): it is not loaded{advice}"
         ) from error
     except Exception as error:  # a pickle that somebody wrote by hand raises what it likes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
     _check_memory(value, size, origin)
     return value
+
+
+def load_trusted(path: Path, origin: str) -> Any:
+    """Load an archive with any objects in it, which may run code of whoever wrote it.
+
+    Args:
+        origin: name for messages.
+
+    Raises:
+        CheckpointError: it is damaged, or the classes of its objects are not known here.
+        OSError: a file that is missing.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    except (AttributeError, ImportError) as error:
+        raise CheckpointError(
+            f"{origin} holds an object of a class that cannot be imported here ({error}): import what defines it, or "
+            "load the file where it was written"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from typing import IO, Any
 import xxhash
 
 from moe_lightning.bounded_files import open_regular
-from moe_lightning.errors import CheckpointError
+from moe_lightning.errors import CheckpointError, MissingCheckpointError
 
 _SEAL = b"moe-lightning xxh3 "
 _COMMENT_BYTES = len(_SEAL) + 16
@@ -75,7 +75,7 @@ def check_file(path: Path) -> None:
         about = path.stat()
         _check_once(path, about.st_ino, about.st_mtime_ns, about.st_size)
     except FileNotFoundError as error:
-        raise CheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
+        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file") from error
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})") from error
 

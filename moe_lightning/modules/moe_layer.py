@@ -151,7 +151,7 @@ class MoELayer(nn.Module):
         passing = ("auxiliary_loss", "statistics", "visits", "during_dispatch", "ended")
         state = {**self.__dict__, **dict.fromkeys(passing), "dispatcher": Dispatcher.local(self.num_experts)}
         if not self.is_whole:
-            state["_modules"] = {**self._modules, "experts": self.experts.filled(self.whole_stacks())}
+            state["_modules"] = {**state["_modules"], "experts": self.experts.filled(self.whole_stacks())}
         return state
 
     @property

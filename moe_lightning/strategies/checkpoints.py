@@ -31,7 +31,7 @@ from moe_lightning.checkpoint.storages import place_of, storage_of
 from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.state.row_blocks import cuts_of
 from moe_lightning.strategies.expert_editing import ExpertEditing
 from moe_lightning.strategies.random_state import random_state
@@ -136,30 +136,31 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ restoring
 
-    def open(self, path: Place, world: World) -> dict[str, Any]:
+    def open(self, path: Place, world: World, *, is_trusted: bool = False) -> dict[str, Any]:
         """What Lightning restores from a file, a checkpoint directory, or a directory of these; collective.
 
         Args:
             world: the ranks that can be spoken to by now.
+            is_trusted: see `read_checkpoint`; directories hold no objects.
 
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
         """
         if isinstance(path, Path) and not decided(path.is_dir, world):
-            return self._read_file(path, world)
+            return self._read_file(path, world, is_trusted=is_trusted)
         restored = self._newest_for_all(path, world)
         self._state.restored = restored
         checkpoint: dict[str, Any] = restored.read_object("trainer")
         return checkpoint
 
-    def _read_file(self, path: Path, world: World) -> dict[str, Any]:
-        problem = None
+    def _read_file(self, path: Path, world: World, *, is_trusted: bool) -> dict[str, Any]:
+        problem, kind = None, CheckpointError
         try:
             check_file(path)
         except CheckpointError as error:
-            problem = str(error)
-        self._raise_together(path, problem, world)
-        return read_checkpoint(path)
+            problem, kind = str(error), type(error)
+        self._raise_together(path, problem, world, kind)
+        return read_checkpoint(path, is_trusted=is_trusted)
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Give the module its state."""
@@ -221,16 +222,23 @@ class Checkpoints:
         assert own is not None
         return own
 
-    def _raise_together(self, path: Place, problem: str | None, world: World) -> None:
+    def _raise_together(
+        self, path: Place, problem: str | None, world: World, kind: type[CheckpointError] = CheckpointError
+    ) -> None:
         """Refuse what one of the ranks cannot read; collective.
+
+        Args:
+            problem, kind: of this rank, and the exception that it stands for.
 
         Raises:
             CheckpointError: on every rank, the first problem.
         """
-        told = next((problem for problem in all_gather_json(problem, world) if problem is not None), None)
+        problems = all_gather_json([problem, kind is MissingCheckpointError], world)
+        told, is_missing = next((one for one in problems if one[0] is not None), (None, False))
         if told is not None:
             self.release()
-            raise CheckpointError(told if str(path) in told else f"not every rank can read {path}: {told}")
+            error = MissingCheckpointError if is_missing else CheckpointError
+            raise error(told if str(path) in told else f"not every rank can read {path}: {told}")
 
     def release(self) -> None:
         """The checkpoint that this run came from is not read any more: it may be pruned."""
@@ -255,12 +263,13 @@ def decided(look: Callable[[], T], world: World) -> T:
             problem = error
         except OSError as error:
             problem = CheckpointError(f"{error.filename or 'storage'} cannot be read ({error.strerror or error})")
-    told = found, None if problem is None else (isinstance(problem, ConfigurationError), str(problem))
-    found, refusal = broadcast_object(told, 0, world)
+    kinds: list[type[Exception]] = [ConfigurationError, MissingCheckpointError, CheckpointError]
+    kind = next((index for index, kind in enumerate(kinds) if isinstance(problem, kind)), None)
+    found, kind, words = broadcast_object((found, kind, str(problem)), 0, world)
     if problem is not None:
         raise problem
-    if refusal is not None:
-        raise (ConfigurationError if refusal[0] else CheckpointError)(refusal[1])
+    if kind is not None:
+        raise kinds[kind](words)
     return found
 
 
@@ -326,6 +335,8 @@ def _leased(path: Place, *, report: Callable[[str], None]) -> tuple[Checkpoint, 
 def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
     if has_manifest(path):
         return mended(path, report=report)
+    if isinstance(path, Path) and not path.exists():
+        raise MissingCheckpointError(f"the checkpoint {path} does not exist: give the path of a .ckpt file")
     found = find_usable(path, report=report)
     if found.checkpoint is None:
         reason = f"it has no {MANIFEST}" if storage_of(path).names(path) else "it is empty"

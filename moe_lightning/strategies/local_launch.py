@@ -7,15 +7,18 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
 from moe_lightning.comm.private_folder import PrivateFolder
 from moe_lightning.comm.world import STORE_VARIABLE
 from moe_lightning.elastic.settings import ElasticTask
-from moe_lightning.errors import ConfigurationError
-from moe_lightning.seams import SubprocessLauncher
+from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
+from moe_lightning.seams import SubprocessLauncher, WorkersLauncher
 
 _NAMES_OF_RUNS = (
     "TORCHELASTIC_RUN_ID",
@@ -52,6 +55,67 @@ class PrivateLauncher(SubprocessLauncher):
             if told is error:
                 raise
             raise told from None
+
+
+class WorkerLauncher(WorkersLauncher):
+    """Lightning's launcher, which forks or spawns all ranks off this process; when they have trained, the module here
+    has the whole model.
+
+    Args:
+        strategy: of ours.
+        start_method: of multiprocessing.
+    """
+
+    def __init__(self, strategy: Any, start_method: Any) -> None:
+        super().__init__(strategy, start_method)
+        self.strategy = strategy
+        self._meeting: str | None = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with PrivateFolder() as folder:
+            self._meeting = str(folder.path) if self.strategy.num_nodes == 1 else None
+            try:
+                return super().launch(function, *args, **kwargs)
+            except ProcessRaisedException as error:
+                raise _of_worker(error) from None
+
+    @override
+    def begin(self) -> None:
+        if self._meeting is not None:  # a forkserver has the environment of its first launch
+            os.environ[STORE_VARIABLE] = self._meeting
+
+    @override
+    def whole_state(self) -> dict[str, Any]:
+        whole: dict[str, Any] = self.strategy.lightning_module_state_dict()
+        return whole
+
+    @override
+    def fitting(self, trained: dict[str, Any], module: pl.LightningModule) -> dict[str, Any]:
+        here = module.state_dict()
+        found = {n: v for n, v in trained.items() if n in here and getattr(here[n], "shape", None) == v.shape}
+        if lost := [name for name in trained if name not in found]:
+            rank_zero_warn(
+                f"{len(lost)} of {len(trained)} trained tensors, such as {lost[0]}, have no place in this process's "
+                "module: configure_model builds layers, and experts are edited, on the ranks only; go on from a "
+                "checkpoint"
+            )
+        return found
+
+    @override
+    def explained(self, error: Exception) -> Exception:
+        told: Exception = self.strategy.explained(error)
+        return told
+
+
+def _of_worker(error: ProcessRaisedException) -> Exception:
+    """A user's mistake that a worker found, without its traceback; other errors as they are."""
+    last = str(error).strip().splitlines()[-1]
+    for kind in (ConfigurationError, MissingCheckpointError, CheckpointError):
+        prefix = f"{kind.__module__}.{kind.__name__}: "
+        if last.startswith(prefix):
+            return kind(last.removeprefix(prefix))
+    return error
 
 
 def meeting_of(environment: ClusterEnvironment | None) -> str:

@@ -33,10 +33,9 @@ def check_module(
     Raises:
         ConfigurationError: what cannot be trained the same on any number of ranks.
     """
-    precision = trainer.precision
-    if str(precision).startswith("16"):
+    if str(trainer.precision) == "16-mixed":
         raise ConfigurationError(
-            f"precision='{precision}' scales the loss, and ranks with different experts "
+            "precision='16-mixed' scales the loss, and ranks with different experts "
             "would skip different steps: use 'bf16-mixed' or '32-true'"
         )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -49,7 +48,7 @@ def check_module(
     finetuning = next((c for c in callbacks if isinstance(c, BaseFinetuning)), None)
     if finetuning is not None and fixed_groups is not None and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigurationError(f"{type(finetuning).__name__} adds parameter groups, but {fixed_groups}")
-    if seams.was_compiled(module):
+    if seams.was_compiled(module) and moe_layers(module):
         raise ConfigurationError(
             "torch.compile of the whole module cannot follow tokens, whose numbers are known at run time only: "
             "give the Trainer the module itself, and CompileDense() among the callbacks"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
@@ -14,11 +15,13 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.checkpoint.files import SUFFIX
+from moe_lightning.checkpoint.full_state import warn_of_objects
 from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.modules.moe_layer import whole_state_dict
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
 from moe_lightning.strategies.module_checks import require_same_parameters
 from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.sealed_files import reads_its_own_way
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
 
@@ -33,6 +36,7 @@ class SavingStrategy(WorldDDPStrategy):
     checkpoints: Checkpoints
     state: RankState
     _before_hooks: Sequence[nn.Parameter] = ()
+    _has_told_objects = False
 
     @property
     @abstractmethod
@@ -72,21 +76,31 @@ class SavingStrategy(WorldDDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.lightning_module is not None and self.state.holds(self.lightning_module):
             self.checkpoints.add_positions(checkpoint)
+        if not self._has_told_objects:
+            self._has_told_objects = warn_of_objects(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint without unpickling code: a file, a checkpoint directory, or a directory of these, of which
-        the newest is taken that is whole or can be mended, and what is damaged is named. Collective.
+        """Read a checkpoint: a file, a checkpoint directory, or a directory of these, of which the newest is taken that
+        is whole or can be mended, and what is damaged is named. Collective.
+
+        Args:
+            weights_only: False: unpickle any object in a file, which may run code of whoever wrote it; else only
+                tensors and plain values are read.
 
         Raises:
-            CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
+            CheckpointError: it is missing, damaged, or holds objects that are not read.
         """
+        is_trusted = weights_only is False
         if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=not is_trusted)
+        elif reads_its_own_way(self.checkpoint_io):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         else:
             self.meet()
-            checkpoint = self.checkpoints.open(place_of(str(checkpoint_path)), self.reachable)
+            place = place_of(str(checkpoint_path))
+            checkpoint = self.checkpoints.open(place, self.reachable, is_trusted=is_trusted)
         module = self.lightning_module
         positions, trainer = take_positions(checkpoint), seams.trainer_of(module)
         self._before_hooks = [] if module is None else list(module.parameters())
@@ -102,6 +116,8 @@ class SavingStrategy(WorldDDPStrategy):
             require_same_parameters(module, self._before_hooks)
         self._before_hooks = ()
         self.place_module(module)
+        if isinstance(self.precision_plugin, HalfPrecision | DoublePrecision):
+            self.precision_plugin.convert_module(module)  # what frozen weights are compared in
         self.follow_edits(checkpoint)
         self.checkpoints.load_model(checkpoint, strict=strict)
 

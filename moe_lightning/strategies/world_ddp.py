@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing import get_all_start_methods
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -36,7 +37,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.gradient_norm import explained_norm
-from moe_lightning.strategies.local_launch import PrivateLauncher, elastic_devices, meeting_of
+from moe_lightning.strategies.local_launch import PrivateLauncher, WorkerLauncher, elastic_devices, meeting_of
 from moe_lightning.strategies.sealed_files import sealed
 from moe_lightning.strategies.world_faults import explained
 from moe_lightning.strategies.worlds import Worlds
@@ -53,13 +54,15 @@ class WorldDDPStrategy(DDPStrategy):
         kwargs: of DDPStrategy.
 
     Attributes:
+        start_method: how a launcher of ours starts the other ranks: "popen" (the script again), or one of
+            multiprocessing's.
         worlds: the present ranks.
         elastic: changes of the world in a run that outlives its ranks; None where no elastic launcher started it.
         collectives_timeout: longest wait for a peer in any collective.
         may_change: whether a file of Lightning's own may be written or deleted now.
 
     Raises:
-        ConfigurationError: processes that are forked or spawned, or, when it is set up, a communication hook.
+        ConfigurationError: an unknown start_method, or, when it is set up, a communication hook.
     """
 
     of_process = frozenset(
@@ -68,11 +71,9 @@ class WorldDDPStrategy(DDPStrategy):
     """Attributes that `begin` makes."""
 
     def __init__(self, *, timeout_s: float, **kwargs: Any) -> None:
-        if kwargs.get("start_method", "popen") != "popen":
-            raise ConfigurationError(
-                f"start_method={kwargs['start_method']!r} would bring back one rank's experts as the whole model: "
-                "use 'popen', torchrun or moe-train"
-            )
+        known, self.start_method = ["popen", *get_all_start_methods()], kwargs.get("start_method", "popen")
+        if self.start_method not in known:
+            raise ConfigurationError(f"start_method={self.start_method!r} is not known here: use {', '.join(known)}")
         self._has_comm_hook = kwargs.get("ddp_comm_hook") is not None
         self.collectives_timeout = timedelta(seconds=timeout_s)
         super().__init__(timeout=self.collectives_timeout, **kwargs)
@@ -84,7 +85,7 @@ class WorldDDPStrategy(DDPStrategy):
         self.worlds = Worlds()
         self.elastic: ElasticWorlds | None = None
         self.may_change: Callable[[object], bool] = lambda file: True
-        self._own_launcher: PrivateLauncher | None = None
+        self._own_launcher: PrivateLauncher | WorkerLauncher | None = None
         self._has_met = False
         self._kept_from_ddp: Collection[str] = ()
         self._frozen: Sequence[nn.Parameter] = ()
@@ -92,8 +93,7 @@ class WorldDDPStrategy(DDPStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         """What the constructor and the Trainer gave; what `begin` makes belongs to this process."""
-        kept = {name: value for name, value in super().__getstate__().items() if name not in self.of_process}
-        return kept | {"_model": self.lightning_module}  # DDP holds a group
+        return {name: value for name, value in super().__getstate__().items() if name not in self.of_process}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -146,17 +146,38 @@ class WorldDDPStrategy(DDPStrategy):
 
     @property
     @override
-    def launcher(self) -> PrivateLauncher | None:
+    def launcher(self) -> PrivateLauncher | WorkerLauncher | None:
         """None for one process, which starts no other: Lightning then runs it in notebooks and at the prompt."""
         is_alone = self.num_processes * self.num_nodes == 1 and ElasticTask.from_environment() is None
         if is_alone or self.cluster_environment is None:
             return None
-        if self._own_launcher is None:
+        if seams.is_interactive() and self.start_method != "fork":
+            raise ConfigurationError(
+                f"{self.num_processes} ranks in an interactive environment are forked: use "
+                "strategy='expert_parallel_notebook' or ExpertParallelStrategy(start_method='fork'), or run a script"
+            )
+        if self._own_launcher is None and self.start_method != "popen":
+            if self.cluster_environment.creates_processes_externally or ElasticTask.from_environment() is not None:
+                raise ConfigurationError(
+                    f"start_method={self.start_method!r} starts the ranks itself, but torchrun, SLURM or moe-train "
+                    "has started them: drop start_method"
+                )
+            self._own_launcher = WorkerLauncher(self, start_method=self.start_method)
+        elif self._own_launcher is None:
             place = (self.cluster_environment, self.num_processes, self.num_nodes)
-            self._own_launcher = PrivateLauncher(*place, explained=self._explained)
+            self._own_launcher = PrivateLauncher(*place, explained=self.explained)
         return self._own_launcher
 
-    def _explained(self, error: Exception) -> Exception:
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if "Expected to have finished reduction in the prior iteration" in str(exception):
+            exception.args = (
+                "the module has parameters that the loss of a training_step does not depend on: if that is meant, use "
+                "ExpertParallelStrategy(find_unused_parameters=True)",
+            )
+
+    def explained(self, error: Exception) -> Exception:
+        """The exception that is raised in the place of one that leaves the Trainer."""
         error = explained_norm(error)
         if "mixed torch.Tensor and DTensor" in str(error):
             error.add_note(

@@ -17,7 +17,6 @@ TINY = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_s
 # What is typed, and what the sentence must name: the value or key, and the cure.
 COMPOSING = [
     (["modl=gpt_s"], ["'modl'", "'model'"]),
-    (["lr=0.1"], ["'lr'", "'optimizer.lr'"]),
     (["optimizer.lrr=0.1"], ["'optimizer.lrr'", "'optimizer.lr'"]),
     (["model.num_expert=4"], ["'model.num_expert'", "'model.num_experts'"]),
     (["trainer.max_stepz=10"], ["'trainer.max_stepz'", "'trainer.max_steps'"]),
@@ -39,7 +38,7 @@ COMPOSING = [
     (["seed=abc"], ["seed='abc'", "integer"]),
     (["task=fly"], ["task='fly'", "'train' or 'validate'"]),
     (["resume=3"], ["resume=3", "true or false"]),
-    (["optimizer=null"], ["optimizer=null", "name of one of its files"]),
+    (["optimizer=null"], ["optimizer=null", "choose one of adafactor, adamw"]),
     (["recipes=text"], ["error: data.source is needed", "data.source=VALUE"]),
     (["recipes=upcycle_gpt2"], ["error: model.pretrained is needed"]),
     (["recipes=trace_routing"], ["model.router.forced.path is needed"]),
@@ -78,7 +77,6 @@ STARTING = [
     (["strategy.ep_size=3"], ["ep_size=3", "1"]),
     (["strategy.copies=5"], ["copies=5"]),
     (["strategy.placement=no/table.json"], ["no/table.json"]),
-    (["trainer.precision=16-true"], ["16-true", "bf16-mixed"]),
     (["data.context_length=100000000"], ["context_length"]),
 ]
 

@@ -1,0 +1,116 @@
+"""Ranks that are forked or spawned off the user's process, as in notebooks: it has the trained model afterwards."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from moe_lightning import ConfigurationError, ExpertParallelStrategy
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_users_modules import Base, Options, tokens
+from tests.distributed.training import make_trainer, quiet
+
+
+class Built(Base):
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "moe"):
+            for name, part in Base().named_children():
+                self.add_module(name, part)
+
+
+class Mistaken(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ExpertParallelStrategy(copies=0)
+
+
+def result(trainer: pl.Trainer, module: Base, folder: Path | None) -> Any:
+    trainer.fit(module, tokens(24, 6)())
+    logged = sorted(trainer.callback_metrics)
+    (found,) = trainer.validate(module, tokens(12, 4)(), verbose=False)
+    if folder is None:
+        return trainer.strategy.lightning_module_state_dict(), logged, found["val"]
+    trainer.save_checkpoint(folder / "whole.ckpt")
+    saved = torch.load(folder / "whole.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
+    return saved, logged, found["val"]
+
+
+def on_ranks(rank: int, world_size: int) -> Any:
+    state, *others = result(make_trainer(rank, world_size, {}, max_steps=3), Base(), None)
+    return {name: value.numpy() for name, value in state.items()}, *others
+
+
+def from_here(rank: int, world_size: int, kind: type[Base], strategy: str | Options, folder: Path) -> Any:
+    """In one process, which starts two ranks."""
+    quiet()
+    pl.seed_everything(7, verbose=False)
+    trainer = pl.Trainer(
+        strategy=strategy if isinstance(strategy, str) else ExpertParallelStrategy(**strategy),
+        accelerator="cpu",
+        devices=2,
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if kind is not Base:
+                trainer.fit(kind(), tokens(24, 6)())
+                return [str(warning.message) for warning in caught]
+            state, *others = result(trainer, kind(), folder)
+        except ConfigurationError as error:
+            return str(error)
+    return {name: value.numpy() for name, value in state.items()}, *others
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "expert_parallel_notebook",
+        {"start_method": "fork", "dense": "fsdp"},
+        pytest.param("expert_parallel_spawn", marks=pytest.mark.slow),
+        pytest.param({"start_method": "forkserver", "dense": "zero1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_starting_process_has_the_trained_model(strategy: str | Options, tmp_path: Path) -> None:
+    ((state, logged, loss),) = run_ranks(1, from_here, Base, strategy, tmp_path)
+    wanted, names, wanted_loss = run_ranks(2, on_ranks)[0]
+    assert logged == names
+    assert loss == pytest.approx(wanted_loss, abs=1e-6)
+    assert state.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(state[name], value, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_what_is_built_on_the_ranks_only_is_named(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, from_here, Built, "expert_parallel_fork", tmp_path)
+    assert any("trained tensors, such as embed.weight, have no place in this process's module" in one for one in told)
+
+
+def test_a_mistake_on_a_rank_is_one_sentence(tmp_path: Path) -> None:
+    (said,) = run_ranks(1, from_here, Mistaken, "expert_parallel_fork", tmp_path)
+    assert said.startswith("copies=0 of ExpertParallelStrategy must be")
+    assert "\n" not in said
+
+
+def test_ranks_that_were_started_start_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("GROUP_RANK", "0")
+    trainer = pl.Trainer(strategy="expert_parallel_spawn", accelerator="cpu", devices=2, logger=False, max_steps=1)
+    with pytest.raises(ConfigurationError, match=r"start_method='spawn' starts the ranks itself.* drop start_method"):
+        trainer.fit(Base(), tokens(12, 6)())
