@@ -47,10 +47,10 @@ def in_time() -> Iterator[None]:
     """A reader that blocks or never ends is interrupted."""
 
     def interrupt(*_: Any) -> None:
-        raise TimeoutError("the reader did not end within 20 s")
+        raise TimeoutError("the reader did not end within 60 s")
 
     former = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(20)
+    signal.alarm(60)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, former)
