@@ -60,16 +60,17 @@ class StepLoader:
         step_sampler: what decides the samples; it holds the position.
         current: the slice of the batch yielded last, or None before the first.
         has_begun: True once a Trainer has counted the batch yielded last.
-        sampler: the user's own, where the loader stands for a DataLoader; else `step_sampler`.
+        sampler: the user's own, where the loader stands for a DataLoader; else there is none, since Lightning would
+            replace it to overfit batches.
         replaces_stock: it stands for a DataLoader, which stock Lightning would use without a position.
     """
 
     replaces_stock = False
+    sampler: Sampler[Any] | Iterable[Any]
 
     def __init__(self, dataset: Dataset[Any], sampler: StepSampler, **options: Any) -> None:
         self.dataset = dataset
         self.step_sampler = sampler
-        self.sampler: Sampler[Any] | Iterable[Any] = sampler
         self.current: StepSlice | None = None
         self.has_begun = False
         self._before_step: dict[str, Any] | None = None
