@@ -7,14 +7,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from moe_lightning.mistakes import EXIT_MISTAKE
+from moe_lightning import __version__
+from moe_lightning.mistakes import EXIT_MISTAKE, suggestion
 from moe_lightning.values import Range, described, fits, shown
 
 T = TypeVar("T")
@@ -24,11 +26,69 @@ Count = Annotated[int, Range(least=1, most=1e6)]
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence instead of a screen of usage; so do its subcommands."""
+    """Says what is wrong in one sentence instead of a screen of usage; so do its subcommands. `help` and `--version`
+    stand for what they do elsewhere.
+    """
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **keywords})
+        if not self._is_subcommand:
+            self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
+
+    @property
+    def _is_subcommand(self) -> bool:
+        return " " in self.prog
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""
+        missing = re.fullmatch("the following arguments are required: (.+)", message)
+        message = f"{missing[1]} must be given" if missing else message
         self.exit(EXIT_MISTAKE, f"{self.prog}: error: {shortened(message)} ({self.prog} --help shows the options)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse them; what a subcommand does not know, it says itself."""
+        words = list(sys.argv[1:] if args is None else args)
+        if words[:1] == ["help"]:
+            words[:1] = ["--help"]
+        commands = self._commands()
+        if commands and words and words[0].startswith("-") and words[0].partition("=")[0] not in self._names():
+            if near := suggestion(words[0], self._names()):
+                self.error(f"there is no option {words[0]}{near}")
+            named = next((word for word in words if word in commands), "COMMAND")
+            self.error(f"{words[0]} stands before the command: write {self.prog} {named} {words[0]} ...")
+        found, rest = super().parse_known_args(words, namespace)
+        if rest:
+            self.error(self._unknown(rest))
+        return found, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Name the choices that there are."""
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = suggestion(str(value).replace("_", "-"), known)
+            option = "/".join(action.option_strings)
+            what = f"{option} {value} is no choice" if option else f"{shown(value)} is not a command"
+            raise argparse.ArgumentError(None, f"{what}{near}: choose one of {', '.join(known)}")
+
+    def _unknown(self, words: Sequence[str]) -> str:
+        """The sentence for words that nothing takes."""
+        word = words[0]
+        name, has_value, value = word.partition("=")
+        option = f"--{name.lstrip('-').replace('_', '-')}"
+        names = [known for known in self._names() if known.startswith("--") and known not in ("--help", "--version")]
+        if has_value and option in names and not word.startswith("-"):
+            return f"options are written with dashes: write {option} {value} in place of {word}"
+        if not word.startswith("-"):
+            return f"{shown(word)} is one argument too many: leave it out"
+        listed = f": it has {', '.join(names)}" if names else ", it has none: leave it out"
+        return f"there is no option {word}{suggestion(name, names)}{listed}"
+
+    def _names(self) -> list[str]:
+        return list(self._option_string_actions)
+
+    def _commands(self) -> Collection[str]:
+        actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return actions[0].choices if actions else ()
 
 
 def shortened(message: str) -> str:

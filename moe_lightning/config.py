@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Container, Mapping
 from typing import Any, TypeVar
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.mistakes import nearest
 from moe_lightning.values import described, fits, hints_of, shown
 
 T = TypeVar("T")
@@ -33,8 +33,8 @@ def build_config(cls: type[T], values: T | Mapping[str, Any] | None, *, key: str
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in values:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"use one of {known}"
+            near = nearest(str(name), known)
+            hint = f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}"
             raise ConfigurationError(f"{key or cls.__name__} has no {name!r}: {hint}")
     for name, hint in hints_of(cls).items():
         if name in values and not fits(values[name], hint):

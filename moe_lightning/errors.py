@@ -23,6 +23,10 @@ class ReplicasDifferError(RuntimeError):
     """Replicas of an expert, bit-identical by the law of the house, are not: the message names it and its ranks."""
 
 
+class NonFiniteLossError(RuntimeError):
+    """A loss is no finite number, and the run was asked to end then: the message names rank, step and samples."""
+
+
 class ParityError(RuntimeError):
     """A run on several ranks is not that of one process: the message names step, tensor, values and likely cause."""
 

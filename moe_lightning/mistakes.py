@@ -12,6 +12,7 @@ from moe_lightning.errors import (
     CheckpointError,
     ConfigurationError,
     ForeignMessageError,
+    NonFiniteLossError,
     ParityError,
     ReplicasDifferError,
 )
@@ -39,8 +40,8 @@ def one_line(message: object) -> str:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """The sentence for a mistake of the user, a path that cannot be used, and what is found wrong in a run; None for a
-    defect of ours.
+    """The sentence for a mistake of the user, a path that cannot be used, memory that does not suffice, and what is
+    found wrong in a run; None for a defect of ours.
 
     What went wrong in cleaning up after a mistake does not hide it.
     """
@@ -48,6 +49,7 @@ def sentence_of(error: BaseException) -> str | None:
         ConfigurationError,
         CheckpointError,
         ForeignMessageError,
+        NonFiniteLossError,
         ReplicasDifferError,
         ParityError,
     ]
@@ -62,7 +64,21 @@ def sentence_of(error: BaseException) -> str | None:
             return one_line(link)
         chain.append(link)
         link = link.__cause__ or link.__context__
-    return _sentence_of_path(error)
+    return sentence_of_memory(error) or _sentence_of_path(error)
+
+
+def sentence_of_memory(error: BaseException) -> str | None:
+    """The sentence for an allocation that failed, of Python, NumPy or torch; None for any other error."""
+    is_of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: " in str(error)
+    if not isinstance(error, MemoryError) and not (is_of_torch and isinstance(error, RuntimeError)):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    why = ", ".join(part for part in (one_line(error)[:100], where) if part)
+    return (
+        f"this needs more memory than there is ({why}): lower the sizes that were given (model, context, samples of a "
+        "micro-batch, ranks of this machine), or raise the limit of the process"
+    )
 
 
 def report(program: str, error: BaseException) -> int:
@@ -96,18 +112,30 @@ def _sentence_of_path(error: BaseException) -> str | None:
     return None
 
 
+_SIMILAR = 0.78
+"""Ratio of difflib from which on a name may be a misspelling of another: below, a guess is worse than none."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant: a near spelling, or a dotted name that ends in it."""
+    """The known name that was probably meant: one of nearly the same spelling, compared by the last part of dotted
+    names; None where nothing is near.
+    """
     names = sorted(known)
+    parent, _, last = name.lower().rpartition(".")
     endings = [candidate for candidate in names if candidate.split(".")[-1] == name.split(".")[-1]]
     if len(endings) == 1:
         return endings[0]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return close[0]
-    by_ending = {candidate.split(".")[-1]: candidate for candidate in names}
-    close = difflib.get_close_matches(name.split(".")[-1], sorted(by_ending), n=1, cutoff=0.75)
-    return by_ending[close[0]] if close else None
+
+    def similarity(candidate: str) -> tuple[float, float]:
+        folder, _, ending = candidate.lower().rpartition(".")
+        ratio = difflib.SequenceMatcher(None, last, ending).ratio()
+        short, long = sorted((last, ending), key=len)
+        is_beginning = len(short) > 3 and long.startswith(f"{short}_")
+        beside = difflib.SequenceMatcher(None, parent, folder).ratio()
+        return (max(ratio, _SIMILAR) if is_beginning else ratio, beside)
+
+    best = max(names, key=similarity, default=None)
+    return best if best is not None and similarity(best)[0] >= _SIMILAR else None
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

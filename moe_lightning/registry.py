@@ -109,7 +109,7 @@ class Registry(Generic[T]):
         chosen = sorted((entry for entry in entries if entry.name == name), key=lambda entry: entry.value)
         if not chosen:
             names = [*self._members, *sorted({entry.name for entry in entries} - self._members.keys())]
-            close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+            close = difflib.get_close_matches(name, names, n=2, cutoff=0.7)
             hint = f"did you mean {' or '.join(map(repr, close))}? Use one of" if close else "use one of"
             raise ConfigurationError(f"{what} is no known {self.kind}: {hint} {', '.join(names)}")
         if len(chosen) > 1:

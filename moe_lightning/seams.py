@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,12 +19,15 @@ from lightning.fabric.utilities import imports
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
 from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as BatchIndices
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _worker_check
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from torch import Tensor, nn
@@ -192,6 +197,73 @@ def run_fit_by(trainer: pl.Trainer, run: Callable[[Callable[[], None]], None]) -
 def run_fit_as_usual(trainer: pl.Trainer) -> None:
     """Undo `run_fit_by`."""
     trainer.fit_loop.__dict__.pop("run", None)
+
+
+@dataclass
+class BatchEnd:
+    """End of a batch whose optimizer step is made: `on_train_batch_end` of every callback and of the module, then what
+    is logged.
+
+    Attributes:
+        arguments: of the hook: outputs, batch, index.
+        done: parts that have ended, in this order.
+        has_failed: the next part has begun.
+    """
+
+    arguments: tuple[Any, Any, int]
+    done: int = 0
+    has_failed: bool = False
+
+    @staticmethod
+    def num_parts(trainer: pl.Trainer) -> int:
+        """Callbacks, the module, and the log."""
+        return len(trainer.callbacks) + 2  # type: ignore[attr-defined]
+
+    @classmethod
+    def left_by(cls, error: BaseException, trainer: pl.Trainer, *, is_prepared: bool) -> BatchEnd | None:
+        """What an exception of the training loop has left to do of a batch; None where its step was not made, or all is
+        done. Which callback's hook has failed, and with which arguments, is in the frames of the loop only.
+
+        Args:
+            is_prepared: the step is made on other ranks, and this rank makes it as well.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        batches: Any = loop.batch_progress
+        is_made = is_prepared or (batches.current.ready == batches.current.processed and not loop._should_accumulate())
+        frames = {frame.f_code: frame.f_locals for frame, _ in reversed([*walk_tb(error.__traceback__)])}
+        running = frames.get(_TrainingEpochLoop.advance.__code__)
+        if running is None or not is_made or running.get("batch_idx") is None:
+            return None
+        end = cls((running["batch_output"], running["batch"], running["batch_idx"]))
+        optimization = frames.get(_AutomaticOptimization.run.__code__)
+        if optimization is not None and optimization["closure"]._result is not None:
+            end.arguments = (optimization["closure"]._result.asdict(), *end.arguments[1:])
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        of_callbacks = frames.get(call._call_callback_hooks.__code__, {})
+        of_module = frames.get(call._call_lightning_module_hook.__code__, {})
+        if of_callbacks.get("hook_name") == "on_train_batch_end":
+            end.done, end.has_failed = callbacks.index(of_callbacks["callback"]), True
+        elif of_module.get("hook_name") == "on_train_batch_end":
+            end.done, end.has_failed = len(callbacks), True
+        elif frames.keys() & {c.__code__ for c in (_LoggerConnector.on_batch_end, _LoggerConnector.log_metrics)}:
+            end.done, end.has_failed = len(callbacks) + 1, True
+        return end
+
+    def run(self, trainer: pl.Trainer) -> None:
+        """Do what is left, as the training loop does it."""
+        callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
+        while self.done < len(callbacks):
+            self.has_failed, module._current_fx_name = True, "on_train_batch_end"
+            callbacks[self.done].on_train_batch_end(trainer, module, *self.arguments)
+            self.done, self.has_failed, module._current_fx_name = self.done + 1, False, None
+        if self.done == len(callbacks):
+            self.has_failed = True
+            call._call_lightning_module_hook(trainer, "on_train_batch_end", *self.arguments)
+            self.done, self.has_failed = self.done + 1, False
+        if self.done < self.num_parts(trainer):
+            trainer._logger_connector.on_batch_end()
+            trainer._logger_connector.update_train_step_metrics()
+            self.done += 1
 
 
 def end_resumed_epochs(trainer: pl.Trainer) -> None:

@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 
 from tests.leftovers import Leftovers, claim_processes
+from tests.races import rerun_known_races
 
 if TYPE_CHECKING:
     from tests.object_stores import Faults
@@ -35,6 +36,7 @@ _LAUNCHED = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by folder: pure parts, ranks, commands, kills; inside one the order stays as it is."""
+    rerun_known_races(items)
     items.sort(key=lambda item: next((i for i, name in enumerate(_ORDER) if name in item.path.parts), -1))
 
 

@@ -5,7 +5,6 @@ where its files lie.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ import numpy as np
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from moe_lightning.callbacks.telemetry import Telemetry
+from moe_lightning.callbacks.telemetry import Telemetry, perplexity
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import absolute, place_of
 from moe_lightning.data.images import ImageData
@@ -81,7 +81,7 @@ class Summary(Callback):
             if f"val/{name}" in metrics:
                 numbers[f"val_{name}"] = metrics[f"val/{name}"]
         if "val/loss" in metrics and "val/accuracy" not in metrics:  # the classes are tokens
-            numbers["val_perplexity"] = math.exp(metrics["val/loss"])
+            numbers["val_perplexity"] = perplexity(metrics["val/loss"])
         if isinstance(data, TextData):
             numbers |= ngram_losses(data, self._orders)
         telemetry = next((c for c in trainer.callbacks if isinstance(c, Telemetry)), None)  # type: ignore[attr-defined]
@@ -107,6 +107,8 @@ def ngram_losses(data: TextData, orders: Sequence[int]) -> dict[str, float]:
             )
         except ConfigurationError:
             continue
+        except MemoryError:
+            rank_zero_warn(f"the order-{order} model is left out: its counts need more memory than there is")
     return losses
 
 

@@ -49,6 +49,14 @@ class Metric:
     over_ranks: Reduction = "same"
 
 
+def perplexity(loss: float) -> float:
+    """Return exp(loss), inf where no float holds it: the loss of a diverged model is above 709."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 @validated
 class Telemetry(Callback):
     """Logs the metrics of a step every `log_every_n_steps` of the Trainer.
@@ -129,7 +137,7 @@ class Telemetry(Callback):
             return
         for logger in trainer.loggers:
             logger.log_metrics(
-                {"val/perplexity": math.exp(float(loss))}, trainer.global_step - 1
+                {"val/perplexity": perplexity(float(loss))}, trainer.global_step - 1
             )  # as Lightning counts
 
     @override

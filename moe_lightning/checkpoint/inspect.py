@@ -164,9 +164,7 @@ def _check_free(target: Place) -> None:
         raise ConfigurationError(f"{target} exists already: name another file")
 
 
-def _write(
-    tensors: dict[str, torch.Tensor], target: Place, metadata: dict[str, str], tokenizer: str | None
-) -> int:
+def _write(tensors: dict[str, torch.Tensor], target: Place, metadata: dict[str, str], tokenizer: str | None) -> int:
     if tokenizer is not None:
         _check_free(tokenizer_beside(target))
         storage_of(target).put(tokenizer_beside(target), tokenizer.encode())

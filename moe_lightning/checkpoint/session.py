@@ -377,7 +377,8 @@ class CheckpointSession:
         self._snapshotter.close()
         if not wait:
             return self.status()
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + timeout_s
         while newest is not None and not self._has_committed(newest):
             check_world(self._root, self.world_number)
             if is_broken():
@@ -385,10 +386,12 @@ class CheckpointSession:
             status = self.status()
             gone = self._agent is not None and not self._agent.runs
             if time.monotonic() > deadline or gone:
-                reason = status.error or "it did not answer"
+                reason = status.error or ("its process has ended" if gone else "it did not answer")
+                before = status.committed_step
+                last = "there is no whole one" if before is None else f"the last whole one is step {before}"
+                waited = f"{time.monotonic() - began:.1f} s"
                 raise CheckpointError(
-                    f"the checkpoint of step {newest} is not written after {timeout_s:.0f} s ({reason}): "
-                    f"the last whole one is step {status.committed_step}"
+                    f"the checkpoint of step {newest} is not written after {waited} ({reason}): {last}"
                 )
             time.sleep(pause_s(self._root))
         status = self.status()

@@ -50,19 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moe-bench: {stop}", file=sys.stderr)
         return 128 + stop.signal
     except Exception as error:
-        sentence = mistakes.sentence_of(error) or _sentence_of_memory(error)
+        sentence = mistakes.sentence_of(error)
         if sentence is None:
             raise
         print(f"moe-bench: error: {sentence}", file=sys.stderr)
         return mistakes.EXIT_MISTAKE
-
-
-def _sentence_of_memory(error: BaseException) -> str | None:
-    """For sizes that nothing checks beforehand, since what they need depends on the contenders."""
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error):
-        why = mistakes.one_line(error)[:100]
-        return f"this needs more memory than there is ({why}): lower the sizes that were given"
-    return None
 
 
 def benchmarks() -> dict[str, str]:

@@ -41,9 +41,8 @@ from moe_lightning.cli.short_training import (
 )
 from moe_lightning.comm.world import World
 from moe_lightning.modules.experts import Experts
-from moe_lightning.simulate.calibrated import save_hardware
 from moe_lightning.simulate.checkpoint_cost import save_cost
-from moe_lightning.simulate.hardware import Hardware
+from moe_lightning.simulate.hardware import Hardware, save_hardware
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import RoutingScenario, load_trace
 from moe_lightning.simulate.step_model import StepCost, StepModel

@@ -9,7 +9,8 @@
     moe-ckpt prune DIR --keep N   keep the newest N
     moe-ckpt clean [DIR]          list snapshots in memory whose run and agent are dead; --yes deletes them
 
-DIR may also be a `.ckpt` file or a directory of these (not for prune), or the URL of a store such as s3://BUCKET/NAME.
+DIR may also be a run directory, outputs/NAME, a `.ckpt` file or a directory of these (not for prune), or the URL of a
+store such as s3://BUCKET/NAME.
 
 Exit codes: 0 done, 1 a damaged checkpoint, 2 a mistake in the command.
 """
@@ -17,6 +18,7 @@ Exit codes: 0 done, 1 a damaged checkpoint, 2 a mistake in the command.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -34,8 +36,10 @@ from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_f
 from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import Place, exists
 from moe_lightning.checkpoint.storages import place_of, storage_of
+from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.mistakes import sentence_of_memory
 from moe_lightning.values import NonNegativeInt, Probability, Range
 
 _Times = Annotated[int, Range(least=1, most=1024)]
@@ -48,10 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed usage and reason
         return int(stop.code or 0)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be UTF-8
     console = Console(highlight=False)
     try:
         if isinstance(getattr(arguments, "path", None), str):
-            arguments.path = place_of(arguments.path)
+            arguments.path = _of_run(place_of(arguments.path))
         return int(arguments.command(arguments, console))
     except ConfigurationError as error:
         print(f"moe-ckpt: {error}", file=sys.stderr)
@@ -59,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"moe-ckpt: {error}", file=sys.stderr)
         return 1
+    except (MemoryError, RuntimeError) as error:
+        sentence = sentence_of_memory(error)
+        if sentence is None:
+            raise
+        print(f"moe-ckpt: {sentence}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"moe-ckpt: {error.filename or getattr(arguments, 'path', '')}: {error.strerror}", file=sys.stderr)
         return 2
@@ -90,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     clean.add_argument("--yes", action="store_true", help="delete what is listed")
     for command in (inspect_, verify, export, prune):
         command.add_argument(
-            "path", metavar="DIR", help="a checkpoint, a .ckpt file, or what holds them; a path or a URL"
+            "path", metavar="DIR", help="a run, a checkpoint, a .ckpt file, or what holds them; a path or a URL"
         )
     export.add_argument("target", type=_target, metavar="FILE", help="the safetensors file to write; a path or a URL")
     export.add_argument("--prefix", default="", help="only keys that begin with this, such as expert/0/")
@@ -126,6 +138,12 @@ def _add_edits(edit: argparse.ArgumentParser) -> None:
     edit.add_argument(
         "--batches", type=value(NonNegativeInt), default=8, metavar="N", help="of the report (default: 8)"
     )
+
+
+def _of_run(path: Place) -> Place:
+    """The checkpoints of a run directory; any other path as it is."""
+    inside = path / "checkpoints" if isinstance(path, Path) else path
+    return inside if isinstance(inside, Path) and inside.is_dir() and not has_manifest(path) else path
 
 
 def _target(text: str) -> Place:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,9 +17,11 @@ from omegaconf import Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
+from moe_lightning.bounded_files import read_text
 from moe_lightning.cli.validation import check_run_name
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import one_line, suggestion
+from moe_lightning.values import shown
 
 CONFIG_DIR = Path(__file__).parent.parent / "conf"
 CONFIG_NAME = "train"
@@ -35,6 +38,9 @@ _NAMED_VALUES = re.compile(r"([^=]+)=(\w+=[^'\"{}\[\]()]+)")
 _HOME = re.compile(r"([^=]+)=(~[^'\"{}\[\](),]*)")
 _BY_A_RESOLVER = "ConfigurationError raised while resolving interpolation: "
 _UNMERGEABLE = re.compile(r"Error merging override (.+)")
+_THERE_ALREADY = re.compile(r"An item is already at '([^']+)'")
+_AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'$", re.MULTILINE)
+_NOT_LOADED = re.compile(r"Could not load '([^'/]+)/([^']+)'")
 _UNKNOWN_KEY = re.compile(r"Could not (?:override|append to config\.|delete from config)[^']*'([^']+)'")
 
 
@@ -87,8 +93,12 @@ OmegaConf.register_new_resolver("needed", refuse_missing, replace=True)
 
 
 @contextmanager
-def composition_mistakes(overrides: Sequence[str]) -> Iterator[None]:
+def composition_mistakes(overrides: Sequence[str], *, sweeps: bool = True) -> Iterator[None]:
     """Turns what Hydra and OmegaConf raise inside into ConfigurationError; nothing but composing may happen there.
+
+    Args:
+        overrides: of the command line.
+        sweeps: the command has -m.
 
     Hydra also lets plain ValueErrors and errors of the YAML parser through.
     """
@@ -101,14 +111,29 @@ def composition_mistakes(overrides: Sequence[str]) -> Iterator[None]:
             "two values of the configuration are taken from each other (${...}): give one of them as it is"
         ) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        raise ConfigurationError(_sentence(error, overrides)) from error
+        raise ConfigurationError(_sentence(error, overrides, sweeps)) from error
 
 
-def _sentence(error: Exception, overrides: Sequence[str]) -> str:
+def _not_utf8(arguments: Sequence[str]) -> Path | None:
+    """The file of --config-dir that does not decode: the error itself does not name it."""
+    pairs = itertools.pairwise(arguments)
+    folders = [value for option, value in pairs if option in ("--config-dir", "-cd")]
+    folders += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config-dir=")]
+    for path in sorted(path for folder in folders for path in Path(folder).rglob("*.yaml")):
+        try:
+            read_text(path)
+        except (OSError, ValueError):
+            return path
+    return None
+
+
+def _sentence(error: Exception, overrides: Sequence[str], sweeps: bool) -> str:
     if isinstance(error, MissingConfigException):
         return _about_choice(error)
     if isinstance(error, OverrideParseException):
-        return f"'{error.override}' cannot be read ({one_line(error.message)}): write key=value"
+        return unreadable(str(error.override))
+    if isinstance(error, UnicodeDecodeError):
+        return f"{_not_utf8(overrides) or 'a configuration file'} is not UTF-8 text ({error.reason}): save it as UTF-8"
     if isinstance(error, YAMLError):
         return f"a configuration file is not YAML: {one_line(error)}"
     if isinstance(error, MissingMandatoryValue) and error.full_key:
@@ -122,15 +147,22 @@ def _sentence(error: Exception, overrides: Sequence[str]) -> str:
         return (
             f"{match[1]} must be {kind}: set {match[1].split('=')[0]}{'=[A,B]' if kind == 'a list' else '.NAME=value'}"
         )
+    match = _THERE_ALREADY.search(message)
+    if match:
+        return f"{match[1]} is there already: give {match[1]}=VALUE without a plus"
     match = _UNKNOWN_KEY.search(message)
     if match:
-        key = match[1].split("@")[0]
-        known = set(known_keys(overrides))
-        if key in known or any(name.startswith(f"{key}.") for name in known):
-            return one_line(message)
-        return f"there is no key '{key}'{suggestion(key, known)}: see moe-train --cfg job"
+        return unknown_key(match[1].split("@")[0], known_keys(overrides), "moe-train --cfg job")
+    match = _AMBIGUOUS.search(message)
+    if match:
+        return _several_values(match[1], sweeps)
+    match = _NOT_LOADED.search(message)
+    if match:
+        return _no_choice(match[1], match[2], choices(match[1]))
     if message.startswith("Config group override must be"):
-        return f"{_wrong_choice(overrides)} is no choice: give the name of one of its files"
+        override = _wrong_choice(overrides)
+        names = ", ".join(choices(override.partition("=")[0]))
+        return f"{override} is no choice: choose one of {names}" if names else f"{override}: give KEY=VALUE"
     first = message.splitlines()[0].removeprefix(_BY_A_RESOLVER)
     detail = f" ({one_line(error.__cause__)})" if isinstance(error.__cause__, OmegaConfBaseException) else ""
     return one_line(first + detail)
@@ -158,36 +190,121 @@ def _wrong_choice(overrides: Sequence[str]) -> str:
 
 
 def _about_choice(error: MissingConfigException) -> str:
-    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    group, _, name = (error.missing_cfg_file or "").partition("/")
+    if group == "hydra":
+        folder, _, name = name.rpartition("/")
+        group = f"hydra/{folder}"
     options = [option for option in error.options or () if not option.startswith("_")]
     if f"{group}={name}" in _EXTRAS:
         return f"{group}={name} needs a plugin of Hydra: run pip install 'moe-lightning[{_EXTRAS[f'{group}={name}']}]'"
     if not options:
         return one_line(str(error))
-    what = "recipe" if group == "recipes" else group
-    return f"there is no {what} '{name}'{suggestion(name, options)}: choose one of {', '.join(options)}"
+    return _no_choice(group, name, options)
 
 
-def known_keys(overrides: Sequence[str] = ()) -> list[str]:
+_BESIDE_CHOICES = {
+    "strategy": "; strategy.dense=ddp, zero1, fsdp or hsdp says how dense parameters lie",
+    "model": "; of a folder with a pretrained model: model=huggingface model.pretrained=FOLDER",
+    "recipes": "; your own: --config-dir DIR recipes=NAME for DIR/recipes/NAME.yaml",
+}
+
+
+def _no_choice(group: str, name: str, options: Sequence[str]) -> str:
+    what = "recipe" if group == "recipes" else group.removesuffix("s")
+    if group == "data" and Path(name).expanduser().exists():
+        return f"data={name} names a file or folder, not a kind of data: give data.source={name}"
+    near = suggestion(Path(name).stem if "/" in name else name, options)
+    return f"there is no {what} '{name}'{near}: choose one of {', '.join(options)}{_BESIDE_CHOICES.get(group, '')}"
+
+
+def choices(group: str) -> list[str]:
+    """Names of a group's files."""
+    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+
+
+def unreadable(override: str) -> str:
+    """The sentence for a word of the command line that is no setting."""
+    key, has_value, _ = override.partition("=")
+    if has_value and re.fullmatch(r"[+~]*[\w/@]+(\.[\w-]+)*", key):
+        return (
+            f"the value in {shown(override)} cannot be read: write a list as [A,B], and text with "
+            f"special characters in two pairs of quotes, '{key}=\"...\"'"
+        )
+    if has_value:
+        return f"{shown(override)} names no key: write KEY=VALUE, such as trainer.max_steps=100"
+    groups = [group for group in _groups() if override in choices(group)]
+    if groups:
+        return f"{shown(override)} is no setting (did you mean '{groups[0]}={override}'?): write KEY=VALUE"
+    if override.endswith((".yaml", ".yml")):
+        return f"{shown(override)} is no setting: give --config-dir DIR recipes=NAME for a recipe DIR/recipes/NAME.yaml"
+    if Path(override).exists():
+        return f"{shown(override)} is no setting: to train on this file or folder, give data.source={override}"
+    return f"{shown(override)} is no setting: write KEY=VALUE, such as trainer.max_steps=100"
+
+
+def unknown_key(key: str, known: Iterable[str], listing: str) -> str:
+    """The sentence for a key that there is not.
+
+    Args:
+        known: dotted keys of the configuration.
+        listing: the command that shows them.
+    """
+    names = set(known)
+    if key in names or any(name.startswith(f"{key}.") for name in names):
+        return f"{key} cannot be set so: give {key}=CHOICE, or {key}.NAME=VALUE"
+    parts = key.split(".")
+    if parts[0] == "callbacks" and len(parts) > 1 and parts[1] in choices("callbacks"):
+        return f"there is no key '{key}', because callbacks.{parts[1]} is not chosen: add callbacks={parts[1]}"
+    if key.replace("/", ".") in names:
+        return f"there is no key '{key}': write {key.replace('/', '.')} with dots"
+    near = suggestion(key, names)
+    parent = key.rpartition(".")[0]
+    beside = sorted(name.rpartition(".")[2] for name in names if parent and name.rpartition(".")[0] == parent)
+    beside = [name for name in beside if not name.startswith("_")]
+    cure = f"{parent} has {', '.join(beside)}" if beside and not near else f"{listing} shows all keys"
+    return f"there is no key '{key}'{near}: see {listing}" if near else f"there is no key '{key}': {cure}"
+
+
+def _several_values(override: str, sweeps: bool) -> str:
+    key, _, value = override.partition("=")
+    if re.fullmatch(r"\d+,\d+", value):
+        point = value.replace(",", ".")
+        return f"{override} gives several values: write {key}={point} with a point, or {key}=[{value}] for a list"
+    return f"{override} gives several values: " + (
+        f"write {key}=[{value}] for a list, or add -m for a run of each" if sweeps else "give one of them"
+    )
+
+
+def known_keys(
+    overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str = CONFIG_NAME
+) -> list[str]:
     """Dotted keys of the configuration under the overrides that choose a recipe or a group; without them where these
     fail.
+
+    Args:
+        overrides: of the command line.
+        config_dir: the user's own folder of recipes.
+        config_name: moe-train's or moe-sim's.
     """
-    choices = [text for text in overrides if "=" in text and "." not in text.split("=")[0] and text[0] not in "+~"]
-    for chosen in (choices, []):
+    chosen = [text for text in overrides if text.partition("=")[0] in _groups() and "=" in text]
+    own = [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"] if config_dir else []
+    config: Any = {}
+    for tried in ([*own, *chosen], []):
         try:
             with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
-                config = OmegaConf.to_container(compose(CONFIG_NAME, list(chosen)), resolve=False)
+                config = OmegaConf.to_container(compose(config_name, tried), resolve=False)
             break
-        except (HydraException, OmegaConfBaseException):
+        except (HydraException, OmegaConfBaseException, ValueError):
             continue
-    return [*_dotted(config), *_groups()]
+    return [*dotted(config), *_groups()]
 
 
-def _dotted(node: Any, prefix: str = "") -> Iterator[str]:
+def dotted(node: Any, prefix: str = "") -> Iterator[str]:
+    """All keys below a node, parents before what they hold."""
     if isinstance(node, Mapping):
         for name, child in node.items():
             yield f"{prefix}{name}"
-            yield from _dotted(child, f"{prefix}{name}.")
+            yield from dotted(child, f"{prefix}{name}.")
 
 
 def _groups() -> list[str]:

@@ -145,7 +145,9 @@ def located(target: Any, key: str) -> Callable[..., Any]:
             module, _, name = module.rpartition(".")
             attributes.insert(0, name)
             if not module:
-                raise ConfigurationError(f"{key}.{TARGET}={target} cannot be imported: {one_line(error)}") from None
+                raise ConfigurationError(
+                    f"{key}.{TARGET}={target} cannot be imported ({one_line(error)}): give PACKAGE.MODULE.CLASS"
+                ) from None
     for name in attributes:
         if not hasattr(found, name):
             raise ConfigurationError(f"{key}.{TARGET}={target} does not exist: {module} has no {name}")

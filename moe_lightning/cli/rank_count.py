@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import shown
 
 _CPU_RANKS = 2
+_RANKS_OF_A_CORE = 4
+"""Beyond, a warning says that they wait for each other."""
 
 
 def is_externally_launched() -> bool:
@@ -31,6 +34,10 @@ def with_ranks(config: Mapping[str, Any], *, external: bool) -> dict[str, Any]:
     accelerator = trainer.get("accelerator", "auto")
     if accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
+    if accelerator not in ("cpu", "gpu", "cuda"):
+        raise ConfigurationError(
+            f"trainer.accelerator={shown(accelerator)} is not supported: choose one of cpu, gpu, auto"
+        )
     if accelerator in ("gpu", "cuda") and not gpus:
         raise ConfigurationError(
             f"trainer.accelerator={accelerator}, but torch sees no GPU here: use trainer.accelerator=cpu"
@@ -63,6 +70,13 @@ def _devices(wanted: Any, accelerator: str, gpus: int) -> int | list[int]:
         raise ConfigurationError(f"ranks={shown(wanted)} must be a number of at least 1, or auto")
     if not on_gpus:
         check_processes(wanted)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if wanted > _RANKS_OF_A_CORE * cores:
+            print(
+                f"moe-train: ranks={wanted} share {cores} cores, so a step takes {wanted / cores:.0f} times as long: "
+                f"more than {_RANKS_OF_A_CORE * cores} are for trying things out",
+                file=sys.stderr,
+            )
     if on_gpus and wanted > gpus:
         raise ConfigurationError(
             f"ranks={wanted} is more than the {gpus} GPUs that torch sees: lower it, or use trainer.accelerator=cpu"

@@ -133,8 +133,9 @@ def config_of(checkpoint: str | Path) -> dict[str, Any] | None:
                 with open_text(path, most_bytes=_MOST_BYTES) as file:
                     config = OmegaConf.to_container(OmegaConf.load(file))
             except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+                reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or "no YAML"
                 raise ConfigurationError(
-                    f"{path} cannot be read ({type(error).__name__}): put it right, or remove it to go on unchecked"
+                    f"{path} cannot be read ({reason}): put it right, or remove it to go on unchecked"
                 ) from error
             if isinstance(config, dict):
                 return {str(name): value for name, value in config.items()}

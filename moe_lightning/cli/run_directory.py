@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ MANIFEST = "MANIFEST.json"
 """What makes a directory a whole checkpoint; named here because importing the checkpoint library costs seconds."""
 
 _LOCK = ".lock"
-_SCAFFOLD = ("ranks", _LOCK)
-"""What a command leaves that ended before it trained."""
+_LEAVINGS = ("ranks", _LOCK, "csv", "tensorboard", "wandb", "mlflow_run_id")
+"""What a command may leave that was killed before it trained, those of loggers included."""
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d+)(-\d+)?(\.ckpt)?")
 
@@ -145,12 +146,12 @@ class RunDirectory:
         _replace(self.path / "tokenizer.json", content)
 
     def check_movable(self) -> bool:
-        """Whether there is an earlier run to move; what only a failed command left is none.
+        """True if there is an earlier run to move; what a command left that never trained is none.
 
         Raises:
             ConfigurationError: the directory holds something else, or more than this run.
         """
-        if not self.path.is_dir() or all(path.name in _SCAFFOLD for path in self.path.iterdir()):
+        if not self.path.is_dir() or (self._holds_leavings() and not self.holds_run()):
             return False
         where = f"resume=false would move {self} aside"
         if not self.holds_run():
@@ -181,6 +182,37 @@ class RunDirectory:
             ) from error
         return place
 
+    def _holds_leavings(self) -> bool:
+        """True if nothing lies here but what a command that never trained may have left."""
+        return all(path.name in _LEAVINGS for path in self.path.iterdir())
+
+    def put_back(self, earlier: Path) -> bool:
+        """Undo `move_aside` where nothing has trained since: the earlier run gets its place again; False if it has
+        not.
+        """
+        if self.holds_run() or not self._holds_leavings():
+            return False
+        shutil.rmtree(self.path)
+        earlier.rename(self.path)
+        return True
+
+    def scaffold(self) -> set[Path]:
+        """What lies here of what a command makes before it trains."""
+        return {path for path in (*self.path.glob("ranks/*"), self.logs, self.lock) if path.exists()}
+
+    def clear_scaffold(self, kept: Collection[Path]) -> None:
+        """Remove what a command made that never trained.
+
+        Args:
+            kept: what was here before it.
+        """
+        for path in sorted(self.scaffold() - set(kept), reverse=True):  # files before their folder
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+        remove_empty(self.path)
+
     def create(self) -> None:
         """Make the directory.
 
@@ -206,6 +238,17 @@ def _replace(path: Path, text: str) -> None:
 def _holds(path: Path, content: bytes) -> bool:
     with open_regular(path) as file:
         return file.read(len(content) + 1) == content
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder if it is empty, and then those above it up to the current one."""
+    here = Path.cwd()
+    with contextlib.suppress(OSError):  # not empty, or not ours
+        folder.rmdir()
+        for parent in folder.absolute().parents:
+            if parent == here or not parent.is_relative_to(here):
+                return
+            parent.rmdir()
 
 
 def _first_free(folder: Path, pattern: str) -> Path:

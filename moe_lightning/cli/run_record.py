@@ -41,6 +41,7 @@ class RunRecord(Callback):
             data = getattr(trainer, "datamodule", None)
             if isinstance(data, TextData) and data.trained_tokenizer is not None:
                 self._directory.keep_tokenizer(data.trained_tokenizer)
+            self._directory.metrics.unlink(missing_ok=True)  # of an earlier training
         for logger in trainer.loggers:
             logger.log_hyperparams({name: self._config[name] for name in _LOGGED})
             if isinstance(logger, QuietWandbLogger) and trainer.ckpt_path:

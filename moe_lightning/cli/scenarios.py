@@ -8,9 +8,8 @@ from typing import Any
 
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.calibrated import load_hardware
 from moe_lightning.simulate.failures import Failures
-from moe_lightning.simulate.hardware import Hardware, preset
+from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
 from moe_lightning.simulate.mesh import Mesh
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import make_routing

@@ -26,12 +26,14 @@ from omegaconf.errors import OmegaConfBaseException
 from moe_lightning import __version__, mistakes
 from moe_lightning.arguments import output_file
 from moe_lightning.charts import line_chart
-from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes
+from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes, dotted, known_keys, unknown_key
+from moe_lightning.cli.overrides import read_settings, refuse_option
 from moe_lightning.cli.scenarios import given, scenario_of
+from moe_lightning.cli.vocabulary import SIM
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.mistakes import suggestion
 from moe_lightning.simulate.event_loop import simulate
-from moe_lightning.simulate.mesh_report import MeshReport, mesh_report
-from moe_lightning.simulate.mesh_search import search_mesh
+from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
 from moe_lightning.simulate.policy import POLICIES
 from moe_lightning.simulate.recommend import FailingCluster, recommend
 from moe_lightning.simulate.routing import Exponent, RoutingKind
@@ -99,7 +101,7 @@ examples
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
+    if {"-h", "--help"} & set(arguments) or arguments == ["help"]:
         print(_HELP.format(policies=", ".join(POLICIES)), end="")
         return 0
     if "--version" in arguments:
@@ -113,7 +115,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     advise = arguments[:1] == ["recommend"]
-    overrides = [argument for argument in arguments[advise:] if argument != "--cfg"]
+    if arguments and not advise and "=" not in arguments[0] and suggestion(arguments[0], ["recommend"]):
+        raise ConfigurationError(
+            f"{shown(arguments[0])} is no command (did you mean 'recommend'?): moe-sim has only that"
+        )
+    top = {*_TYPES, *_GROUPS, "recipes"}
+    words = read_settings(arguments[advise:], SIM, top, lambda: known_keys(arguments, config_name=CONFIG_NAME))
+    overrides = [word for word in words if word != "--cfg"]
+    for word in overrides:
+        if word.startswith("-"):
+            raise refuse_option("moe-sim", word, ["--cfg", "--help", "--version"])
     config = compose_simulation(overrides)
     if "--cfg" in arguments:
         print(OmegaConf.to_yaml(OmegaConf.create(dict(config))), end="")
@@ -128,7 +139,10 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
         ConfigurationError: an override that cannot be read, or a key or choice that there is not.
     """
     _check_recipe(overrides)
-    with composition_mistakes(overrides), initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
+    with (
+        composition_mistakes(overrides, sweeps=False),
+        initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"),
+    ):
         try:
             composed = OmegaConf.to_container(
                 compose(CONFIG_NAME, list(overrides)), resolve=True, throw_on_missing=True
@@ -140,7 +154,7 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
     config = {str(key): value for key, value in composed.items()}
     for key in config:
         if key not in _GROUPS and key not in _TYPES:
-            raise ConfigurationError(f"{key} is no key of moe-sim{mistakes.suggestion(key, _TYPES)}: see moe-sim --cfg")
+            raise ConfigurationError(f"{key} is no key of moe-sim{suggestion(key, _TYPES)}: see moe-sim --cfg")
     for key in _GROUPS:
         if not isinstance(config.get(key), dict):
             raise ConfigurationError(f"{key}={shown(config.get(key))} must be a mapping: set {key}.NAME=value")
@@ -198,18 +212,11 @@ def _check_recipe(overrides: Sequence[str]) -> None:
 
 def _check_keys(overrides: Sequence[str]) -> None:
     """Name a key that there is not, the reason why most command lines cannot be composed."""
-    known = {*_dotted(OmegaConf.to_container(compose(CONFIG_NAME))), "model", "recipes"}
+    known = {*dotted(OmegaConf.to_container(compose(CONFIG_NAME))), "model", "recipes"}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
         if key not in known and not (override.input_line or "").startswith("+"):
-            raise ConfigurationError(f"there is no key '{key}'{mistakes.suggestion(key, known)}: see moe-sim --cfg")
-
-
-def _dotted(node: Any, prefix: str = "") -> list[str]:
-    found = []
-    for name, child in node.items() if isinstance(node, Mapping) else ():
-        found += [f"{prefix}{name}", *_dotted(child, f"{prefix}{name}.")]
-    return found
+            raise ConfigurationError(unknown_key(key, known, "moe-sim --cfg"))
 
 
 def _simulate(config: Mapping[str, Any]) -> int:

@@ -8,29 +8,42 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_lightning import __version__, mistakes
-from moe_lightning.cli.composition import CONFIG_DIR, CONFIG_NAME, composition_mistakes, fixed_keys, with_quotes
+from moe_lightning.cli.composition import (
+    CONFIG_DIR,
+    CONFIG_NAME,
+    composition_mistakes,
+    fixed_keys,
+    known_keys,
+    with_quotes,
+)
 from moe_lightning.cli.doctor import examined
 from moe_lightning.cli.elastic import elastic_options
 from moe_lightning.cli.objective import objective_of
+from moe_lightning.cli.overrides import read_settings, refuse_option
 from moe_lightning.cli.rank_count import is_externally_launched, with_ranks
 from moe_lightning.cli.resume import changes, check_changes, config_of, told
-from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.cli.run_directory import RunDirectory, remove_empty
 from moe_lightning.cli.run_lock import locked
-from moe_lightning.cli.validation import KEYS, check_groups, check_recipe, check_top_level
+from moe_lightning.cli.validation import COLLECTIONS, KEYS, check_groups, check_recipe, check_top_level
+from moe_lightning.cli.vocabulary import TRAIN
 from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.text_table import in_columns
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -53,6 +66,7 @@ def _run(arguments: Sequence[str]) -> None:
     # Hydra's machinery without hydra.main, which would answer a wrong option with a screen of usage.
     from hydra import version
     from hydra._internal.utils import _run_hydra, get_args_parser
+    from hydra.core.hydra_config import HydraConfig
 
     version.setbase("1.3")
     parser = get_args_parser()
@@ -60,7 +74,10 @@ def _run(arguments: Sequence[str]) -> None:
     if "--version" in arguments:  # the parser's own would tell Hydra's
         print(f"moe-train {__version__}")
         return
-    options = parser.parse_intermixed_args(list(arguments))
+    arguments = _as_settings(arguments)
+    options, rest = parser.parse_known_intermixed_args(list(arguments))
+    if rest:
+        raise refuse_option("moe-train", rest[0], [name for name in parser._option_string_actions if name[:2] == "--"])
     if options.help:
         from moe_lightning.cli.help import help_text
 
@@ -75,6 +92,7 @@ def _run(arguments: Sequence[str]) -> None:
             return run_job(composed)
         except Exception as error:
             failures.append(error)
+            remove_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra made it before anything was checked
             if options.multirun:  # the other jobs go on, and the sweeper judges by what is raised here
                 print(f"moe-train: a job failed: {mistakes.one_line(error)}", file=sys.stderr)
                 raise
@@ -119,23 +137,58 @@ def run_job(composed: DictConfig) -> float | None:
         check(config)  # wrong values are named all the same
         print(finished)
         return _objective(directory, config)
-    directory.create()
-    with ExitStack() as locks:
+    with ExitStack() as locks, _undone_unless_trained(directory) as attempt:
+        made = {path for path in (directory.logs, directory.lock) if not path.exists()}
+        directory.create()
         party = config["elastic"]["lighthouse"] if elastic is not None else None
         is_first = locks.enter_context(locked(directory, party))
-        state = _prepare(directory, config, is_first=is_first)
-        if not directory.lock.exists():  # the earlier run took it along
+        attempt.kept = directory.scaffold() - made if party is None else None
+        attempt.earlier, state = _prepare(directory, config, is_first=is_first)
+        if attempt.earlier is not None:  # it took its lock along
             directory.create()
             locks.enter_context(locked(directory, party))
-        print(f"run    {directory}{state}", flush=True)  # at once: the ranks take seconds to start
+        print(in_columns(f"run    {directory}{state}"), flush=True)  # at once: the ranks take seconds to start
         OmegaConf.save(OmegaConf.create(config), directory.command)
-        directory.metrics.unlink(missing_ok=True)
         try:
             _launch(directory, config, elastic, external=external)
         except KeyboardInterrupt as stop:
             stop.add_note(_outlook(directory))
             raise
         return _objective(directory, config)
+
+
+@dataclass
+class _Attempt:
+    """What a command has changed in its run directory before its ranks train.
+
+    Attributes:
+        kept: logs that were there before it; None where another command may be at work there.
+        earlier: where the run is that it moved aside.
+    """
+
+    kept: set[Path] | None = None
+    earlier: Path | None = None
+
+
+@contextmanager
+def _undone_unless_trained(directory: RunDirectory) -> Iterator[_Attempt]:
+    """Leave the directory as it was where the command ends before a step: neither its correction nor the earlier run
+    may suffer from what was refused. Ranks can refuse until their first step, so nobody can check all beforehand.
+    """
+    attempt = _Attempt()
+    try:
+        yield attempt
+    except BaseException as error:
+        failure = getattr(error, "failure", None)
+        is_refusal = mistakes.sentence_of(error) is not None if failure is None else failure.kind == "mistake"
+        is_alone = attempt.kept is not None
+        if attempt.earlier is not None:
+            # Without this machine the others may train on, but not with what was refused.
+            if (is_alone or is_refusal) and directory.put_back(attempt.earlier):
+                print(f"run    {directory} is the earlier run again: this one has not trained", flush=True)
+        elif is_refusal and attempt.kept is not None:  # after a crash the logs of the ranks may be wanted
+            directory.clear_scaffold(attempt.kept)
+        raise
 
 
 def _objective(directory: RunDirectory, config: Mapping[str, Any]) -> float | None:
@@ -184,6 +237,9 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
     """
     if type(composed.get("run_name")) is int:
         OmegaConf.update(composed, "run_name", str(composed.run_name))
+    with open_dict(composed):
+        for name in COLLECTIONS:  # callbacks=[] chooses none
+            composed.setdefault(name, {})
     raw = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(raw, dict)
     check_recipe({str(name): value for name, value in raw.items()})
@@ -234,8 +290,10 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     )
 
 
-def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bool) -> str:
-    """See what the run goes on from, or make room for it; what there is to say of that.
+def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bool) -> tuple[Path | None, str]:
+    """Find what the run goes on from, or make room for it.
+
+    Returns where the earlier run was moved, and what there is to say.
 
     Args:
         is_first: no other machine of the run has done so.
@@ -244,32 +302,49 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
         ConfigurationError: settings that the run cannot go on with, or a folder that must not be moved.
     """
     if config["task"] != "train":
-        return ""
+        return None, ""
     if config["resume"] is False:
         if not is_first or not directory.check_movable():
-            return ""
+            return None, ""
         from moe_lightning.cli.worker import check
 
         check(config)  # nothing is moved for a command that cannot train
         place = directory.move_aside()
-        return f", the earlier run is kept in {place.name}" if place else ""
+        return place, f", the earlier run is kept in {place.name}" if place else ""
     newest = directory.newest_intact() if config["resume"] is True else None
     start = newest.path if newest is not None else config["resume"] if config["resume"] is not True else None
     former = start and config_of(start)
     found = changes(former, config) if former else []
     check_changes(found, overrides=config["resume_overrides"])
     if newest is not None:
-        return f", going on after step {newest.step} (resume=false starts anew){told(found)}"
-    return told(found)
+        return None, f", going on after step {newest.step} (resume=false starts anew){told(found)}"
+    return None, told(found)
+
+
+def _as_settings(arguments: Sequence[str]) -> list[str]:
+    """The command line with other tools' names and ways of writing as overrides.
+
+    Raises:
+        ConfigurationError: a setting that means something else here.
+    """
+    if list(arguments) == ["help"]:
+        return ["--help"]
+    folder = next((after for word, after in pairwise(arguments) if word in ("--config-dir", "-cd")), None)
+    folder = next((word.partition("=")[2] for word in arguments if word.startswith("--config-dir=")), folder)
+    top = {*KEYS, "recipes", "hydra"}
+    return read_settings(arguments, TRAIN, top, lambda: known_keys(arguments, folder))
 
 
 def _refuse(message: str) -> NoReturn:
+    message = re.sub(r"invalid choice: (.+) \(choose from (.+)\)", r"there is no \1: choose one of \2", message)
     raise ConfigurationError(f"{message} (moe-train --help shows the options)")
 
 
 def _check_options(options: argparse.Namespace) -> None:
     if options.config_dir is not None and not Path(options.config_dir).is_dir():
         raise ConfigurationError(f"--config-dir {options.config_dir} is not a folder: give the one that holds recipes/")
+    if "hydra.run.dir=" in options.overrides:
+        raise ConfigurationError("hydra.run.dir is empty: give the folder of the run, or leave it out")
     if options.config_path is not None or options.config_name is not None:
         raise ConfigurationError(
             "--config-path and --config-name would replace moe-train's configuration: use --config-dir"

@@ -12,7 +12,8 @@ from moe_lightning.mistakes import suggestion
 from moe_lightning.values import TARGET, Range, described, fits, shown
 
 _GROUPS = ("model", "optimizer", "data", "strategy", "trainer", "module")
-_COLLECTIONS = ("callbacks", "logger", "elastic")
+COLLECTIONS = ("callbacks", "logger", "elastic")
+"""Groups of which a run may have nothing."""
 _PLAIN: dict[str, Any] = {
     "run_dir": str,
     "ranks": Annotated[int, Range(least=-1)] | Literal["auto", "-1"] | list[int],
@@ -23,7 +24,7 @@ _PLAIN: dict[str, Any] = {
     "objective": str | None,
     "doctor": bool,
 }
-KEYS = ("run_name", *_PLAIN, *_GROUPS, *_COLLECTIONS)
+KEYS = ("run_name", *_PLAIN, *_GROUPS, *COLLECTIONS)
 """Top-level keys of moe-train."""
 
 _LONGEST_NAME = 200  # bytes of a folder's name; file systems allow 255, and moe-train appends .1, .2, ...
@@ -75,7 +76,9 @@ def check_groups(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: the group.
     """
-    for name in (*_GROUPS, *_COLLECTIONS):
+    for name in (*_GROUPS, *COLLECTIONS):
+        if name not in config:
+            raise ConfigurationError(f"a run needs a {name}: choose one, {name}=NAME, or leave it as it is")
         value = config[name]
         if not isinstance(value, Mapping) and not _REFERENCE.search(str(value)):
             raise ConfigurationError(f"{name}={shown(value)} must be a group's choice or a mapping, not a plain value")
@@ -88,7 +91,7 @@ def check_run_name(name: object) -> None:
         ConfigurationError: no text, an empty part, a part that leads elsewhere, or one that no file system takes.
     """
     for part in name.split("/") if isinstance(name, str) else [""]:
-        if part.strip() in ("", ".", "..") or part.startswith("-"):
+        if part.strip() in ("", ".", "..") or part.startswith(("-", "~")):
             raise ConfigurationError(
                 f"run_name={shown(name)} is no name of a folder below outputs: use words such as run_name=first_try, "
                 "or hydra.run.dir=FOLDER for another place"
@@ -105,7 +108,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: one sentence about the first thing that is wrong.
     """
-    for name in (*_GROUPS, *_COLLECTIONS):
+    for name in (*_GROUPS, *COLLECTIONS):
         check_arguments(config[name], name)
     trainer = config["trainer"]
     if trainer.get("max_steps", -1) == -1 and trainer.get("max_epochs") == -1 and trainer.get("max_time") is None:

@@ -148,6 +148,7 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]
 
     check_config(config)
     pl.seed_everything(config["seed"], verbose=False)
+    _check_pretrained(config)
     parts: dict[str, Any] = {"data": build_object(config["data"], "data")}
     _expect(parts["data"], pl.LightningDataModule, "data")
     _restore_tokenizer(config, parts["data"])
@@ -160,6 +161,24 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]
     # Measuring a checkpoint is no step of the run whose curves these are.
     parts["logger"] = _built_group(config, "logger") if config["task"] == "train" else []
     return config, parts
+
+
+def _check_pretrained(config: Mapping[str, Any]) -> None:
+    """Refuse a wrong `model.pretrained` before its tokenizer, which the data ask for, is missed.
+
+    Raises:
+        ConfigurationError: it is no folder of a checkpoint, or of a model that is not known.
+    """
+    from moe_lightning.cli.instantiation import build_object
+
+    model = config["module"].get("config")
+    if isinstance(model, Mapping) and model.get("pretrained") is not None:
+        from moe_lightning.models.huggingface.loading import check_folder
+        from moe_lightning.models.huggingface.module import HuggingFaceConfig
+
+        check_folder(Path(model["pretrained"]).expanduser())
+        if str(model.get("_target_")).endswith(f".{HuggingFaceConfig.__name__}"):
+            build_object(model, "module.config").architecture()
 
 
 def _restore_tokenizer(config: Mapping[str, Any], data: object) -> None:

@@ -156,7 +156,7 @@ class DevicePlanner:
         with self._world.exchanges.exchange(device):
             all_gather_flat(gathered, torch.cat([counts_E, self._tables[2]]), group=self._world.compute)
         gathered_NE1 = gathered.view(self._world.size, -1)
-        self._told = _read_later(gathered_NE1[:, -1])
+        self._told = read_later(gathered_NE1[:, -1])
         return gathered_NE1[:, :-1]
 
     def plan(self, counts_NE: Tensor, num_tokens: int, top_k: int, *, is_training: bool) -> DevicePlan:
@@ -202,7 +202,7 @@ class DevicePlanner:
             require_agreement(told.tolist(), self._what)
 
 
-def _read_later(words_N: Tensor) -> tuple[Tensor, Any]:
+def read_later(words_N: Tensor) -> tuple[Tensor, Any]:
     """A copy on the host that nobody waits for, and the event of its arrival; None: it is there."""
     if words_N.device.type == "cpu":
         return torch.empty(words_N.shape, dtype=words_N.dtype).copy_(words_N, non_blocking=True), None

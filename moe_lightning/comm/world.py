@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed import FileStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from moe_lightning.algorithms.dense_shards import Groups, RowCut
 from moe_lightning.algorithms.mesh_shape import AXES, STAGE, Axis, Layout, MeshShape
@@ -276,6 +276,13 @@ def loopback_variables() -> dict[str, str]:
     """Variables that keep the connections of one machine's ranks off its network."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     return {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback}
+
+
+def common_store() -> Store | None:
+    """The keys that all ranks of torch's default group share, for words that take no part in a collective; None where
+    there is no group. Each call may fail with a DistError when the group ends.
+    """
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def agree(world: World) -> None:

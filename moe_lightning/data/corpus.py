@@ -261,7 +261,7 @@ def _split(
     total = sum(file.size_bytes for file in files)
     left = round(total * val_fraction)
     ends = dict[TextFile, int]()  # of the training part
-    for file in sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(f"{seed}:{file.name}".encode())):
+    for file in sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(os.fsencode(f"{seed}:{file.name}"))):
         ends[file] = 0 if left >= file.size_bytes else _start_of_character(file, file.size_bytes - left)
         left = max(0, left - file.size_bytes)
     train = [TextSpan(path=file.path, start=0, stop=ends[file]) for file in files if ends[file]]

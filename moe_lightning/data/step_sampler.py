@@ -194,6 +194,12 @@ class StepSampler(Sampler[list[int]]):
         stand_in.of_samples = own
         return stand_in
 
+    def indices_of(self, here: StepSlice) -> list[int]:
+        """The data set's indices of the samples in a slice, stand-ins left out."""
+        epoch, step = divmod(here.step, self.epoch_steps)
+        began = step * self.global_batch_size
+        return [i for piece in here.pieces or (here,) for i in self._indices(epoch, began + piece.offset, piece.count)]
+
     def _indices(self, epoch: int, first: int, count: int) -> list[int]:
         if self._given_order is None and not self.shuffle:
             return list(range(first, first + count))

@@ -88,6 +88,12 @@ def tokenizer_key(spec: str) -> str:
             )
         return spec
     path = Path(spec).expanduser()
+    if not path.is_file() and (path.suffix == ".json" or path.is_dir()):
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigurationError(
+            f"tokenizer={spec!r} {what}; give the path of a tokenizer.json, which save_pretrained of a fast "
+            "tokenizer writes, or 'bytes' or 'bpe:SIZE'."
+        )
     if not path.is_file():
         raise ConfigurationError(f"tokenizer={spec!r} is neither 'bytes', 'bpe:SIZE' nor the path of a tokenizer.json.")
     try:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from typing import NoReturn
 
 from moe_lightning.elastic.failure import report_failure
@@ -62,6 +63,21 @@ def take_over_terminal() -> bool:
         os.dup2(terminal, number)
         os.close(terminal)
     return True
+
+
+def write_to_terminal(line: str) -> None:
+    """Write a line to this process's stderr, and to that of its launcher where it is another file: the output of most
+    ranks goes to files that nobody reads while a run goes well.
+    """
+    print(line, file=sys.stderr, flush=True)
+    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
+    if launcher is None or sys.platform != "linux":
+        return
+    with suppress(OSError):
+        terminal = os.open(f"/proc/{launcher}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+        with os.fdopen(terminal, "w") as file:
+            if not os.path.sameopenfile(2, terminal):
+                file.write(f"{line}\n")
 
 
 def leave_process_groups() -> None:

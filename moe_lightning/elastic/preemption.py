@@ -9,7 +9,9 @@ import logging
 import signal
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +25,10 @@ _LONGEST = 200
 # Google's metadata server wants this header and says FALSE as long as nothing happens; the others do not mind it.
 _HEADERS = {"Metadata-Flavor": "Google"}
 _NO = {"", "FALSE", "NONE"}
+# AWS answers 401 to whoever has no session token (IMDSv2), and gives one for a PUT to the same server.
+_TOKEN_PATH, _TOKEN_LIFE = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
+_TOKEN = "X-aws-ec2-metadata-token"
+_REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +43,8 @@ class PreemptionWatch:
     def __init__(self, settings: ElasticSettings) -> None:
         self._settings = settings
         self._notice: str | None = None
+        self._token: dict[str, str] = {}
+        self._has_warned = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._former = signal.getsignal(signal.SIGTERM)
@@ -90,12 +98,47 @@ class PreemptionWatch:
     def _url(self) -> str | None:
         if self._settings.notice_url is None:
             return None
-        request = urllib.request.Request(self._settings.notice_url, headers=_HEADERS)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the machine's own address
         try:
-            with opener.open(request, timeout=_URL_TIMEOUT_S) as answer:
-                said = answer.read(_LONGEST).decode(errors="replace").strip()
+            said = self._read(self._settings.notice_url)
         except (urllib.error.URLError, OSError, ValueError) as error:
-            logger.debug("%s: %s", self._settings.notice_url, error)  # 404: nothing is planned
+            self._report(self._settings.notice_url, error)
             return None
         return f"{self._settings.notice_url} answers: {said}" if said.upper() not in _NO else None
+
+    def _read(self, url: str) -> str:
+        """Return the text at an address, with a new session token where the server asks for one."""
+        try:
+            return _answer(url, _HEADERS | self._token)
+        except urllib.error.HTTPError as refused:
+            if refused.code != HTTPStatus.UNAUTHORIZED:
+                raise
+            self._token = {}  # there was none, or it has expired
+            try:
+                token = _answer(urllib.parse.urljoin(url, _TOKEN_PATH), _TOKEN_LIFE, method="PUT")
+            except (urllib.error.URLError, OSError, ValueError):
+                raise refused from None
+        self._token = {_TOKEN: token}
+        return _answer(url, _HEADERS | self._token)
+
+    def _report(self, url: str, error: Exception) -> None:
+        """Warn once of a server that refuses; 404 means that nothing is planned."""
+        refuses = isinstance(error, urllib.error.HTTPError) and error.code in _REFUSALS
+        if not refuses or self._has_warned:
+            logger.debug("%s: %s", url, error)
+            return
+        self._has_warned = True
+        logger.warning(
+            "notice_url=%s refuses to answer (%s), so this machine would be taken away without notice: enable its "
+            "metadata service, on AWS with a hop limit of 2 where this runs in a container, or set notice_file",
+            url,
+            error,
+        )
+
+
+def _answer(url: str, headers: dict[str, str], method: str = "GET") -> str:
+    """Return the beginning of the text at an address of the machine itself, without a proxy."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, headers=headers, method=method)
+    with opener.open(request, timeout=_URL_TIMEOUT_S) as answer:
+        said: str = answer.read(_LONGEST).decode(errors="replace").strip()
+    return said

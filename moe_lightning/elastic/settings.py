@@ -44,7 +44,8 @@ class ElasticSettings:
         min_ranks: the smallest world that trains; a smaller one holds the state and waits, then saves it and ends.
         notice_on_sigterm: take SIGTERM as a notice of preemption instead of an end at once.
         notice_file: a file whose appearance is a notice; its first line says why.
-        notice_url: an http(s) address that answers 200 when this machine will be taken away.
+        notice_url: an http(s) address that answers 200 when this machine will be taken away; a session token is
+            fetched where it asks for one (AWS, IMDSv2).
         notice_poll_s: how often file and address are looked at.
         membership: how workers learn who trains: "rendezvous_host", or a name that somebody has registered in
             `elastic.membership.MEMBERSHIPS`.

@@ -1,4 +1,4 @@
-"""What saving and loading a model costs on a cluster: bytes of the busiest rank, and seconds."""
+"""Cost of saving and loading a model on a cluster: bytes of the busiest rank, and seconds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,53 @@ from math import gcd, inf
 from moe_lightning.algorithms.checkpoint_size import MIXED_PRECISION_BYTES, Accounting, checkpoint_size
 from moe_lightning.algorithms.overhead import OverheadModel
 from moe_lightning.algorithms.protection import protection_cost
+from moe_lightning.algorithms.replay_window import window_bytes
 from moe_lightning.algorithms.selection import full_selection, parse_scopes, sequential_selection
 from moe_lightning.algorithms.sharding import Module, baseline_rank_bytes, equal_expert_writers, shard_checkpoint
 from moe_lightning.simulate.hardware import Hardware
-from moe_lightning.simulate.lossless import window_shares
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowCost:
+    """Cost of one lossless window (`algorithms/replay_window.py`) in the first world.
+
+    Attributes:
+        steps: W.
+        copied_bytes: by the busiest rank, in each of its snapshots.
+        stall_s: that training waits, in all of it.
+        replay_s: of the steps that a restore runs again.
+    """
+
+    steps: int
+    copied_bytes: tuple[float, ...]
+    stall_s: float
+    replay_s: float
+
+
+def window_shares(workload: Workload, k: int) -> tuple[float, ...]:
+    """Bytes [W] of each snapshot of a window of K experts a turn, as shares of a full checkpoint. Frozen experts are
+    kept in the low precision that they compute in."""
+    expert = sum(MIXED_PRECISION_BYTES.values()) * workload.expert_params
+    sizes = {
+        "dense_bytes": sum(MIXED_PRECISION_BYTES.values()) * workload.dense_params,
+        "expert_bytes": expert,
+        "weight_bytes": MIXED_PRECISION_BYTES["weight"] * workload.expert_params,
+    }
+    shape = {"num_layers": workload.num_layers, "num_experts": workload.num_experts}
+    (whole,) = window_bytes(**shape, k=workload.num_experts, **sizes)
+    return tuple(size / whole for size in window_bytes(**shape, k=k, **sizes))
+
+
+def stall_of(copies_s: tuple[float, ...], overlap_s: float) -> float:
+    """Seconds that training waits for copies, each of which hides under one step."""
+    return sum(max(0.0, copy_s - overlap_s) for copy_s in copies_s)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SaveCost:
-    """Of one checkpoint.
+    """Cost of one checkpoint.
 
     Attributes:
         snapshot_bytes: that the busiest rank copies, in all steps of a window.
@@ -53,10 +89,10 @@ def save_cost(
         plain = replace(policy, lossless=False)
         whole = save_cost(workload, hardware, plain, num_ranks, workload.num_experts, workload.num_experts)
         return _window_cost(whole, window_shares(workload, policy.k_snapshot or workload.num_experts))
-    books = accounting(policy)
+    accounts = accounting(policy)
     tensors = workload.tensors()
-    written = checkpoint_size(tensors, accounting=books, k=k_persist).total_bytes
-    everything = checkpoint_size(tensors, accounting=books).total_bytes
+    written = checkpoint_size(tensors, accounting=accounts, k=k_persist).total_bytes
+    everything = checkpoint_size(tensors, accounting=accounts).total_bytes
     nodes = max(1, num_ranks // hardware.ranks_per_node)
     busiest_snapshot = bottleneck_bytes(workload, policy, num_ranks, k_snapshot)
     busiest_persist = bottleneck_bytes(workload, policy, num_ranks, k_persist)
@@ -80,7 +116,7 @@ def save_cost(
 
 
 def _window_cost(whole: SaveCost, shares: tuple[float, ...]) -> SaveCost:
-    """Of a window whose snapshots have these shares of a full one; what is copied in one step is what hides or not."""
+    """Return the cost of a window whose snapshots have these shares of a full one; each step hides its own copy."""
     total = sum(shares)
     return SaveCost(
         snapshot_bytes=total * whole.snapshot_bytes,

@@ -3,28 +3,120 @@
 A world of nodes trains; at the end of some steps it saves, rebalances or takes notice of other routing; nodes leave and
 join. After a fault the state comes from live replicas, from protected snapshots, or from storage, and a new world is
 formed. Between two of these nothing changes, so a month costs as much as its events. Every nanosecond of every live
-node is booked (`accounts`).
+node is accounted for (`cluster.Accounts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
 
 from moe_lightning.algorithms.recovery_planner import plan_recovery
-from moe_lightning.simulate.accounts import Accounts, Mark
-from moe_lightning.simulate.checkpoint_cost import SaveCost, cheapest_interval, save_cost
-from moe_lightning.simulate.cluster_state import ClusterState, SimulatedWorld
+from moe_lightning.simulate.checkpoint_cost import SaveCost, WindowCost, cheapest_interval, save_cost, stall_of
+from moe_lightning.simulate.cluster import Accounts, ClusterState, Mark, SavedState, SimulatedWorld, inventories
 from moe_lightning.simulate.failures import NS, Event
-from moe_lightning.simulate.held_snapshots import inventories
-from moe_lightning.simulate.history import History
-from moe_lightning.simulate.lossless import stall_of
-from moe_lightning.simulate.report import closing_report
-from moe_lightning.simulate.scenario import Recovery, Report, Scenario, model_of
-from moe_lightning.simulate.state import SavedState
-from moe_lightning.simulate.step_model import StepCost
+from moe_lightning.simulate.scenario import Recovery, Report, Scenario, Span, format_bytes, model_of
+from moe_lightning.simulate.step_model import StepCost, StepModel
+
+
+@dataclass(kw_only=True)
+class History:
+    """Stretches of time, recoveries, and what training waited for besides."""
+
+    recoveries: list[Recovery] = field(default_factory=list)
+    stall_ns: int = 0
+    rebalance_ns: int = 0
+    _stretches: list[tuple[int, tuple[str, int, int, float]]] = field(default_factory=list)  # start and what it is like
+    _end_ns: int = 0
+
+    def note(self, start_ns: int, end_ns: int, state: str, *, used: int, live: int, samples_per_s: float = 0.0) -> None:
+        """Add a stretch; one that is like the last prolongs it, stalls between them included."""
+        key = (state, used, live, samples_per_s)
+        if not self._stretches or key != self._stretches[-1][1]:
+            self._stretches.append((start_ns, key))
+        self._end_ns = end_ns
+
+    def spans(self) -> tuple[Span, ...]:
+        """All stretches, each up to the next."""
+        ends = [start for start, _ in self._stretches[1:]] + [self._end_ns]
+        return tuple(
+            Span(
+                start_s=start / NS,
+                end_s=end / NS,
+                state=state,
+                used_nodes=used,
+                live_nodes=live,
+                samples_per_s=samples_per_s,
+            )
+            for (start, (state, used, live, samples_per_s)), end in zip(self._stretches, ends, strict=True)
+        )
+
+
+_BUFFERS = 3  # of snapshots: being taken, being written, kept for a recovery
+
+
+def closing_report(
+    scenario: Scenario,
+    model: StepModel,
+    first_cost: StepCost,
+    *,
+    accounts: Accounts,
+    saved: SavedState,
+    history: History,
+    interval_steps: int,
+) -> Report:
+    """Return the result of a finished simulation whose accounts are closed."""
+    hardware = scenario.hardware
+    ranks = model.ranks(model.usable_nodes(scenario.num_nodes))
+    save = save_cost(scenario.workload, hardware, scenario.policy, ranks, saved.k_snapshot, saved.k_persist)
+    rank_bytes = model.rank_memory_bytes()
+    host_bytes = _BUFFERS * save.snapshot_bytes * hardware.ranks_per_node
+    window = None
+    if len(save.copies_s) > 1:
+        window = WindowCost(
+            steps=len(save.copies_s),
+            copied_bytes=tuple(copy_s * hardware.host_copy_bytes_per_s for copy_s in save.copies_s),
+            stall_s=stall_of(save.copies_s, first_cost.overlap_s),
+            replay_s=(len(save.copies_s) - 1) * first_cost.step_s,
+        )
+    limits = (
+        ("weights and optimizer state of a rank", rank_bytes, hardware.memory_bytes),
+        ("snapshots of a node", host_bytes, hardware.host_memory_bytes),
+    )
+    return Report(
+        provided_ns=accounts.provided_ns,
+        useful_ns=accounts.useful_ns,
+        lost_ns=accounts.lost_ns,
+        overhead_ns=accounts.overhead_ns,
+        idle_ns=accounts.idle_ns,
+        steps=accounts.step,
+        samples=accounts.samples,
+        duration_s=scenario.duration_s,
+        step_s=first_cost.step_s,
+        imbalance=first_cost.imbalance,
+        stall_s=history.stall_ns / NS,
+        rebalance_s=history.rebalance_ns / NS,
+        plt=saved.plt,
+        k_persist=saved.k_persist,
+        interval_steps=interval_steps,
+        checkpoints=saved.saves,
+        written_bytes=saved.written_bytes,
+        exchange_bytes=first_cost.exchange_bytes,
+        rank_bytes=rank_bytes,
+        host_bytes=host_bytes,
+        warnings=tuple(
+            f"{what} need {format_bytes(size)}, more than the {format_bytes(room)} there are"
+            for what, size, room in limits
+            if size > room
+        ),
+        window=window,
+        recoveries=tuple(history.recoveries),
+        spans=history.spans(),
+    )
+
 
 _SOURCES = {"live": "live replicas", "memory": "protected memory", "storage": "storage"}
 
@@ -180,7 +272,7 @@ class _Run:
         return sum(at <= self.now_ns for at in self._changes_ns) == 1
 
     def _memory_stall_s(self, cost: StepCost) -> float:
-        """What snapshots for protection cost each step: a copy that outlasts the passes, a transfer that outlasts the
+        """Return the cost of protection in each step: a copy that outlasts the passes, a transfer that outlasts the
         interval."""
         every = self.policy.memory_interval_steps
         if every is None or self.policy.protection == "none":
@@ -374,14 +466,14 @@ class _Run:
             self._due["save"] = max(self._due["save"], step + 1)
 
     def report(self) -> Report:
-        """The books, closed."""
+        """Close the accounts and return the result."""
         self.saved.settle(self.now_ns)
         self.accounts.close()
         return closing_report(
             self.scenario,
             self.model,
             self.first_cost,
-            books=self.accounts,
+            accounts=self.accounts,
             saved=self.saved,
             history=self.history,
             interval_steps=self.interval_steps,

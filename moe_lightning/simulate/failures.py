@@ -1,4 +1,4 @@
-"""When nodes leave and come: drawn from a distribution, at fixed intervals, or read from a trace of a real cluster."""
+"""Events of nodes that leave and join: drawn from a distribution, at fixed intervals, or read from a real trace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Event:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """How a cluster changes.
+    """Changes of a cluster.
 
     Attributes:
         kind: "exponential" or "weibull" times between a node's failures; "periodic": every `period_s` one chosen at
@@ -182,7 +182,7 @@ def read_trace(path: Path, start_ms: int = 0) -> list[Event]:
 
 
 def _rows(file: TextIO, path: Path) -> Iterator[list[str]]:
-    """Of a CSV file.
+    """Read the events of a CSV file.
 
     Raises:
         ConfigurationError: it is none.
@@ -244,7 +244,7 @@ def cap_nodes(events: Sequence[Event], num_nodes: int) -> list[Event]:
 
 
 def check_events(events: Sequence[Event]) -> None:
-    """Whether the events can happen one after the other.
+    """Check that the events can happen one after the other.
 
     Raises:
         ConfigurationError: times that fall, nodes that leave without being there or come twice.

@@ -1,4 +1,4 @@
-"""What a cluster can do, in a dozen numbers, and presets of machines that the papers used.
+"""Hardware of a cluster in a dozen numbers: presets of the papers' machines, and what `moe-bench calibrate` measured.
 
 Peak rates are the vendors'; utilisation, copy and storage rates are those that the papers report for their clusters,
 and are assumptions elsewhere: replace them by your own measurements (`moe-bench calibrate` measures this machine).
@@ -6,26 +6,29 @@ and are assumptions elsewhere: replace them by your own measurements (`moe-bench
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.config import build_variant
+from moe_lightning.bounded_files import read_text
+from moe_lightning.config import build_config, build_variant
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import Fraction, Range, validated
 
 Rate = Annotated[float, Range(above=0, most=1e20)]
-"""Of bytes or operations in a second, or a number of bytes."""
+"""Bytes or operations per second, or a number of bytes."""
 Cost = Annotated[float, Range(least=0, most=1e6)]
 """Seconds of what a step does many times."""
 Share = Annotated[float, Range(above=0, most=1)]
 Speed = Annotated[float, Range(least=0.02, most=50)]
-"""Of a rank, relative to others."""
+"""Speed of a rank, relative to others."""
 Duration = Annotated[float, Range(least=0, most=1e10)]
 
 
@@ -91,7 +94,7 @@ class Hardware:
             object.__setattr__(self, "speeds", tuple(self.speeds))  # costs are remembered by their machine
 
     def rank_speeds(self, num_ranks: int, *, is_slow: bool = False) -> NDArray[np.float64]:
-        """Of each rank, [num_ranks]; `is_slow`: while rank 0 is."""
+        """Return the speed of each rank, [num_ranks]; `is_slow`: while rank 0 is slow."""
         nodes = np.arange(num_ranks) // self.ranks_per_node
         speeds = np.array(self.speeds or [1.0], dtype=np.float64)
         found: NDArray[np.float64] = speeds[nodes % len(speeds)]
@@ -106,7 +109,7 @@ class Hardware:
 
     @property
     def changes_s(self) -> tuple[float, ...]:
-        """When rank 0 slows down and recovers, ascending; empty where it never does."""
+        """Return the times at which rank 0 slows down and recovers, ascending; empty where it never does."""
         until = math.inf if self.slow_until_s is None else self.slow_until_s
         return (self.slow_from_s, until) if self.slow_speed != 1 and self.slow_from_s < until else ()
 
@@ -188,3 +191,31 @@ def preset(name: str, **changes: Any) -> Hardware:
         ConfigurationError: an unknown preset, or a number that cannot be.
     """
     return build_variant(PRESETS, name, changes, "hardware.preset")
+
+
+def save_hardware(path: Path, machines: Mapping[int, Hardware], where: str) -> None:
+    """Write what was measured with each number of ranks on one node."""
+    data = {"machine": where, "ranks": {str(ranks): vars(machine) for ranks, machine in machines.items()}}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def load_hardware(path: Path, ranks: int | None = None) -> Hardware:
+    """The numbers that were measured with so many ranks on the node; None: with the most.
+
+    Raises:
+        ConfigurationError: no such file, one that holds something else, or a number of ranks that was not measured.
+    """
+    try:
+        data = json.loads(read_text(path))
+        machines: dict[int, dict[str, Any]] = {int(number): dict(values) for number, values in data["ranks"].items()}
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read ({error.strerror}): run moe-bench calibrate") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is no calibration: run moe-bench calibrate") from error
+    chosen = max(machines, default=0) if ranks is None else ranks
+    if chosen not in machines:
+        raise ConfigurationError(
+            f"{path} was measured with {sorted(machines)} ranks, not {chosen}: set hardware.ranks_per_node to one of "
+            f"them, or run moe-bench calibrate --ranks {chosen}"
+        )
+    return build_config(Hardware, machines[chosen], key=str(path))

@@ -1,5 +1,7 @@
-"""Which mesh to choose for a model and a cluster: of those that fit a rank's memory the one with the shortest step,
-and where nodes fail the one of the best few that trains most.
+"""Search of a mesh for a model and a cluster, and the report of one.
+
+Of the meshes that fit a rank's memory the one with the shortest step wins, and where nodes fail the one of the best few
+that trains most.
 
 Every choice of axes, sharding, micro-batches, chunks and recomputation is judged; experts lie over all ranks of a
 stage. What two meshes have in common is computed once.
@@ -13,10 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from moe_lightning.algorithms.snapshot_windows import SnapshotWindows, schedule_snapshot
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
-from moe_lightning.simulate.mesh import DENSE, Mesh
-from moe_lightning.simulate.mesh_memory import RankMemory
+from moe_lightning.simulate.mesh import DENSE, Mesh, RankMemory, bubble_share, parts_of_ranks
 from moe_lightning.simulate.scenario import Report, Scenario, format_bytes, model_of
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.text_table import table
@@ -55,7 +58,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAdvice:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         best: the best of those that fit, best first.
@@ -95,7 +98,7 @@ class MeshAdvice:
         return f"{lines}\n{self.sentence()}"
 
     def sentence(self) -> str:
-        """Why the others do not fit."""
+        """Return the reasons why the others do not fit."""
         others = sum(self.refused.values())
         if self.nearest is None:
             return f"all {self.fitting} meshes fit the {format_bytes(self.room)} that a rank may plan with"
@@ -193,10 +196,123 @@ def _micro_batches(samples: float, pp: int) -> list[int]:
 
 
 def _largest(memory: RankMemory) -> str:
-    """What takes most of a rank's memory."""
+    """Return the largest part of a rank's memory."""
     parts = {"activations": memory.activations, "weights and moments": memory.state + memory.gradients}
     return max(parts, key=lambda name: parts[name])
 
 
 def _named(mesh: Mesh) -> str:
     return f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshReport:
+    """Mesh of a scenario's first world in figures.
+
+    Attributes:
+        mesh, dp, micro_batches: the axes and the schedule.
+        stage_ranks, slots: ranks over which the experts of a layer lie, and how many of them each has room for.
+        step: its parts.
+        bubble_share: of the passes, in which a rank waits.
+        memory, room: bytes of a rank, and those that it has.
+        snapshot: where one of its snapshots is copied (REFT 4.1).
+        dp_after, waiting: data slices that the survivors of one node form, and how many of them wait.
+        is_live: whether the survivors of any one node have all of the dense state.
+    """
+
+    mesh: Mesh
+    dp: int
+    micro_batches: int
+    stage_ranks: int
+    slots: int
+    step: StepCost
+    bubble_share: float
+    memory: RankMemory
+    room: float
+    snapshot: SnapshotWindows
+    dp_after: int
+    waiting: int
+    is_live: bool
+
+    def table(self) -> str:
+        """The figures as lines of text."""
+        mesh, step, memory, copied = self.mesh, self.step, self.memory, self.snapshot
+        axes = f"pp={mesh.pp} dp={self.dp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
+        schedule = f"{self.micro_batches} micro-batches" + f", {mesh.chunks} chunks a stage" * (mesh.chunks > 1)
+        passes = {
+            "dense": step.dense_s,
+            "experts": step.experts_s,
+            "exchanges": step.exchange_s,
+            "shadows": step.copies_s,
+            "tensor": step.axes_s.tensor_s,
+            "context": step.axes_s.context_s,
+            "stages": step.axes_s.hops_s,
+            "gathers": step.axes_s.gathers_s,
+            "bubbles": step.bubble_s,
+            "sums": step.gradients_s,
+            "update": step.update_s,
+        }
+        bytes_of = ("parameters", "gradients", "optimizer", "activations", "gathered")
+        total = copied.total_bytes or 1
+        state = "has all of the dense state" if self.is_live else "lacks dense state: snapshots or storage"
+        rows = [
+            ("mesh", f"{axes}, {schedule}" + ", recomputing" * mesh.recompute),
+            ("experts", f"over the {self.stage_ranks} ranks of a stage, {self.slots} slots each"),
+            ("step of", ", ".join(f"{name} {seconds:.3g} s" for name, seconds in passes.items() if seconds)),
+            ("bubbles", f"{100 * self.bubble_share:.1f} % of a rank's passes"),
+            (
+                "rank",
+                f"{format_bytes(memory.total)} of {format_bytes(self.room)}: "
+                + ", ".join(f"{name} {format_bytes(getattr(memory, name))}" for name in bytes_of),
+            ),
+            (
+                "snapshot",
+                f"{100 * copied.bubble_bytes / total:.0f} % in bubbles, "
+                f"{100 * copied.compute_bytes / total:.0f} % under passes, {copied.stall_s:.3g} s of stall",
+            ),
+            ("node lost", f"dp {self.dp} -> {self.dp_after}, {self.waiting} ranks wait; who is left {state}"),
+        ]
+        return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def mesh_report(scenario: Scenario) -> MeshReport | None:
+    """Return the report of a scenario with a mesh; None where there is only data and expert parallelism."""
+    mesh, hardware = scenario.mesh, scenario.hardware
+    if mesh.is_plain:
+        return None
+    model = model_of(scenario)
+    nodes = model.usable_nodes(scenario.num_nodes)
+    ranks, experts = model.ranks(nodes), scenario.workload.num_experts
+    step, policy = model.cost(nodes, 0, 0), scenario.policy
+    copied = min(experts, policy.k_snapshot or experts)
+    save = save_cost(scenario.workload, hardware, policy, ranks, copied, copied)
+    survivors = max(0, scenario.num_nodes - 1) * hardware.ranks_per_node
+    micro_batches = model.micro_batches(ranks)
+    return MeshReport(
+        mesh=mesh,
+        dp=ranks // mesh.unit,
+        micro_batches=micro_batches,
+        stage_ranks=ranks // mesh.pp,
+        slots=model.slots,
+        step=step,
+        bubble_share=bubble_share(mesh.pp, micro_batches, mesh.chunks),
+        memory=model.memory(),
+        room=hardware.memory_bytes,
+        snapshot=schedule_snapshot(
+            round(save.snapshot_bytes),
+            bytes_per_s=hardware.host_copy_bytes_per_s,
+            bubble_s=step.bubble_s,
+            compute_s=step.hiding * step.passes_s,
+        ),
+        dp_after=survivors // mesh.unit,
+        waiting=survivors % mesh.unit,
+        is_live=_survives_a_node(mesh, ranks, hardware.ranks_per_node),
+    )
+
+
+def _survives_a_node(mesh: Mesh, ranks: int, ranks_per_node: int) -> bool:
+    """True if every part of the dense state is on several nodes."""
+    nodes: dict[object, set[int]] = {}
+    for rank, part in enumerate(parts_of_ranks(mesh, ranks, ranks_per_node)):
+        nodes.setdefault(part, set()).add(rank // ranks_per_node)
+    return all(len(holders) > 1 for holders in nodes.values())

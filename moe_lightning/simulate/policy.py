@@ -1,4 +1,4 @@
-"""How a run places experts, saves its state and comes back from a fault: ours, and those of the papers.
+"""Policies of placing experts, saving state and recovering from a fault: ours, and those of the papers.
 
 The seconds of detection and restarting are the papers' where these print them (Lazarus 6.3: 10-20 s until collectives
 time out, 5-15 s for new groups) and assumptions elsewhere; every one of them can be replaced.
@@ -120,7 +120,7 @@ class Policy:
             )
 
     def layout_of(self, nodes: int) -> ProtectionLayout:
-        """Where the snapshots of a world's nodes are kept a second time; with one node there is nowhere."""
+        """Return the nodes of the second copies of a world's snapshots; none with one node."""
         protection = PROTECTIONS[self.protection]
         if isinstance(protection, Parities):
             protection = replace(protection, group_nodes=self.protection_group)

@@ -1,4 +1,4 @@
-"""Where tokens go: the share of every expert in every layer, as a function of the step."""
+"""Routing of tokens: the share of every expert in every layer, as a function of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is simulated, and what came out."""
+"""Scenario and result of a simulation."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.checkpoint_cost import WindowCost
 from moe_lightning.simulate.failures import NS, Event, check_events
 from moe_lightning.simulate.hardware import Hardware
-from moe_lightning.simulate.lossless import WindowCost
 from moe_lightning.simulate.mesh import Mesh
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.routing import RoutingScenario
@@ -59,7 +59,7 @@ class Scenario:
 
 
 def model_of(scenario: Scenario) -> StepModel:
-    """What plans and times the steps of a scenario."""
+    """Return the model that plans and times the steps of a scenario."""
     parts = (scenario.workload, scenario.hardware, scenario.policy, scenario.routing)
     return StepModel(*parts, scenario.num_nodes, scenario.mesh)
 
@@ -90,7 +90,7 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a simulation found.
+    """Result of a simulation.
 
     Attributes:
         provided_ns, useful_ns, lost_ns, overhead_ns, idle_ns: node-nanoseconds; the first is the sum of the others.
@@ -138,7 +138,7 @@ class Report:
         return self.samples / self.duration_s
 
     def share(self, account: str) -> float:
-        """Of the node-seconds provided: useful, lost, overhead or idle."""
+        """Return an account's share of the node-seconds provided: useful, lost, overhead or idle."""
         return int(getattr(self, f"{account}_ns")) / max(1, self.provided_ns)
 
     def table(self) -> str:

@@ -1,4 +1,4 @@
-"""How long one training step takes in a world of ranks: the same placements, quotas, shadow plans and performance model
+"""Duration of one training step in a world of ranks: the same placements, quotas, shadow plans and performance model
 that training uses, summed over the layers of the busiest pipeline stage, with gradients, the optimizer's update and
 what the axes of a mesh add.
 
@@ -22,17 +22,19 @@ from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.speeds import shares, speeds_in_proportion
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
-from moe_lightning.simulate.mesh import Mesh, busiest_stage
-from moe_lightning.simulate.mesh_cost import (
+from moe_lightning.simulate.mesh import (
     Axes,
+    Mesh,
+    RankMemory,
     StageWork,
     axes,
     backward_ratio,
     bubble_s,
+    busiest_stage,
     gradients_s,
     link_bytes_per_s,
+    rank_memory,
 )
-from moe_lightning.simulate.mesh_memory import RankMemory, rank_memory
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.routing import RoutingScenario
 from moe_lightning.simulate.workload import Workload
@@ -51,7 +53,7 @@ class StepCost:
         copies_s: Trans and Agg that nothing hides.
         gradients_s: sums of gradients that nothing hides.
         update_s: the optimizer.
-        axes_s: what the axes of a mesh add to the passes that nothing hides, see `simulate.mesh_cost`.
+        axes_s: what the axes of a mesh add to the passes that nothing hides, see `simulate.mesh`.
         bubble_s: that a rank waits in its pipeline.
         imbalance: busiest rank over mean, mean of layers.
         balance_ratio: RB of Pro-Prophet, median of layers.
@@ -147,7 +149,7 @@ class StepModel:
         return other
 
     def usable_nodes(self, live: int) -> int:
-        """How many of the live nodes can train; 0 where the experts do not fit them."""
+        """Return the number of live nodes that can train; 0 where the experts do not fit them."""
         if self.policy.layout == "groups":
             return live - live % self.unit_nodes
         ranks = self.ranks(live)
@@ -263,11 +265,11 @@ class StepModel:
         )
 
     def micro_batches(self, ranks: int) -> int:
-        """Of a step on each data slice of a world of so many ranks."""
+        """Return the micro-batches of a step on each data slice of a world of so many ranks."""
         return self.mesh.micro_batches_of(self.workload.samples_per_step(ranks) * self.mesh.unit / ranks)
 
     def _tokens(self, ranks: int) -> float:
-        """Of one rank and micro-batch; each of a stage's ranks has others."""
+        """Return the tokens of one rank and micro-batch; each of a stage's ranks has others."""
         return self.workload.tokens_per_rank(ranks) * self.mesh.pp / self.micro_batches(ranks)
 
     def _judge(self, ranks: int, planned: int, now: int, is_slow: bool) -> list[BalanceReport]:
@@ -359,7 +361,7 @@ class StepModel:
         return self.mesh.pp * self.mesh.tp * self.mesh.state_shards(ranks, self.hardware.ranks_per_node)
 
     def memory(self) -> RankMemory:
-        """Of one rank of the whole cluster, its slots full."""
+        """Return the memory of one rank of the whole cluster, its slots full."""
         ranks, per_node = self.ranks(self.num_nodes), self.hardware.ranks_per_node
         return rank_memory(self.workload, self.mesh, ranks, slots=self.slots, ranks_per_node=per_node)
 

@@ -1,4 +1,4 @@
-"""What is trained: the sizes of a model and of a step, as far as time, traffic and checkpoints depend on them."""
+"""Workload: sizes of a model and of a step, as far as time, traffic and checkpoints depend on them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Workload:
 
     @property
     def expert_state_bytes(self) -> int:
-        """Of one expert: what a migration moves."""
+        """Bytes of one expert, which a migration moves."""
         return self.expert_params * self.state_bytes
 
     def samples_per_step(self, num_ranks: int) -> int:

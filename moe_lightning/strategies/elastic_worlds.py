@@ -20,8 +20,10 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from moe_lightning import seams
 from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.algorithms.recovery_planner import RecoveryPlan, without_snapshots
 from moe_lightning.algorithms.repair import Repair
@@ -113,6 +115,7 @@ class ElasticWorlds:
         self.report: RecoveryReport | None = None
         self._pending: Optimizer | None = None
         self._progress: FitProgress | None = None
+        self._batch_end: tuple[int, seams.BatchEnd] | None = None  # by the step that it belongs to
         self._is_torn = self._is_spare = False
         self._cause: str | None = None
         self._made_steps = False
@@ -236,6 +239,7 @@ class ElasticWorlds:
                 if self._worlds.spares:
                     raise WorldChanged(f"ranks wait until they are a multiple of {self._worlds.axes.num_ranks}")
                 if must_recover:
+                    self._end_batch()
                     finish_step(trainer, self._progress, with_newcomers=self._has_newcomers)
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
                     loop.on_run_start()
@@ -254,8 +258,42 @@ class ElasticWorlds:
                     error.add_note(self._place())
                     raise
                 fault = error
+                self._remember_batch_end(error)
                 if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
                     is_first, self.is_newcomer = False, self.version == 0
+
+    def _remember_batch_end(self, fault: BaseException) -> None:
+        """Keep what a fault has left to do of the last step, if that is committed."""
+        trainer, is_prepared = self._state.trainer, self._pending is not None
+        left = seams.BatchEnd.left_by(fault, trainer, is_prepared=is_prepared)
+        if left is not None:
+            self._batch_end = trainer.global_step + is_prepared, left
+
+    def _end_batch(self) -> None:
+        """Run the hooks of the committed step that a fault kept from running, each once; collective.
+
+        A hook that failed is run again, unless it has ended on another rank: then its exchange took place.
+        """
+        trainer, step, left = self._state.trainer, -1, None
+        if self._batch_end is not None and not self.has_rolled_back:
+            step, left = self._batch_end
+        left = left if step == self.version else None
+        num_parts = seams.BatchEnd.num_parts(trainer)
+        everyones = all_gather_json(num_parts if left is None else left.done, self._worlds.present)
+        if min(everyones) < num_parts and self._has_newcomers:
+            rank_zero_warn(
+                f"on_train_batch_end of step {self.version} does not run in every callback: a fault came before it, "
+                "and a process that has not made the step has joined"
+            )
+        elif left is not None:
+            left.done += left.has_failed and max(everyones) > left.done
+            kept = self._progress
+            left.run(trainer)
+            if kept is not None and self._progress is not None:  # what others have still to do follows here, too
+                self._progress = replace(
+                    self._progress, validation_is_due=kept.validation_is_due, epoch_is_over=kept.epoch_is_over
+                )
+        self._batch_end = None
 
     def _place(self) -> str:
         """Where an error came up: launchers count those of one place."""

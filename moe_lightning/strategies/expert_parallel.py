@@ -33,6 +33,7 @@ from moe_lightning.strategies.editing import EditingStrategy
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_updates import require_separate_updates
 from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
+from moe_lightning.strategies.loss_watch import LossWatch, StopOnNan
 from moe_lightning.strategies.module_checks import check_module, cut_parameters, identical_buffers
 from moe_lightning.strategies.peer_replay import replay_update
 from moe_lightning.strategies.pipeline import Pipeline
@@ -41,7 +42,8 @@ from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExper
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState
 from moe_lightning.strategies.stage_state import StageState
-from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation
+from moe_lightning.strategies.stall_watch import StallWatch
+from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
@@ -80,6 +82,11 @@ class ExpertParallelStrategy(EditingStrategy):
         seed: of keyed randomness and of stock DataLoaders' sampling. None: the one given to seed_everything, else 0.
         timeout_s: longest wait for a peer in any collective.
         check_replicas_every: steps after which replicas of experts are compared bit by bit; 0: never.
+        stop_on_nan: what to do before the update of a step in which a rank's loss is no finite number: "end" the run,
+            or "skip" the update. Both let the host wait for the loss of every micro-batch. None: update, and warn once
+            with rank, step and samples.
+        stall_warning_s: without a step, after which every rank prints which rank the others wait for and where its
+            code is; five times as long before the first batch and for a rank that compiles. None: never.
         kwargs: passed to DDPStrategy and so to DistributedDataParallel.
 
     Attributes:
@@ -118,6 +125,8 @@ class ExpertParallelStrategy(EditingStrategy):
         seed: NonNegativeInt | None = None,
         timeout_s: Seconds = 600.0,
         check_replicas_every: NonNegativeInt = 100,
+        stop_on_nan: StopOnNan | None = None,
+        stall_warning_s: Seconds | None = 60.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
@@ -132,7 +141,8 @@ class ExpertParallelStrategy(EditingStrategy):
         check_parts(self._axes, dense)
         self._of_state: dict[str, Any] = {
             "dense": dense, "shard_size": shard_size, "max_slots": slots, "on_host": offload_optimizer}  # fmt: skip
-        self._check_replicas_every = check_replicas_every
+        self._check_replicas_every, self._stop_on_nan = check_replicas_every, stop_on_nan
+        self._stall_warning_s = stall_warning_s
         self.begin()
 
     @override
@@ -141,6 +151,8 @@ class ExpertParallelStrategy(EditingStrategy):
         self.worlds.axes = self._axes
         self.state = RankState(self.worlds, **self._of_state)
         self.steps = Steps(self.worlds, self.state, check_replicas_every=self._check_replicas_every)
+        self._losses = LossWatch(self._stop_on_nan)
+        self._stalls = StallWatch(self._stall_warning_s)
         self.weigh, self.scale_sum = self.steps.weigh, self.steps.scale_sum
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.may_change = self.checkpoints.may_change
@@ -167,10 +179,12 @@ class ExpertParallelStrategy(EditingStrategy):
 
     def leave(self) -> None:
         """Let go of everything that belongs to the groups of the present world; values stay."""
+        self._stalls.end()
         self.worlds.leave()
         self.model = self.state.module  # DDP's reducer holds a group
         self.state.parts.leave()
         self.steps.leave_world()
+        self._losses.forget_step()
         self.state.forget_step()
         if self._pipeline is not None:
             self._pipeline.forget_step()
@@ -186,6 +200,7 @@ class ExpertParallelStrategy(EditingStrategy):
         self.steps.sequences.enter_world()
         self.configure_ddp()
         self.worlds.enter()
+        self._stalls.begin(world)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -196,6 +211,7 @@ class ExpertParallelStrategy(EditingStrategy):
             self.state.parts.layers.begin(module, self.worlds.mesh.world)
         self.steps.draw_noise()
         self._keep_from_ddp()
+        self._stalls.begin(self.world)
         super().setup(trainer)
         if self._pipeline is not None:
             self._pipeline.settle(self.experts.stack_of, str(trainer.precision))
@@ -266,6 +282,7 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._losses.finish()
         # In an elastic run a rank that is lost now must not end the others.
         if self._kept is not None and self.elastic is None and self.world.size > 1:
             room, ranks = room_for_experts(self.num_processes), self.worlds.mesh.world
@@ -274,6 +291,7 @@ class ExpertParallelStrategy(EditingStrategy):
 
     @override
     def teardown(self) -> None:
+        self._stalls.end()
         self.checkpoints.release()
         if self._kept is not None:
             self._kept.hand_out()
@@ -364,6 +382,7 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Callbacks and steps see this rank's part of each sequence."""
+        self._stalls.made_progress()
         batch = self.steps.sequences.cut(super().batch_to_device(batch, *args, **kwargs))
         trainer = seams.trainer_of(self.lightning_module)
         if trainer is not None and trainer.training:
@@ -390,6 +409,8 @@ class ExpertParallelStrategy(EditingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Gradients of the mean over the global batch, summed over replicas before any hook sees them."""
         module, precision = self.state.module, self.precision_plugin
+        if not self.steps.is_stand_in:
+            self._losses.look(closure_loss, self._place())
         weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
         with self.steps.summing():
             self.pre_backward(closure_loss)
@@ -401,6 +422,12 @@ class ExpertParallelStrategy(EditingStrategy):
         precision.post_backward(loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _place(self) -> Callable[[], str]:
+        """Where the running micro-batch came from, in words, when somebody asks."""
+        trainer, rank, batch = self.state.trainer, self.world.rank, self.steps.batch
+        step = trainer.global_step
+        return lambda: f"on rank {rank} in the step after step {step}{samples_of(batch, trainer.train_dataloader)}"
 
     @contextmanager
     @override
@@ -418,6 +445,7 @@ class ExpertParallelStrategy(EditingStrategy):
         elastic, state = self.elastic, self.state
 
         def prepare() -> None:
+            self._losses.decide(state.module, self.world)
             if elastic is not None:
                 elastic.prepare(optimizer)  # a barrier: the last collective before the update
                 replay_update(state, optimizer)

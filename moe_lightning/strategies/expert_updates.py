@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.row_blocks import is_cut, local, swap_parameters
+from moe_lightning.state.row_blocks import cut_of, is_cut, local, swap_parameters
 
 _STEPS = 6
 _FIRST_WEIGHTS = 1e-3
@@ -113,11 +114,22 @@ def _require_updates_by_row(optimizers: Sequence[Optimizer]) -> None:
             for block in kinds.values():
                 alone, *beside = _tried(optimizer, group, block) or [torch.zeros(1)]
                 if not all(torch.allclose(alone, other, rtol=1e-3, atol=0) for other in beside):
-                    raise ConfigurationError(
-                        f"{type(optimizer).__name__} updates the rows of a parameter by what is in other rows, and "
-                        "dense=fsdp and hsdp keep those on other ranks: use AdamW or another elementwise optimizer, or "
-                        "dense=zero1"
-                    )
+                    raise _needs_whole(type(optimizer).__name__, cut)
+
+
+def _needs_whole(name: str, cut: Sequence[nn.Parameter]) -> ConfigurationError:
+    """Name what cuts the parameters: rows over a shard group, or parts over the ranks of mesh.tp."""
+    cutters, cures = [], []
+    if any(isinstance(parameter, DTensor) for parameter in cut):
+        cutters.append("dense=fsdp and hsdp keep")
+        cures.append("dense=zero1")
+    if any(known.sections for parameter in cut if (known := cut_of(parameter)) is not None):
+        cutters.append("mesh.tp above 1 keeps")
+        cures.append("mesh.tp=1")
+    return ConfigurationError(
+        f"{name} updates the rows of a parameter by what is in other rows, and {', and '.join(cutters)} those on other "
+        f"ranks: use AdamW or another elementwise optimizer, or {' and '.join(cures)}"
+    )
 
 
 def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:

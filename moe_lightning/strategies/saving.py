@@ -21,6 +21,7 @@ from moe_lightning.modules.moe_layer import whole_state_dict
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
 from moe_lightning.strategies.module_checks import require_same_parameters
 from moe_lightning.strategies.rank_state import RankState
+from moe_lightning.strategies.sealed_files import reads_its_own_way
 from moe_lightning.strategies.step_data import StepData
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
 
@@ -94,6 +95,8 @@ class SavingStrategy(WorldDDPStrategy):
         is_trusted = weights_only is False
         if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=not is_trusted)
+        elif reads_its_own_way(self.checkpoint_io):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         else:
             self.meet()
             place = place_of(str(checkpoint_path))

@@ -41,3 +41,10 @@ def sealed(io: CheckpointIO) -> CheckpointIO:
     if type(getattr(io, "checkpoint_io", None)) is TorchCheckpointIO:  # as AsyncCheckpointIO has one
         io.checkpoint_io = SealedFiles()  # type: ignore[attr-defined]
     return io
+
+
+def reads_its_own_way(io: CheckpointIO) -> bool:
+    """True if it is the user's, and what it writes may be no file of Lightning's: encrypted, say."""
+    while isinstance(inner := getattr(io, "checkpoint_io", None), CheckpointIO):
+        io = inner
+    return type(io).load_checkpoint is not TorchCheckpointIO.load_checkpoint

@@ -19,6 +19,8 @@ from moe_lightning.data.step_sampler import StepSampler, StepSlice
 from moe_lightning.data.streams import StreamLoader, by_index, reason_not_to_stream, samples_of_epoch
 from moe_lightning.errors import ConfigurationError
 
+_MOST_SHOWN = 16  # indices of samples
+
 LOADERS_KEY = "step_loaders"
 """Where a checkpoint keeps the position of each training loader."""
 
@@ -193,6 +195,16 @@ def training_slice(loaders: object) -> StepSlice | None:
     if len(stepping) > 1:
         _require_common_weight([loader.step_sampler for loader in stepping])
     return stepping[0].current if stepping else None
+
+
+def samples_of(batch: StepSlice | None, loaders: object) -> str:
+    """The samples of a slice of the first loader, as the end of a sentence; "" where they are not known."""
+    stepping = [loader for loader in seams.tree_leaves(loaders) if isinstance(loader, StepLoader)]
+    if batch is None or not stepping:
+        return ""
+    indices = stepping[0].step_sampler.indices_of(batch)
+    shown = ", ".join(map(str, indices[:_MOST_SHOWN]))
+    return f" (samples {shown}{' ...' if len(indices) > _MOST_SHOWN else ''} of the data set)"
 
 
 def _require_common_weight(samplers: Sequence[StepSampler]) -> None:

@@ -59,7 +59,7 @@ def test_a_refused_connection_of_the_users_ends_its_rank_once(tmp_path: Path, ca
     with elastic_run(tmp_path, workers=2, steps=6, callbacks=callbacks) as run:
         ends(run, {0, 1})
         codes = [run.processes[worker].exitcode for worker in range(2)]
-        assert sorted(codes) == [0, 1], "the other one goes on alone"
+        assert set(codes) == {0, 1}, "the other one goes on alone"
         words = (tmp_path / f"error-{codes.index(1)}.txt").read_text()
         assert "tokenizer service at 10.0.0.7:80: connection refused" in words
         assert "in the step after step 3" in words

@@ -218,8 +218,7 @@ class Toy:
         """Wait until these workers, and nobody else, step in one world that began after a moment; their events.
 
         Args:
-            maybe: workers that were stopped and go on: they come, too, or end themselves. gloo now and then loses the
-                wake-up of a process that was stopped amid a collective.
+            maybe: workers that were stopped and go on: they come, too, or end themselves (`LOST_WAKE_UP`).
         """
 
         def together() -> bool:

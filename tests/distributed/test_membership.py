@@ -11,6 +11,7 @@ import pytest
 
 from tests.distributed.elastic_toy import FAST, Toy
 from tests.parameters import slow
+from tests.races import LOST_WAKE_UP
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes and looks into /proc")
 
@@ -59,6 +60,7 @@ def test_who_sets_up_keeps_out_of_a_world_that_trains(other: str) -> None:
         toy.stop(workers)
 
 
+@pytest.mark.known_race(LOST_WAKE_UP)
 @pytest.mark.slow
 def test_a_stopped_rank_is_expelled_and_comes_back_as_another_member() -> None:
     with Toy() as toy:

@@ -88,7 +88,16 @@ def test_partial_checkpoints_hold_the_states(name: str, tmp_path: Path) -> None:
     assert len(on_two) == STEPS - 4
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
-def test_matrices_that_are_cut_by_rows_are_refused(name: str) -> None:
-    with pytest.raises(RankFailure, match=f"{name.title()} updates the rows of a parameter by what is in other rows"):
-        run_ranks(2, fit, name, {"dense": "fsdp"})
+@pytest.mark.parametrize(
+    ("name", "strategy", "said"),
+    [
+        ("muon", {"dense": "fsdp"}, "dense=fsdp and hsdp keep those on other ranks: use .*, or dense=zero1"),
+        ("muon", {"mesh": {"tp": 2}}, "mesh.tp above 1 keeps those on other ranks: use .*, or mesh.tp=1"),
+        pytest.param("adafactor", {"dense": "fsdp"}, "dense=fsdp and hsdp keep", marks=pytest.mark.slow),
+    ],
+)
+def test_matrices_that_are_cut_are_refused(name: str, strategy: dict[str, Any], said: str) -> None:
+    """By what the user has set."""
+    updates = f"{name.title()} updates the rows of a parameter by what is in other rows, and {said}"
+    with pytest.raises(RankFailure, match=updates):
+        run_ranks(2, fit, name, strategy)

@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.cli.run_lock import locked
 from tests.commands import TINY, moe_train, write_words
 from tests.parameters import slow
 from tests.programs import Program, Watched, children_of, run_program
@@ -188,6 +190,57 @@ def test_a_command_that_cannot_train_moves_nothing(folder: Path, mistake: str) -
     assert (folder / "outputs" / "tiny" / "config.yaml").read_text() == before
 
 
+REFUSED_BY_RANKS = ["data.global_batch_size=100000", "strategy.copies=5", "data.num_workers=no", "strategy.ep_size=3"]
+
+
+@pytest.mark.parametrize("mistake", [*REFUSED_BY_RANKS[:1], *(slow(mistake) for mistake in REFUSED_BY_RANKS[1:])])
+def test_a_refusal_of_the_ranks_leaves_the_earlier_run_where_it_was(folder: Path, mistake: str) -> None:
+    outputs = folder / "outputs"
+    before = {path.relative_to(outputs) for path in outputs.rglob("*")}
+    checkpoint = outputs / "tiny" / "checkpoints" / "step-0000004.ckpt"
+    saved = checkpoint.stat()
+    for resume in ("resume=false", "resume=true"):
+        result = _fork(folder, "trainer.max_steps=6", "ranks=2", "resume_overrides=true", resume, mistake)
+        assert result.returncode == 2, result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        assert {path.relative_to(outputs) for path in outputs.rglob("*")} == before
+        assert os.path.samestat(checkpoint.stat(), saved)
+    anew = _fork(folder, "trainer.max_steps=2", "ranks=1", "resume=false")
+    assert "the earlier run is kept in tiny.1" in anew.stdout, anew.stderr
+
+
+@pytest.mark.parametrize("mistake", [*REFUSED_BY_RANKS[:1], *(slow(mistake) for mistake in REFUSED_BY_RANKS[1:])])
+def test_a_refused_command_leaves_no_run(tmp_path: Path, mistake: str) -> None:
+    write_words(tmp_path, 500)
+    result = _fork(tmp_path, "trainer.max_steps=2", "ranks=2", mistake)
+    assert result.returncode == 2, result.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_refused_command_leaves_the_files_of_the_one_at_work(tmp_path: Path) -> None:
+    write_words(tmp_path, 500)
+    directory = RunDirectory(tmp_path / "outputs" / "tiny")
+    directory.create()
+    with locked(directory):
+        (directory.logs / "rank1.out").touch()
+        for resume in ("resume=true", "resume=false"):
+            result = _fork(tmp_path, "trainer.max_steps=2", "ranks=1", resume)
+            assert result.returncode == 2
+            assert "is in use by process" in result.stderr
+    assert directory.scaffold() == {directory.logs, directory.lock, directory.logs / "rank1.out"}
+
+
+def test_what_a_killed_command_left_does_not_block_the_next_one(tmp_path: Path) -> None:
+    write_words(tmp_path, 500)
+    run = tmp_path / "outputs" / "tiny"
+    for name in ("ranks/command.yaml", ".lock", "csv/version_0/hparams.yaml"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).touch()
+    result = _fork(tmp_path, "trainer.max_steps=2", "ranks=1", "resume=false")
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "outputs" / "tiny.1").exists()
+
+
 def test_a_resume_with_other_settings_is_asked_for(folder: Path) -> None:
     run = folder / "outputs" / "tiny"
     before = (run / "config.yaml").read_text()
@@ -215,6 +268,17 @@ def test_a_name_that_leads_elsewhere_moves_nothing(folder: Path, name: str) -> N
     assert result.stderr.startswith("moe-train: error: run_name=")
     assert set(before) <= {path.name for path in (folder / "outputs").iterdir()}
     assert (folder / "words.txt").is_file()
+
+
+@pytest.mark.slow
+def test_early_stopping_ends_a_run_on_two_ranks(tmp_path: Path) -> None:
+    write_words(tmp_path, 500)
+    no_progress = ("optimizer.lr=1e-12", "trainer.val_check_interval=1", "trainer.max_steps=50")
+    result = _fork(
+        tmp_path, *no_progress, "ranks=2", "callbacks=early_stopping", "callbacks.early_stopping.min_delta=0.1"
+    )
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in (tmp_path / "outputs" / "tiny" / "checkpoints").iterdir()] == ["step-0000004.ckpt"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, OptimizerConfig
 from moe_lightning.callbacks.console import Console
 from moe_lightning.callbacks.full_checkpoint import LatestCheckpoint
 from moe_lightning.callbacks.summary import Summary, ngram_losses, render
-from moe_lightning.callbacks.telemetry import Telemetry
+from moe_lightning.callbacks.telemetry import Telemetry, perplexity
 from moe_lightning.cli.worker import Run, measure
 from moe_lightning.data.ngram import ngram_cross_entropy
 from moe_lightning.data.text import TextData
@@ -141,6 +143,27 @@ def test_counting_models_see_the_validated_windows(text: TextData) -> None:
 
 def test_orders_that_cannot_be_counted_are_left_out(text: TextData) -> None:
     assert set(ngram_losses(text, [1, 9])) == {"order_1_loss"}
+
+
+def test_an_order_that_the_memory_does_not_hold_is_left_out(text: TextData, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(train: Any, val: Any, order: int, vocab_size: int) -> float:
+        if order:
+            raise MemoryError
+        return 1.0
+
+    monkeypatch.setattr("moe_lightning.callbacks.summary.ngram_cross_entropy", counted)
+    with pytest.warns(UserWarning, match="the order-1 model is left out: its counts need more memory than there is"):
+        assert ngram_losses(text, [0, 1]) == {"order_0_loss": 1.0}
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(709.0, math.exp(709.0)), (1e6, math.inf), (math.inf, math.inf)])
+def test_a_loss_beyond_the_largest_exponent_has_an_infinite_perplexity(
+    tmp_path: Path, loss: float, expected: float
+) -> None:
+    trainer = _trainer([Telemetry()])
+    trainer._logger_connector._callback_metrics = {"val/loss": torch.tensor(loss, dtype=torch.float64)}
+    assert perplexity(loss) == expected
+    assert Summary(str(tmp_path / "summary.json"), []).numbers(trainer)["val_perplexity"] == expected
 
 
 def test_summary_after_validation(text: TextData, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ def test_a_layer_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         (["pictures", ".", "--out", "x"], "argument source: '.' is not a file"),
         (["checkpoint", "--gigabytes", "nan"], "argument --gigabytes: nan must be a number above 0"),
         (["planner", "--layers", "9" * 5000], "argument --layers: '999"),
-        (["nothing"], "invalid choice: 'nothing'"),
+        (["nothing"], "'nothing' is not a command"),
     ],
 )
 def test_mistakes_are_one_sentence_before_anything_is_measured(

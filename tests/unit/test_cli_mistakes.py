@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from moe_lightning.cli.train import main
+from moe_lightning.mistakes import report, sentence_of_memory
 from tests.commands import WORDS, write_words
 
 TINY = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_steps=1")
@@ -15,7 +17,6 @@ TINY = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_s
 # What is typed, and what the sentence must name: the value or key, and the cure.
 COMPOSING = [
     (["modl=gpt_s"], ["'modl'", "'model'"]),
-    (["lr=0.1"], ["'lr'", "'optimizer.lr'"]),
     (["optimizer.lrr=0.1"], ["'optimizer.lrr'", "'optimizer.lr'"]),
     (["model.num_expert=4"], ["'model.num_expert'", "'model.num_experts'"]),
     (["trainer.max_stepz=10"], ["'trainer.max_stepz'", "'trainer.max_steps'"]),
@@ -37,7 +38,7 @@ COMPOSING = [
     (["seed=abc"], ["seed='abc'", "integer"]),
     (["task=fly"], ["task='fly'", "'train' or 'validate'"]),
     (["resume=3"], ["resume=3", "true or false"]),
-    (["optimizer=null"], ["optimizer=null", "name of one of its files"]),
+    (["optimizer=null"], ["optimizer=null", "choose one of adafactor, adamw"]),
     (["recipes=text"], ["error: data.source is needed", "data.source=VALUE"]),
     (["recipes=upcycle_gpt2"], ["error: model.pretrained is needed"]),
     (["recipes=trace_routing"], ["model.router.forced.path is needed"]),
@@ -122,6 +123,14 @@ def test_recipe_that_is_no_yaml(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "broken.yaml" in _sentence(["--config-dir", "mine", "recipes=broken"], capfd)
 
 
+def test_recipe_that_is_no_utf8(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "latin.yaml").write_bytes(b"# caf\xe9\nseed: 2\n")
+    said = _sentence(["--config-dir", str(tmp_path), "recipes=latin"], capfd)
+    assert f"{tmp_path / 'recipes' / 'latin.yaml'} is not UTF-8 text (invalid continuation byte)" in said
+    assert "codec" not in said
+
+
 def test_a_defect_keeps_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,3 +142,24 @@ def test_a_defect_keeps_its_traceback(
     assert exit_.value.code == 1
     assert "Traceback" in err
     assert "NameError" in err
+
+
+def out_of_memory(kind: str) -> object:
+    """An allocation that fails."""
+    if kind == "Python":
+        raise MemoryError
+    if kind == "NumPy":
+        return np.empty(1 << 50)
+    return torch.empty(1 << 50)
+
+
+@pytest.mark.parametrize("kind", ["Python", "NumPy", "torch"])
+def test_memory_that_does_not_suffice_is_one_sentence(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((MemoryError, RuntimeError)) as raised:
+        out_of_memory(kind)
+    assert report("moe-train", raised.value) == 2
+    sentence = capfd.readouterr().err
+    assert sentence.startswith("moe-train: error: this needs more memory than there is (")
+    assert f"in out_of_memory, {__file__}:" in sentence
+    assert sentence.count("\n") == 1
+    assert sentence_of_memory(RuntimeError("the user's own words: out of memory")) is None

@@ -78,3 +78,9 @@ def test_the_configuration_beside_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: [3\n")
     with pytest.raises(ConfigurationError, match=r"config\.yaml cannot be read"):
         config_of(checkpoint)
+
+
+def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(b"a: \xff")
+    with pytest.raises(ConfigurationError, match=r"config.yaml cannot be read \(invalid start byte\): put it right"):
+        config_of(tmp_path / "checkpoints" / "last.ckpt")

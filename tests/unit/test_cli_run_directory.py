@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
+from moe_lightning.checkpoint.files import write_file
+from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import ConfigurationError
 
@@ -111,3 +115,23 @@ def test_shown_relative_to_the_current_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     assert str(RunDirectory(tmp_path / "outputs" / "x")) == "outputs/x"
     assert str(RunDirectory(Path("/elsewhere/x"))) == "/elsewhere/x"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_files_of_a_run_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    former = os.umask(umask)
+    try:
+        directory = RunDirectory(tmp_path / "run")
+        directory.create()
+        directory.record({"run_name": "run"})
+        directory.keep_tokenizer("{}")
+        write_file({"state_dict": {}}, directory.checkpoints / "step-0000001.ckpt")
+        storage_of(tmp_path).write(directory.path / "part", [b"data"])
+        storage_of(tmp_path).put(directory.path / "MANIFEST.json", b"data")
+    finally:
+        os.umask(former)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.path.rglob("*")}
+    assert modes.pop("ranks") == 0o700
+    assert modes.pop("checkpoints") == 0o777 & ~umask
+    assert len(modes) == 5
+    assert set(modes.values()) == {0o666 & ~umask}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import pickle
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +112,15 @@ def test_a_share_that_is_far_from_what_was_asked_for_is_told(tmp_path: Path, cac
 def test_a_part_without_a_byte_is_refused(folder: Path, cache: Path, val_fraction: float) -> None:
     with pytest.raises(ConfigurationError, match="leaves a part empty"):
         prepare_corpus(folder, cache_dir=cache, val_fraction=val_fraction)
+
+
+def test_names_of_files_need_not_be_utf8(folder: Path, cache: Path) -> None:
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("x" * 100)
+    corpus = prepare_corpus(folder, cache_dir=cache, val_fraction=0.25)
+    assert corpus.num_files == 41
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"\xff" * 100)
+    with pytest.raises(ConfigurationError, match=r"caf.*\.txt is not UTF-8 text \(invalid start byte\)"):
+        prepare_corpus(folder, cache_dir=cache, val_fraction=0.25)
 
 
 def test_the_seed_changes_the_split(folder: Path, cache: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import http.server
+import logging
 import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,73 @@ def test_an_address_is_a_notice_once_it_says_so() -> None:
         server.shutdown()
     assert watch.notice == f"{url} answers: TRUE"
     assert len(seen) == 3
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """AWS' service with IMDSv2: tokens for a PUT with their life, 401 without a token that still lives."""
+
+    seen: list[str]
+    gives_tokens = True
+
+    def do_PUT(self) -> None:
+        life = self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+        self.seen.append(f"PUT {self.path} {life}")
+        good = self.gives_tokens and self.path == "/latest/api/token" and 1 <= int(life) <= 21600
+        self._say(200 if good else 403, f"token{self._tokens()}==".encode())
+
+    def do_GET(self) -> None:
+        token = self.headers["X-aws-ec2-metadata-token"]
+        self.seen.append(f"GET {token}")
+        reads = self.seen.count("GET token1==")
+        if token is None or token != f"token{self._tokens()}==" or (token == "token1==" and reads > 2):
+            self._say(401, b"")
+        else:  # the first token lives for two reads, and the second finds the notice
+            self._say(*((404, b"") if token == "token1==" else (200, b'{"action": "terminate"}')))
+
+    def _tokens(self) -> int:
+        return sum(line.startswith("PUT") for line in self.seen)
+
+    def _say(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@contextmanager
+def metadata(*, gives_tokens: bool) -> Iterator[tuple[str, list[str]]]:
+    """Address of notices, and the requests that came."""
+    handler = type("Handler", (Metadata,), {"seen": [], "gives_tokens": gives_tokens})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/latest/meta-data/spot/instance-action", handler.seen
+        server.shutdown()
+
+
+def test_aws_gives_notices_for_a_token(caplog: pytest.LogCaptureFixture) -> None:
+    with metadata(gives_tokens=True) as (url, seen):
+        watch = PreemptionWatch(ElasticSettings(notice_url=url, notice_poll_s=0.01))
+        assert soon(lambda: watch.notice)
+        watch.close()
+    assert watch.notice == f'{url} answers: {{"action": "terminate"}}'
+    assert seen == [
+        "GET None", "PUT /latest/api/token 21600", "GET token1==", "GET token1==",
+        "GET token1==", "PUT /latest/api/token 21600", "GET token2==",
+    ]  # fmt: skip
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_refused_notice_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with metadata(gives_tokens=False) as (url, seen):
+        watch = PreemptionWatch(ElasticSettings(notice_url=url, notice_poll_s=0.01))
+        assert soon(lambda: len(seen) > 6)
+        watch.close()
+    assert watch.notice is None
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"notice_url={url} refuses to answer (HTTP Error 401: Unauthorized)" in warning
+    assert "or set notice_file" in warning
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

@@ -34,8 +34,8 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.huggingface.loading import read_config
 from moe_lightning.modules import routing_trace
 from moe_lightning.modules.routing_trace import read_loads, read_routing_trace
-from moe_lightning.simulate.calibrated import load_hardware
 from moe_lightning.simulate.failures import read_trace
+from moe_lightning.simulate.hardware import load_hardware
 from moe_lightning.strategies.placing import _read_table
 from tests.unit.checkpoint_state import node
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,40 @@ def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.Capture
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("allenai/OLMoE-1B-7B-0924", "run hf download allenai/OLMoE-1B-7B-0924 --local-dir OLMoE-1B-7B-0924, and give"),
+        ("file.safetensors", r"file.safetensors is a file: give the folder"),
+        ("last.ckpt", r"is a checkpoint of Lightning: give resume=last.ckpt"),
+        ("empty", "is an empty folder: give the folder"),
+        ("other", "has no config.json among its 1 entries: give the folder"),
+        ("gpt2", "a dense gpt2 without experts: recipes=upcycle_gpt2 makes experts"),
+        ("llama", "a dense llama without experts: recipes=upcycle_llama makes experts"),
+    ],
+)
+def test_what_is_no_checkpoint_with_experts_is_told(
+    name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from moe_lightning.cli.train import main as moe_train
+
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("other").mkdir()
+    for file in ("file.safetensors", "last.ckpt", "other/notes.txt", "chat.jsonl"):
+        Path(file).touch()
+    if name in ("gpt2", "llama"):
+        make_checkpoint(name, tmp_path / name)
+    with pytest.raises(ConfigurationError, match=sentence):
+        load(Path(name))
+    with pytest.raises(SystemExit) as exit_:
+        moe_train(["recipes=olmoe_finetune", f"model.pretrained={name}", "data.path=chat.jsonl", "ranks=1"])
+    error = capfd.readouterr().err
+    assert exit_.value.code == 2
+    assert re.search(sentence, error)
+    assert len(error.splitlines()) == 1
+
+
 def edited(folder: Path, **values: Any) -> None:
     """Change config.json."""
     file = folder / "config.json"
@@ -309,9 +344,9 @@ def edited(folder: Path, **values: Any) -> None:
         (
             {},
             {"upcycling": {"num_experts": 4}},
-            "model_type='mixtral' .* use one of gpt2, llama, mistral, qwen3, sw",
+            "a mixtral, which has experts already: leave upcycling out",
         ),
-        ({}, {"pretrained": "nowhere"}, "nowhere/config.json does not exist"),
+        ({}, {"pretrained": "nowhere"}, "pretrained=nowhere does not exist: give the folder"),
     ],
 )
 def test_wrong_configurations_are_one_sentence(

@@ -207,9 +207,7 @@ def test_the_search_balances_better_than_fastermoe(trace: RoutingTrace) -> None:
     assert np.median(ratios) > 1.55
 
 
-def test_the_benchmark_prints_a_row_per_strategy(
-    trace: RoutingTrace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_benchmark_prints_a_row_per_strategy(trace: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(PATH), "--slots", "4", "--strategies", "plain", "packed", "--step", "200"]
     arguments += ["--protection-slots", "4"]
     assert balance_trace.run(options_of(balance_trace.Options, *arguments)) == 0

@@ -32,6 +32,8 @@ METHODS = {
     "lightning.pytorch.callbacks.RichModelSummary._summary": "self, trainer, pl_module",
     "lightning.pytorch.loggers.CometLogger._create_experiment": "self",
     "lightning.pytorch.loops.evaluation_loop._EvaluationLoop._on_evaluation_model_train": "self",
+    "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization.run": "self, optimizer, batch_idx, kwargs",
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.advance": "self, data_fetcher",
     "lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate": "self",
     "lightning.pytorch.loops.fit_loop._FitLoop.on_advance_end": "self",
     "lightning.pytorch.loops.fit_loop._FitLoop.run": "self",
@@ -54,6 +56,10 @@ METHODS = {
     "lightning.pytorch.trainer.call._call_callbacks_load_state_dict": "trainer, checkpoint",
     "lightning.pytorch.trainer.call._call_callbacks_on_load_checkpoint": "trainer, checkpoint",
     "lightning.pytorch.trainer.call._call_callbacks_state_dict": "trainer",
+    "lightning.pytorch.trainer.call._call_callback_hooks": (
+        "trainer, hook_name, args, monitoring_callbacks, kwargs"
+    ),
+    "lightning.pytorch.trainer.call._call_lightning_module_hook": "trainer, hook_name, args, pl_module, kwargs",
     "lightning.pytorch.trainer.connectors.data_connector._worker_check": "trainer, dataloader, name",
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint": (
         "self, weights_only"
@@ -77,7 +83,7 @@ METHODS = {
 
 ATTRIBUTES = {
     "lightning.pytorch.Trainer": {"_checkpoint_connector", "_logger_connector", "_accelerator_connector"},
-    "lightning.pytorch.LightningModule": {"_trainer", "_compiler_ctx"},
+    "lightning.pytorch.LightningModule": {"_trainer", "_compiler_ctx", "_current_fx_name"},
     "lightning.pytorch.callbacks.ModelCheckpoint": {"_last_global_step_saved"},
     "lightning.pytorch.callbacks.model_summary.ModelSummary": {"_max_depth"},
     "lightning.pytorch.loggers.CSVLogger": {"_experiment", "_version"},
@@ -85,6 +91,7 @@ ATTRIBUTES = {
     "lightning.pytorch.loggers.TensorBoardLogger": {"_experiment"},
     "lightning.pytorch.loggers.WandbLogger": {"_experiment", "_id", "_save_dir", "_wandb_init"},
     "lightning.pytorch.loops.fit_loop._FitLoop": {"_data_fetcher"},
+    "lightning.pytorch.loops.optimization.automatic.Closure": {"_result"},
     "torch.utils.data.DataLoader": {"_iterator"},
     "lightning.pytorch.loops.loop._Loop": {"_restarting"},
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {"_results", "_skip_next_val"},
@@ -318,3 +325,18 @@ def inherited(file: Path) -> frozenset[str]:
                 found_names |= {n.name for n in ast.walk(body) if isinstance(n, ast.FunctionDef)}
                 found_names |= assigned_in(Path(path), base.__name__)
     return frozenset(name for name in found_names if is_private(name))
+
+
+LOCALS = {
+    "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization.run": {"closure"},
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.advance": {"batch_output", "batch", "batch_idx"},
+    "lightning.pytorch.trainer.call._call_callback_hooks": {"hook_name", "callback"},
+    "lightning.pytorch.trainer.call._call_lightning_module_hook": {"hook_name"},
+}
+"""What is read in the frames of an exception."""
+
+
+@pytest.mark.parametrize("name", LOCALS)
+def test_a_frame_has_the_names_that_are_read(name: str) -> None:
+    missing = LOCALS[name] - set(found(name).__code__.co_varnames)  # type: ignore[attr-defined]
+    assert not missing, gone(f"{name}: {missing}")

@@ -15,8 +15,7 @@ from moe_lightning.cli import calibrate
 from moe_lightning.cli.bench import main
 from moe_lightning.cli.calibrate import SAVE_EVERY, quiet_mean
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.calibrated import load_hardware, save_hardware
-from moe_lightning.simulate.hardware import PRESETS, preset
+from moe_lightning.simulate.hardware import PRESETS, load_hardware, preset, save_hardware
 
 SHARES = {(kind, experts): np.full(experts, 1.0 / experts) for kind in ("uniform", "trace") for experts in (8, 16)}
 PARTS = {"expert_row_s": 1e-5, "expert_s": 1e-5, "backward_ratio": 2.0, "expert_params": 3e5, "exchange_byte_s": 1e-9}

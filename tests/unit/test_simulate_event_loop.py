@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_lightning.algorithms.overhead import OverheadModel
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.accounts import Accounts
+from moe_lightning.simulate.cluster import Accounts
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event, Failures
 from moe_lightning.simulate.policy import POLICIES

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from moe_lightning.algorithms.recovery_planner import plan_recovery
-from moe_lightning.simulate.accounts import Mark
+from moe_lightning.simulate.cluster import HeldSnapshot, Mark, SavedState, inventories
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event
-from moe_lightning.simulate.held_snapshots import HeldSnapshot, inventories
 from moe_lightning.simulate.policy import Policy, policy
-from moe_lightning.simulate.state import SavedState
 from tests.unit.simulated import NODES, scenario, small_workload
 
 EXPERTS = 8

@@ -15,9 +15,17 @@ from moe_lightning.algorithms.balancing import evaluate, plan_placement, plan_sh
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
-from moe_lightning.simulate.mesh import DENSE, Mesh, busiest_stage
-from moe_lightning.simulate.mesh_cost import bubble_share, link_bytes_per_s, ring_s
-from moe_lightning.simulate.mesh_memory import RankMemory, in_flight, rank_memory
+from moe_lightning.simulate.mesh import (
+    DENSE,
+    Mesh,
+    RankMemory,
+    bubble_share,
+    busiest_stage,
+    in_flight,
+    link_bytes_per_s,
+    rank_memory,
+    ring_s,
+)
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import make_routing
 from moe_lightning.simulate.step_model import StepCost, StepModel

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.simulate.dense_parts import NOTHING, WHOLE, is_whole, missing, parts_of_ranks
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event, Failures
-from moe_lightning.simulate.mesh import DENSE, Mesh
-from moe_lightning.simulate.mesh_report import mesh_report
+from moe_lightning.simulate.mesh import DENSE, NOTHING, WHOLE, Mesh, is_whole, missing, parts_of_ranks
+from moe_lightning.simulate.mesh_search import mesh_report
 from moe_lightning.simulate.scenario import Scenario, model_of
 from tests.unit.simulated import scenario, small_hardware, small_workload
 

@@ -7,9 +7,8 @@ import pytest
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.hardware import Hardware
-from moe_lightning.simulate.mixture import mixture_of
 from moe_lightning.simulate.policy import policy
-from moe_lightning.simulate.recommend import FailingCluster, recommend
+from moe_lightning.simulate.recommend import FailingCluster, mixture_of, recommend
 from moe_lightning.simulate.routing import make_routing
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from tests.unit.simulated import HOUR_S, NODES, scenario, small_hardware, small_workload

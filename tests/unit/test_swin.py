@@ -266,7 +266,7 @@ def test_wrong_checkpoints(tmp_path: Path) -> None:
     make_checkpoint("swinv2", tmp_path / "swinv2")
     make_checkpoint("gpt2", tmp_path / "gpt2")
     for folder, options, message in (
-        ("nowhere", {}, "config.json does not exist: give the folder of a Hugging Face checkpoint"),
+        ("nowhere", {}, "nowhere does not exist: give the folder of a Hugging Face checkpoint"),
         ("gpt2", {}, "model_type='gpt2' of .* is not known: use one of swinv2"),
         ("swinv2", {"image_size": 32}, "image_size=32 is not the 16 of .*: set it to that"),
         ("swinv2", {"router": {"top_k": 1}}, "top_k=1 cannot keep the function of the pretrained dense model"),

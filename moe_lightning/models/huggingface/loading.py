@@ -32,6 +32,9 @@ from moe_lightning.modules.stream import SampleStream, attach_stream
 _DERIVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
 """Tensors of older checkpoints that models compute themselves today."""
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""ORG/NAME."""
+
 QUANTISATIONS = ("mxfp4", "fp8")
 """What can be dequantised, by the quant_method of config.json."""
 
@@ -53,26 +56,59 @@ def transformers() -> Any:
         ) from error
 
 
-def read_config(path: Path, known: tuple[str, ...], overrides: Mapping[str, Any] | None = None) -> Any:
+def check_folder(path: Path) -> None:
+    """Check that a path is the folder of a checkpoint with weights that can be read, before anything else is done.
+
+    Raises:
+        ConfigurationError: the path is something else; says what it is and what to do.
+    """
+    cure = "give the folder of a Hugging Face checkpoint on this machine, with config.json and safetensors files"
+    if not path.exists():
+        if _HUB_NAME.fullmatch(str(path)):
+            raise ConfigurationError(
+                f"pretrained={path} is no folder on this machine, and nothing is downloaded while training: run "
+                f"hf download {path} --local-dir {path.name}, and give pretrained={path.name}"
+            )
+        raise ConfigurationError(f"pretrained={path} does not exist: {cure}")
+    if not path.is_dir():
+        if path.suffix == ".ckpt":
+            raise ConfigurationError(f"pretrained={path} is a checkpoint of Lightning: give resume={path}")
+        raise ConfigurationError(f"pretrained={path} is a file: {cure}")
+    names = sorted(entry.name for entry in path.iterdir())
+    if not names:
+        raise ConfigurationError(f"pretrained={path} is an empty folder: {cure}")
+    if "config.json" not in names:
+        raise ConfigurationError(f"pretrained={path} has no config.json among its {len(names)} entries: {cure}")
+
+
+def read_config(
+    path: Path,
+    known: tuple[str, ...],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    elsewhere: Mapping[str, str] | None = None,
+) -> Any:
     """The transformers configuration of a checkpoint folder; no code of the checkpoint is ever run.
 
     Args:
         path: the folder.
         known: the model types that are accepted.
         overrides: values to set in it, such as dropout probabilities.
+        elsewhere: what to do about model types that are known, but not here.
 
     Raises:
         ConfigurationError: no config.json, one that transformers refuses, an unknown model or quantisation, or a
             key that the configuration lacks.
     """
+    check_folder(path)
     file = path / "config.json"
-    if not file.is_file():
-        raise ConfigurationError(f"{file} does not exist: give the folder of a Hugging Face checkpoint on this machine")
     try:
         values = json.loads(read_text(file))
         model_type = values.get("model_type")
     except (ValueError, AttributeError, OSError, RecursionError) as error:
         raise ConfigurationError(f"{file} is not a model's configuration: {error}") from error
+    if elsewhere is not None and model_type in elsewhere:
+        raise ConfigurationError(f"pretrained={path} is {elsewhere[model_type]}")
     if model_type not in known:
         raise ConfigurationError(f"model_type={model_type!r} of {path} is not known: use one of {', '.join(known)}")
     values.pop("auto_map", None)  # names code of the checkpoint

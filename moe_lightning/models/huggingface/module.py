@@ -28,6 +28,17 @@ from moe_lightning.modules.context import ContextParallel
 from moe_lightning.modules.tensor_parallel import Plan
 from moe_lightning.values import PositiveInt, validated
 
+_UPCYCLED = {"gpt2": "recipes=upcycle_gpt2", "swinv2": "model=swinv2_upcycled data=images"}
+_DENSE = {
+    name: f"a dense {name} without experts: {_UPCYCLED.get(name, 'recipes=upcycle_llama')} makes experts of its "
+    "feed-forward layers (model.upcycling)"
+    for name in DENSE_FAMILIES
+}
+_SPARSE = {
+    name: f"a {name}, which has experts already: leave upcycling out, as recipes=olmoe_finetune does"
+    for name in FAMILIES
+}
+
 
 @validated
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +97,12 @@ class HuggingFaceConfig:
         Raises:
             ConfigurationError: a checkpoint that is not known, or options that it does not fit.
         """
-        known = tuple(FAMILIES if self.upcycling is None else DENSE_FAMILIES)
-        config = read_config(self.folder, known, self.overrides) if values is None else config_from(values)
+        if values is not None:
+            config = config_from(values)
+        elif self.upcycling is None:
+            config = read_config(self.folder, tuple(FAMILIES), self.overrides, elsewhere=_DENSE)
+        else:
+            config = read_config(self.folder, tuple(DENSE_FAMILIES), self.overrides, elsewhere=_SPARSE)
         longest = getattr(config, "max_position_embeddings", self.context_length)
         if self.context_length > longest:
             raise ConfigurationError(

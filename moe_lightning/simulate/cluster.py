@@ -1,0 +1,577 @@
+"""State of a simulated cluster: accounts of time, saved states, and worlds of nodes with their experts.
+
+Accounts: every nanosecond of every live node goes to exactly one. useful: steps that still count at the end. lost:
+steps, and parts of steps, that a fault undid. overhead: training waits for stalls of snapshots, detection, restarts,
+migrations. idle: live nodes without work. All in integers, so that nothing is lost in rounding.
+
+Saved states: a node stands for its ranks. It holds their experts, and one snapshot with the experts that it wrote;
+protection puts copies and parities on other nodes as `algorithms.protection` says. The library plans every recovery
+from the survivors' inventories.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from moe_lightning.algorithms.cluster import Cluster
+from moe_lightning.algorithms.dynamic_k_rule import DynamicK
+from moe_lightning.algorithms.inventory import (
+    HeldExpert,
+    RankInventory,
+    SnapshotInventory,
+    SnapshotKind,
+    StorageInventory,
+)
+from moe_lightning.algorithms.ledger import Ledger, Source, worst_case_plt
+from moe_lightning.algorithms.migration import BoolArray, align_placements, held_states, plan_migration
+from moe_lightning.algorithms.placement import IntArray, Placement
+from moe_lightning.algorithms.recovery_planner import Origin, RecoveryPlan
+from moe_lightning.algorithms.selection import Selection, full_selection, persist_selection, sequential_selection
+from moe_lightning.simulate.checkpoint_cost import save_cost
+from moe_lightning.simulate.mesh import NOTHING, Part, is_whole, missing, parts_of_ranks
+from moe_lightning.simulate.policy import Policy
+from moe_lightning.simulate.scenario import Scenario
+from moe_lightning.simulate.step_model import StepModel
+from moe_lightning.simulate.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Progress when a state was taken: the point to which a rollback returns.
+
+    Attributes:
+        step: steps done.
+        useful_ns: node-nanoseconds of them.
+        samples: trained in them.
+    """
+
+    step: int = 0
+    useful_ns: int = 0
+    samples: int = 0
+
+
+@dataclass(kw_only=True)
+class Accounts:
+    """Node-nanoseconds by account, steps and samples; `partial_ns` is work on the step that is running."""
+
+    step: int = 0
+    samples: int = 0
+    useful_ns: int = 0
+    lost_ns: int = 0
+    overhead_ns: int = 0
+    idle_ns: int = 0
+    partial_ns: int = 0
+    provided_ns: int = 0
+    lost_steps: int = 0
+
+    def work(self, duration_ns: int, nodes: int, live: int) -> None:
+        """`nodes` of the `live` ones compute on the running step."""
+        self.partial_ns += duration_ns * nodes
+        self._provide(duration_ns, nodes, live)
+
+    def finish_steps(self, count: int, samples: int) -> None:
+        """The running step and all the work since the last call belong to `count` finished steps."""
+        self.useful_ns += self.partial_ns
+        self.partial_ns = 0
+        self.step += count
+        self.samples += samples
+
+    def wait(self, duration_ns: int, nodes: int, live: int) -> None:
+        """`nodes` wait for something that training needs; the other live ones are idle."""
+        self.overhead_ns += duration_ns * nodes
+        self._provide(duration_ns, nodes, live)
+
+    def _provide(self, duration_ns: int, nodes: int, live: int) -> None:
+        assert duration_ns >= 0
+        assert 0 <= nodes <= live
+        self.idle_ns += duration_ns * (live - nodes)
+        self.provided_ns += duration_ns * live
+
+    def abort_step(self) -> None:
+        """The running step is not applied."""
+        self.lost_ns += self.partial_ns
+        self.partial_ns = 0
+
+    def mark(self) -> Mark:
+        return Mark(step=self.step, useful_ns=self.useful_ns, samples=self.samples)
+
+    def roll_back(self, mark: Mark) -> None:
+        """Everything after the mark is lost."""
+        self.abort_step()
+        assert mark.step <= self.step
+        self.lost_ns += self.useful_ns - mark.useful_ns
+        self.lost_steps += self.step - mark.step
+        self.step, self.useful_ns, self.samples = mark.step, mark.useful_ns, mark.samples
+
+    def close(self) -> None:
+        """The simulation ends: a step that is half done was of no use. Checks that nothing is missing."""
+        self.abort_step()
+        assert self.provided_ns == self.useful_ns + self.lost_ns + self.overhead_ns + self.idle_ns
+
+
+SESSION = "simulated"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldSnapshot:
+    """A state in the host memory of the nodes of a world.
+
+    Attributes:
+        mark: when it was taken.
+        nodes: writers, in the order of the world.
+        versions_LE: step of the newest copy of each expert in it.
+        writer_LE: which of the nodes wrote each expert.
+        lost: nodes that have failed since.
+    """
+
+    mark: Mark
+    nodes: tuple[int, ...]
+    versions_LE: IntArray
+    writer_LE: IntArray
+    lost: set[int] = field(default_factory=set)
+
+    def experts_by_writer(self) -> dict[int, tuple[HeldExpert, ...]]:
+        """Return the experts in each writer's part."""
+        found: dict[int, list[HeldExpert]] = defaultdict(list)
+        for (layer, expert), version in np.ndenumerate(self.versions_LE):
+            writer = int(self.writer_LE[layer, expert])
+            found[writer].append(HeldExpert(int(layer), int(expert), int(version), int(version)))
+        return {writer: tuple(experts) for writer, experts in found.items()}
+
+    def on_nodes(self, policy: Policy, *, protected: bool) -> dict[int, list[SnapshotInventory]]:
+        """By live node: its own part, and with protection the copies or parities of others."""
+        experts = self.experts_by_writer()
+        found: dict[int, list[SnapshotInventory]] = defaultdict(list)
+
+        def keep(kind: SnapshotKind, on: int, writer: int, members: tuple[int, ...] = ()) -> None:
+            if self.nodes[on] not in self.lost:
+                part = SnapshotInventory(
+                    kind=kind,
+                    writer=writer,
+                    session=SESSION,
+                    step=self.mark.step,
+                    world_size=len(self.nodes),
+                    experts=experts.get(writer, ()),
+                    holder=on if kind is SnapshotKind.PARITY else -1,
+                    members=members,
+                )
+                found[self.nodes[on]].append(part)
+
+        for writer in range(len(self.nodes)):
+            keep(SnapshotKind.ARENA, writer, writer)
+        if protected:
+            layout = policy.layout_of(len(self.nodes))
+            for writer, holders in enumerate(layout.holders):
+                for holder in holders:
+                    keep(SnapshotKind.COPY, holder, writer)
+            for group in layout.groups:
+                for holder in group:
+                    for writer in group:
+                        if writer != holder:
+                            keep(SnapshotKind.PARITY, holder, writer, group)
+        return found
+
+
+def inventories(
+    live: Sequence[int],
+    experts: Mapping[int, tuple[tuple[int, int], ...]],
+    step: int,
+    policy: Policy,
+    *,
+    newest: HeldSnapshot | None,
+    written: HeldSnapshot | None,
+) -> list[RankInventory]:
+    """One inventory of every live node.
+
+    Args:
+        live: nodes, ascending.
+        experts: of every node with live state at `step`, (layer, expert) pairs that it holds; one holder of each is
+            enough.
+        step: of the live state.
+        policy: whether live state and memory may be used, and how memory is protected.
+        newest: snapshot, the protected one.
+        written: what was in memory when the newest checkpoint on storage was taken (MoC's recovery buffer).
+    """
+    parts: dict[int, list[SnapshotInventory]] = defaultdict(list)
+    kept = [newest, written] if policy.memory_recovery or policy.protection != "none" else []
+    for index, snapshot in enumerate(kept):
+        if snapshot is None or (index and newest is not None and snapshot.mark.step == newest.mark.step):
+            continue
+        for node, held in snapshot.on_nodes(policy, protected=index == 0).items():
+            parts[node] += held
+    usable = experts if policy.live_recovery else {}
+    return [
+        RankInventory(
+            rank=rank,
+            node=str(node),
+            live_version=step if node in usable else -1,
+            experts=usable.get(node, ()),
+            snapshots=tuple(parts.get(node, ())),
+        )
+        for rank, node in enumerate(live)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pending:
+    """A checkpoint that is being written."""
+
+    snapshot: HeldSnapshot
+    persist_LE: BoolArray
+    done_ns: int
+    nbytes: float
+
+
+class SavedState:
+    """The checkpoints of a simulated run, and its token ledger where only some experts are saved.
+
+    Selection, ledger and Dynamic-K are those of training; counts are the routing's, layer by layer.
+
+    Args:
+        workload, policy: of the run.
+        num_layers: layers that are told apart, each standing for several of the model.
+        planned_assignments: of one layer in the whole training, the denominator of PLT.
+        interval_steps: between checkpoints.
+        planned_steps: of the whole training.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        policy: Policy,
+        *,
+        num_layers: int,
+        planned_assignments: int,
+        interval_steps: int,
+        planned_steps: int,
+    ) -> None:
+        experts = workload.num_experts
+        self.shape = (num_layers, experts)
+        some = None if policy.lossless else policy.k_snapshot  # a window is one checkpoint of everything
+        self.k_snapshot = min(experts, some or experts)
+        self.k_persist = min(self.k_snapshot, policy.k_persist or experts)
+        self.partial = self.k_persist < experts
+        self.written_bytes = 0.0
+        self.saves = 0
+        self.newest: HeldSnapshot | None = None
+        self.written: HeldSnapshot | None = None
+        self.storage = Mark()
+        self._memory_versions: IntArray = np.zeros(self.shape, dtype=np.int64)
+        self._storage_versions: IntArray = np.zeros(self.shape, dtype=np.int64)
+        self._pending: deque[_Pending] = deque()
+        self._ordinal = 0
+        self._everything = full_selection(num_layers, experts).mask()
+        self._windows: dict[tuple[int, int], Selection] = {}
+        self._ledger = Ledger(num_layers=num_layers, num_experts=experts, planned_assignments=planned_assignments)
+        self._dynamic: DynamicK | None = None
+        if policy.plt_threshold is not None and self.partial:
+            ahead = interval_steps if policy.plt_lookahead else 0
+            predicted = partial(self._predicted_plt, interval=ahead, total_steps=planned_steps)
+            self._dynamic = DynamicK(
+                k0=self.k_persist, num_experts=experts, predicted_plt=predicted, threshold=policy.plt_threshold
+            )
+            self._raise_k()
+
+    def _predicted_plt(self, k: int, *, interval: int, total_steps: int) -> float:
+        copied = max(k, self.k_snapshot)
+        return worst_case_plt(
+            num_experts=self.shape[1], k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
+        )
+
+    @property
+    def plt(self) -> float:
+        return self._ledger.plt
+
+    def record(self, counts_LE: IntArray) -> None:
+        """Tokens that each expert has been trained on since the last call."""
+        if self.partial:
+            self._ledger.record(counts_LE)
+
+    def begin(self, mark: Mark, nodes: tuple[int, ...], writer_LE: IntArray, *, done_ns: int, nbytes: float) -> None:
+        """The nodes of a world took a snapshot of the present state, which will be on storage at `done_ns`."""
+        if any(entry.snapshot.mark.step == mark.step for entry in self._pending):
+            return  # this very state is on its way
+        self.saves += 1
+        snapshot, persist = self._select()
+        if self.partial:
+            self._ledger.begin_checkpoint(mark.step, snapshot=snapshot, persist=persist)
+            self._ordinal += 1
+        self._memory_versions = np.where(snapshot, mark.step, self._memory_versions)
+        taken = HeldSnapshot(mark=mark, nodes=nodes, versions_LE=self._memory_versions, writer_LE=writer_LE)
+        self.newest = taken
+        self._pending.append(_Pending(snapshot=taken, persist_LE=persist, done_ns=done_ns, nbytes=nbytes))
+
+    def settle(self, now_ns: int) -> None:
+        """Commit what has been written by now; what is older than the newest of it is void."""
+        for done in [entry for entry in self._pending if entry.done_ns <= now_ns]:
+            while self._pending.popleft() is not done:
+                pass
+            self.storage, self.written = done.snapshot.mark, done.snapshot
+            self._storage_versions = np.where(done.persist_LE, self.storage.step, self._storage_versions)
+            self.written_bytes += done.nbytes
+            if self.partial:
+                self._ledger.complete_checkpoint(self.storage.step)
+
+    def note_snapshot(self, mark: Mark, nodes: tuple[int, ...], writer_LE: IntArray) -> None:
+        """A snapshot of everything for protection, which storage will not get."""
+        everything = np.full(self.shape, mark.step)
+        self.newest = HeldSnapshot(mark=mark, nodes=nodes, versions_LE=everything, writer_LE=writer_LE)
+
+    def lose(self, nodes: Collection[int]) -> None:
+        """These nodes have failed, and their memory with them."""
+        pending = [entry.snapshot for entry in self._pending]
+        for snapshot in (self.newest, self.written, *pending):
+            if snapshot is not None:
+                snapshot.lost.update(nodes)
+
+    def on_storage(self) -> StorageInventory:
+        """The newest written checkpoint; at the start the initial state, which anybody can make."""
+        versions = tuple(tuple(int(version) for version in row) for row in self._storage_versions)
+        return StorageInventory(session=SESSION, step=self.storage.step, versions=versions)
+
+    def restore(self, plan: RecoveryPlan, now: Mark) -> Mark:
+        """Book what a recovery loses; the mark at which training goes on."""
+        stale = plan.versions < plan.version
+        if plan.level == "live" and not stale.any():
+            return now
+        nothing = np.zeros(self.shape, dtype=np.bool_)
+        if self.partial:
+            if plan.level == "live":
+                self._ledger.begin_checkpoint(now.step, snapshot=nothing, persist=nothing)
+                self._ledger.complete_checkpoint(now.step, persisted=nothing)
+            elif any(entry.snapshot.mark.step == plan.version for entry in self._pending):
+                # It counts as a recovery point although nothing of it has reached storage.
+                self._ledger.complete_checkpoint(plan.version, persisted=nothing)
+            old = np.where(plan.origins == Origin.STORAGE, int(Source.STORAGE), int(Source.MEMORY))
+            before = self.plt
+            self._ledger.recover(np.where(stale, old, int(Source.LIVE)))
+            if self._dynamic is not None:
+                self._dynamic.after_fault(self.plt - before)
+                self._raise_k()
+        marks = [self.storage, *(snapshot.mark for snapshot in (self.newest, self.written) if snapshot is not None)]
+        mark = now if plan.level == "live" else next(mark for mark in marks if mark.step == plan.version)
+        self._pending.clear()
+        self._memory_versions = np.minimum(self._memory_versions, plan.versions)
+        if self.newest is not None and self.newest.mark.step > mark.step:
+            self.newest = self.written  # a later one is void
+        return mark
+
+    def forget_memory(self) -> None:
+        """Nothing in host memory can be used any more."""
+        self.newest = self.written = None
+
+    def _raise_k(self) -> None:
+        assert self._dynamic is not None
+        self.k_persist = self._dynamic.k
+        self.k_snapshot = max(self.k_snapshot, self.k_persist)
+
+    def _select(self) -> tuple[BoolArray, BoolArray]:
+        """bool [L, E] each: the experts that this checkpoint copies, and those of them that it writes; the first one
+        takes all."""
+        experts = self.shape[1]
+        if self._ordinal == 0 or self.k_persist >= experts:
+            return self._everything, self._everything
+        chosen = self._window((self._ordinal - 1) % experts)  # windows repeat after at most E checkpoints
+        written = chosen
+        if self.k_persist < self.k_snapshot:
+            written = persist_selection(chosen, k=self.k_persist, persisted_version=self._storage_versions)
+        return chosen.mask(), written.mask()
+
+    def _window(self, ordinal: int) -> Selection:
+        key = ordinal, self.k_snapshot
+        if key not in self._windows:
+            layers, experts = self.shape
+            self._windows[key] = (
+                full_selection(layers, experts)
+                if self.k_snapshot >= experts
+                else sequential_selection(ordinal=ordinal, k=self.k_snapshot, num_layers=layers, num_experts=experts)
+            )
+        return self._windows[key]
+
+
+_MAX_PLANNED_CELLS = 1 << 21
+"""Layers x experts x ranks up to which migrations are planned in detail; above, the busiest receiver counts."""
+
+_MAX_ALIGNED_NODES = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimulatedWorld:
+    """Nodes that train together, in the order of their ranks, and where their experts are.
+
+    Attributes:
+        nodes: of the cluster.
+        placements: of each routed layer, on the ranks of the nodes.
+        writers_LE: int64 [L, E], the node, by its place in the world, that snapshots each expert.
+        sample: of the routing from which they were planned.
+    """
+
+    nodes: tuple[int, ...]
+    placements: Sequence[Placement]
+    writers_LE: IntArray
+    sample: int
+
+
+class ClusterState:
+    """Map from ranks of the cluster to the experts whose state they hold now, and the worlds that could come next.
+
+    Args:
+        scenario: of the simulation.
+        model: plans placements.
+    """
+
+    def __init__(self, scenario: Scenario, model: StepModel) -> None:
+        self._model = model
+        self._policy, self._hardware, self._workload = scenario.policy, scenario.hardware, scenario.workload
+        self._scale = scenario.workload.num_layers / scenario.routing.num_layers
+        nodes = max(node for event in scenario.events for node in event.joined) + 1
+        shape = (scenario.routing.num_layers, scenario.workload.num_experts, nodes * scenario.hardware.ranks_per_node)
+        self._held: BoolArray = np.zeros(shape, dtype=np.bool_)
+        self._parts: dict[int, Part] = {}  # of the dense state, by rank; not kept where every rank has all of it
+        self._last_nodes: tuple[int, ...] = ()
+
+    # ---------------------------------------------------------------- what is held
+
+    def hold(self, world: SimulatedWorld) -> None:
+        """The world trains: its ranks hold what its placements say, nobody else holds anything."""
+        self.forget()
+        self._held[:, :, self._ranks(world.nodes)] = held_states(world.placements)
+        self._parts = dict(zip(self._ranks(world.nodes), self._needed_parts(world), strict=False))
+        self._last_nodes = world.nodes
+
+    def forget(self) -> None:
+        """No live state counts any more."""
+        self._held[:] = False
+        self._parts = {}
+
+    def drop(self, nodes: Sequence[int]) -> None:
+        """These nodes have failed."""
+        ranks = self._ranks(nodes)
+        self._held[:, :, ranks] = False
+        for rank in ranks:
+            self._parts.pop(rank, None)
+
+    def experts_by_node(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """The nodes with live state, none where a part of the dense state is lost; each expert that is held is named at
+        one of its holders, which is enough to know that it is."""
+        if not self._model.mesh.is_plain and not is_whole(self._parts.values()):
+            return {}
+        found: dict[int, list[tuple[int, int]]] = {node: [] for node in sorted(self.holders())}
+        first = self._held.argmax(axis=2) // self._hardware.ranks_per_node
+        for layer, expert in np.argwhere(self._held.any(axis=2)).tolist():
+            found[int(first[layer, expert])].append((layer, expert))
+        return {node: tuple(pairs) for node, pairs in found.items()}
+
+    def holders(self) -> set[int]:
+        """Nodes with any live state."""
+        by_node = self._held.any(axis=(0, 1)).reshape(-1, self._hardware.ranks_per_node).any(axis=1)
+        return {int(node) for node in np.flatnonzero(by_node)}
+
+    # ---------------------------------------------------------------- what could be next
+
+    def choose(self, available: Sequence[int]) -> tuple[int, ...]:
+        """As many of these nodes as can train, those that hold state first; those of the last world keep their place in
+        it as far as there is one."""
+        holders = self.holders()
+        count = self._model.usable_nodes(len(available))
+        nodes = sorted(available, key=lambda node: (node not in holders, node))
+        kept = self._kept_places(nodes, count)
+        left = [node for node in nodes if node not in kept.values()]
+        others = iter(sorted(left[: count - len(kept)]))
+        return tuple(kept[index] if index in kept else next(others) for index in range(count))
+
+    def _kept_places(self, nodes: Sequence[int], count: int) -> dict[int, int]:
+        """Node by place in the next world, of those that keep theirs, or on a pipeline their stage."""
+        pp = self._model.mesh.pp
+        if pp == 1:
+            place = {node: index for index, node in enumerate(self._last_nodes)}
+            return {place[node]: node for node in nodes[:count] if place.get(node, count) < count}
+        before, after = len(self._last_nodes) // pp, count // pp
+        if len(self._last_nodes) % pp or count % pp:
+            return {}  # stages end within nodes
+        kept: dict[int, int] = {}
+        for stage in range(pp):
+            mates = [node for node in self._last_nodes[stage * before : (stage + 1) * before] if node in nodes]
+            kept |= {stage * after + index: node for index, node in enumerate(mates[:after])}
+        return kept
+
+    def plan(self, nodes: tuple[int, ...], sample: int) -> SimulatedWorld:
+        """A placement for these nodes that fits what they hold, where the world is small enough to look for one."""
+        planned: Sequence[Placement] = self._model.placements(len(nodes), sample)
+        held = self._held[:, :, self._ranks(nodes)]
+        if self._policy.layout == "replicated" and len(nodes) <= _MAX_ALIGNED_NODES and held.any():
+            planned = self._aligned(held, planned)
+        planned = self._model.over_stages(planned, len(nodes))
+        writers = np.stack([placement.owners() for placement in planned]) // self._hardware.ranks_per_node
+        return SimulatedWorld(nodes=nodes, placements=planned, writers_LE=writers, sample=sample)
+
+    def _aligned(self, held: BoolArray, planned: Sequence[Placement]) -> list[Placement]:
+        """Placements of which the ranks of each stage hold much already."""
+        ranks, mapping = planned[0].num_ranks, self._policy.balancing.placement.mapping
+        cluster = Cluster.of(ranks, self._model.slots, self._hardware.ranks_per_node)
+        found = []
+        for stage in range(self._model.mesh.pp):
+            layers = self._model.stage_layers(stage)
+            own = held[layers.start : layers.stop, :, stage * ranks : (stage + 1) * ranks]
+            found += align_placements(own, planned[layers.start : layers.stop], cluster, mapping)
+        return found
+
+    def migration(self, world: SimulatedWorld) -> tuple[float, int]:
+        """Seconds and states of what the world's ranks need and do not hold; a rank without any state needs the dense
+        state too."""
+        held = self._held[:, :, self._ranks(world.nodes)]
+        lacking = held_states(world.placements) & ~held
+        state_bytes = self._workload.expert_state_bytes
+        bytes_per_s, latency_s = self._hardware.link_bytes_per_s, self._hardware.latency_s
+        if lacking.size <= _MAX_PLANNED_CELLS:
+            nodes = np.repeat(world.nodes, self._hardware.ranks_per_node).tolist()
+            planned = plan_migration(held, world.placements, nodes)
+            seconds = self._scale * planned.predicted_s(state_bytes, bytes_per_s, latency_s)
+        else:
+            receives = int(lacking.sum(axis=(0, 1)).max())
+            seconds = self._scale * receives * state_bytes / bytes_per_s + latency_s
+        dense = self._missing_dense(world, held) * self._workload.dense_params
+        seconds += dense * self._workload.state_bytes / bytes_per_s
+        return seconds, round(self._scale * int(lacking.sum()))
+
+    def _missing_dense(self, world: SimulatedWorld, held: BoolArray) -> float:
+        """The largest share of the dense state that a rank of the world needs and does not hold."""
+        if self._model.mesh.is_plain:
+            return float(not held.any(axis=(0, 1)).all())
+        pairs = zip(self._ranks(world.nodes), self._needed_parts(world), strict=False)
+        return float(max(missing(needed, self._parts.get(rank, NOTHING)) for rank, needed in pairs))
+
+    def _needed_parts(self, world: SimulatedWorld) -> tuple[Part, ...]:
+        """Return the part of the dense state of each rank that trains; nothing where every rank has all of it."""
+        if self._model.mesh.is_plain:
+            return ()
+        ranks = self._model.ranks(len(world.nodes))
+        return parts_of_ranks(self._model.mesh, ranks, self._hardware.ranks_per_node)
+
+    def forming_s(self, world: SimulatedWorld, source: str) -> tuple[float, int]:
+        """Seconds until the world trains with state from a source, and the states that move for it."""
+        policy, hardware = self._policy, self._hardware
+        if source == "start":
+            return 0.0, 0
+        if source in ("live replicas", "join") and policy.live_recovery:
+            moving_s, moved = self.migration(world)
+            return (policy.detect_s if source != "join" else 0.0) + policy.regroup_s + moving_s, moved
+        ranks, experts = self._model.ranks(len(world.nodes)), self._workload.num_experts
+        save = save_cost(self._workload, hardware, policy, ranks, experts, experts)
+        if source == "join":
+            return save.snapshot_s + save.persist_s + policy.restart_s + save.load_s, 0
+        if source == "protected memory":
+            fetched_s = save.snapshot_bytes / hardware.host_copy_bytes_per_s
+            dense_bytes = self._workload.dense_params * self._workload.state_bytes
+            fetched_s += dense_bytes / self._model.dense_cuts(ranks) / hardware.link_bytes_per_s
+            return policy.detect_s + policy.restart_s + fetched_s, 0
+        return policy.detect_s + policy.restart_s + save.load_s, 0
+
+    def _ranks(self, nodes: Sequence[int]) -> list[int]:
+        size = self._hardware.ranks_per_node
+        return [node * size + rank for node in nodes for rank in range(size)]

@@ -1,0 +1,133 @@
+"""Every hook of a committed step runs once, also where a rank dies between the update and the end of the step."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
+from tests.forks import PATIENCE_S
+from tests.parameters import slow
+
+
+class Counting(pl.Callback):
+    """Counts steps as an average of weights would, keeps the count in checkpoints, and says when it did."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self.count = 0
+
+    @property
+    def state_key(self) -> str:
+        return self._name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        assert outputs is None or outputs["loss"].ndim == 0
+        self.count += 1
+        task = trainer.strategy.elastic.engine.task  # type: ignore[attr-defined]
+        with (self._folder / f"ended-{self._name}-{task.slot}.jsonl").open("a") as file:
+            file.write(json.dumps([trainer.global_step, self.count]) + "\n")
+
+
+class Collective(Counting):
+    """Talks to the others in its hook, as a callback that saves does."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        trainer.strategy.reduce_boolean_decision(True)
+        super().on_train_batch_end(trainer, *arguments)
+
+
+class Interrupted(pl.Callback):
+    """Lets worker 2 hear of a death in the barrier before an update that another survivor makes."""
+
+    step = 5
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        elastic = trainer.strategy.elastic  # type: ignore[attr-defined]
+        inner = elastic.prepare
+
+        def prepare(optimizer: Any) -> None:
+            inner(optimizer)
+            if trainer.global_step != self.step or elastic.version != self.step or elastic.engine.task.slot != 2:
+                return
+            deadline = time.monotonic() + PATIENCE_S
+            while elastic.engine.reason is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise ConnectionError("connection closed by a peer")
+
+        elastic.prepare = prepare
+
+
+def counters_and_interruption(folder: Path) -> list[Any]:
+    return [*counters(folder), Interrupted()]
+
+
+def counters(folder: Path) -> list[Any]:
+    return [Counting(folder, "first"), Collective(folder, "collective"), Counting(folder, "last")]
+
+
+def ended(folder: Path, name: str, worker: int) -> list[list[int]]:
+    path = folder / f"ended-{name}-{worker}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("workers", "steps", "strategy"),
+    [(2, 9, {}), slow(3, 18, {}), slow(4, 18, {"dense": "hsdp", "shard_size": 2})],
+)
+def test_hooks_of_a_committed_step_run_once(workers: int, steps: int, strategy: dict[str, Any], tmp_path: Path) -> None:
+    places = ((3, "update"), (7, "committed"), (11, "update"), (15, "committed"))[: steps // 4]
+    kills = [Kill(worker=1, step=step, place=place) for step, place in places]
+    holds = [Hold(step=step, ranks=workers) for step in (6, 10, 14)[: steps // 4 - 1]]
+    options: dict[str, Any] = {"kills": kills, "holds": holds, "strategy": strategy, "callbacks": counters}
+    logger = CSVLogger(tmp_path / "csv", flush_logs_every_n_steps=1)
+    options["trainer_options"] = {"logger": logger}
+    with elastic_run(tmp_path, workers=workers, steps=steps, **options) as run:
+        run.supervise(restart=range(workers))
+        assert run.kills_done() == len(kills)
+        assert_same_losses(run, reference(steps))
+        assert_each_once(tmp_path, workers, steps, lost=1)
+    tables = [path.read_text().splitlines() for path in (tmp_path / "csv").rglob("metrics.csv")]
+    places = [lines[0].split(",").index("step") for lines in tables]
+    losses = [lines[0].split(",").index("train/loss") for lines in tables]
+    rows = [
+        int(row.split(",")[place])
+        for lines, place, loss in zip(tables, places, losses, strict=True)
+        for row in lines[1:]
+        if row.split(",")[loss]
+    ]
+    assert sorted(rows) == list(range(steps))
+
+
+def assert_each_once(folder: Path, workers: int, steps: int, *, lost: int) -> None:
+    """Every worker that was there throughout has ended every step once, and nobody has counted one twice."""
+    for name in ("first", "collective", "last"):
+        for worker in range(workers):
+            lines = ended(folder, name, worker)
+            assert all(step == count for step, count in lines), (name, worker, lines)
+            made = [step for step, _ in lines]
+            wanted = sorted(set(made)) if worker == lost else list(range(1, steps + 1))
+            assert made == wanted, (name, worker, made)
+
+
+@pytest.mark.slow
+def test_who_makes_up_for_an_update_ends_its_step(tmp_path: Path) -> None:
+    kills = [Kill(worker=1, step=Interrupted.step, place="update")]
+    options: dict[str, Any] = {"kills": kills, "callbacks": counters_and_interruption}
+    with elastic_run(tmp_path, workers=3, steps=9, **options) as run:
+        run.supervise()
+        assert run.kills_done() == 1
+        assert_same_losses(run, reference(9))
+        assert_each_once(tmp_path, 3, 9, lost=1)

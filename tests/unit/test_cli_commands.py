@@ -1,0 +1,85 @@
+"""Entry points of the commands: imports, versions, headlines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_lightning import __version__
+from moe_lightning.cli import ckpt, rank_count
+from moe_lightning.cli.commands import moe_bench, moe_ckpt, moe_sim, moe_train
+from moe_lightning.cli.rank_count import with_ranks
+from moe_lightning.text_table import in_columns
+from tests.programs import users_environment
+
+COMMANDS = {"moe-train": moe_train, "moe-sim": moe_sim, "moe-bench": moe_bench, "moe-ckpt": moe_ckpt}
+
+_INTERRUPTED_IMPORT = """
+import sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "moe_lightning.mistakes":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from moe_lightning.cli.commands import moe_train
+moe_train()
+"""
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_every_command_has_a_version(
+    program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "--version"])
+    with pytest.raises(SystemExit) as exit_:
+        COMMANDS[program]()
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"{program} {__version__}\n"
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_help_is_a_word_too(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "help"])
+    with pytest.raises(SystemExit) as exit_:
+        COMMANDS[program]()
+    assert exit_.value.code == 0
+    assert program in capsys.readouterr().out
+
+
+def test_ctrl_c_during_imports_is_quiet(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _INTERRUPTED_IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, env=users_environment(), cwd=tmp_path, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr == "moe-train: ended by SIGINT\n"
+
+
+def test_many_ranks_on_few_cores_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(rank_count, "_visible_gpus", lambda: 0)
+    monkeypatch.setattr(rank_count.os, "sched_getaffinity", lambda process: {0, 1})
+    for ranks, words in ((8, ""), (64, "moe-train: ranks=64 share 2 cores, so a step takes 32 times as long")):
+        with_ranks({"trainer": {"accelerator": "cpu", "devices": ranks}}, external=False)
+        err = capsys.readouterr().err
+        assert err.startswith(words)
+        assert bool(err) == bool(words)
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_headlines_break_at_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "model  1.2M parameters, 437.4k active for a token: 8 experts in 3 of 3 layers, top-2, and more"
+    assert in_columns(line) == line  # not on a terminal
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = in_columns(line).splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= columns
+    assert all(broken.startswith(" " * 7) for broken in lines[1:])
+    assert " ".join(" ".join(lines).split()) == " ".join(line.split())
+
+
+def test_a_run_directory_stands_for_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert ckpt.main(["inspect", str(tmp_path / "run")]) == 2
+    assert f"{tmp_path}/run/checkpoints holds no checkpoint" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""What people type from the habits of other tools, on all four commands: read as what they mean and told, or refused in
+one clear sentence. Nothing is trained, simulated or measured.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lightning.cli import bench, ckpt, sim, train, worker
+from moe_lightning.cli.overrides import read_settings
+from moe_lightning.cli.validation import KEYS
+from moe_lightning.cli.vocabulary import TRAIN
+from tests.commands import write_words
+from tests.unit.typical_mistakes import MISTAKES
+
+MAIN: dict[str, Callable[[list[str]], Any]] = {
+    "moe-train": train.main,
+    "moe-sim": sim.main,
+    "moe-bench": bench.main,
+    "moe-ckpt": ckpt.main,
+}
+BASE = ("model=llama_moe_tiny", "data.source=words.txt", "data.cache_dir=cache", "trainer.max_steps=1")
+"""A run that would be small; what is typed replaces its parts."""
+
+_OTHER_WORDS = re.compile(
+    r"Traceback|Lexer|EOF|extraneous|mismatched|viable|hydra\.cc|defaults list|codec|GlobalHydra|NoneType|Errno"
+    r"|has no attribute|object is not|<class|at 0x|Could not"
+)
+_CURE = re.compile(
+    r"\bmust\b|--help|\b(use|give|set|choose|name|lower|write|drop|leave|create|run|start|add|did you mean|make|train|"
+    r"put|takes|shows|says|has|ends|makes|counts|trains|needs?)\b"
+)
+_EVERY = 20  # of the table, in the default run
+
+
+def test_the_table_is_long() -> None:
+    assert len(MISTAKES) >= 240
+    assert {command for command, _, _ in MISTAKES} == set(MAIN)
+
+
+def _answer(command: str, typed: str, capfd: pytest.CaptureFixture[str]) -> tuple[object, list[str]]:
+    """The exit code, and what stands on stderr."""
+    words = shlex.split(typed)
+    if command == "moe-train":
+        keys = {word.partition("=")[0] for word in words}
+        words = [*(word for word in BASE if word.partition("=")[0] not in keys), *words]
+    try:
+        code = MAIN[command](words)
+    except SystemExit as stop:
+        code = stop.code
+    lines = capfd.readouterr().err.splitlines()
+    return code, [line for line in lines if not line.startswith(("💡", "`Trainer", "TPU", "Error executing job"))]
+
+
+@pytest.fixture(autouse=True)
+def _no_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(directory: object, config: Any, elastic: object, *, external: bool) -> None:
+        worker.check(config)
+
+    monkeypatch.setattr(train, "_launch", launch)
+    monkeypatch.setattr(sim, "_simulate", lambda config: 0)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.chdir(tmp_path)
+    write_words(tmp_path, 3000)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "my.yaml").write_text("lr: 1\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "expected"),
+    [
+        pytest.param(*row, id=f"{row[0]} {row[1]}", marks=[pytest.mark.slow] if index % _EVERY else [])
+        for index, row in enumerate(MISTAKES)
+    ],
+)
+def test_a_typical_mistake(command: str, typed: str, expected: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code, lines = _answer(command, typed, capfd)
+    told = "\n".join(lines)
+    assert not _OTHER_WORDS.search(told), told
+    assert expected in told
+    assert len(max(lines, key=len, default="")) < 700
+    if expected.startswith("is read as") or not expected:
+        assert code == 0, told
+        assert all(" is read as " in line or " with it goes " in line or " share " in line for line in lines)
+    else:
+        assert code in (1, 2), told
+        assert _CURE.search(lines[-1]), told
+        assert all(" is read as " in line or " with it goes " in line for line in lines[:-1])
+        assert not Path("outputs").exists()  # nothing stays of what was refused
+
+
+# ---------------------------------------------------------------------- reading alone
+
+KNOWN = {
+    *KEYS, "data.source", "data.global_batch_size", "optimizer.lr", "model.d_model", "trainer.max_steps",
+    "trainer.max_epochs", "model.adapter", "model.context_length", "callbacks.x.source",
+}  # fmt: skip
+TOP = {*KEYS, "recipes", "hydra"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("lr=1 hidden_size=64", ["optimizer.lr=1", "model.d_model=64"]),
+        ("--lr=1 --lr 2 lr: 3 lr:4 lr = 5", [f"optimizer.lr={value}" for value in range(1, 6)]),
+        ("optimizer.lr= 1 optimizer.lr =2", ["optimizer.lr=1", "optimizer.lr=2"]),
+        ("epochs=2", ["trainer.max_epochs=2", "trainer.max_steps=-1"]),
+        ("epochs=2 trainer.max_steps=9", ["trainer.max_epochs=2", "trainer.max_steps=9"]),
+        ("global_batch_size=8", ["data.global_batch_size=8"]),
+        ("model.adapter.kind=lora", ["++model.adapter.kind=lora"]),
+        ("model.adapter=lora", ["++model.adapter.kind=lora"]),
+        ("--config-dir mine recipes=a -m seed=1,2 --cfg job", None),
+        ("+width=3 ++a.b=c ~optimizer.lr optimizer.lr=1 data.source=s3://b/c", None),
+        ("run_name=a:b", None),
+        ("source=x", ["data.source=x"]),
+    ],
+)
+def test_reading(typed: str, read: list[str] | None) -> None:
+    assert read_settings(typed.split(), TRAIN, TOP, lambda: KNOWN) == (typed.split() if read is None else read)
+
+
+def test_a_path_may_have_a_name_that_stands_for_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_settings(["resume=last"], TRAIN, TOP, lambda: KNOWN) == ["resume=true"]
+    (tmp_path / "last").mkdir()
+    assert read_settings(["resume=last"], TRAIN, TOP, lambda: KNOWN) == ["resume=last"]
+
+
+def test_names_of_the_users_own_recipe_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings(["lr=1"], TRAIN, TOP, lambda: {*KNOWN, "lr"}) == ["lr=1"]
+
+
+def test_only_one_rank_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert read_settings(["lr=1"], TRAIN, TOP, lambda: KNOWN) == ["optimizer.lr=1"]
+    assert capsys.readouterr().err == ""
