@@ -53,7 +53,7 @@ def batches_of(indices: BatchIndices) -> object:
 
 
 def is_interactive() -> bool:
-    """True at a prompt and in notebooks, where Lightning refuses launchers that start scripts. No public name does."""
+    """True at a prompt and in notebooks. No public name says so."""
     return imports._IS_INTERACTIVE
 
 
@@ -63,19 +63,19 @@ class WorkersLauncher(_MultiProcessingLauncher):
     """
 
     def begin(self) -> None:
-        """On every rank, first of all."""
+        """Prepare a rank before anything else runs in it."""
         raise NotImplementedError
 
     def whole_state(self) -> dict[str, Any]:
-        """On every rank, after a fit: the state_dict for the starting process, on rank 0; collective."""
+        """Return the state_dict for the starting process on rank 0, after a fit; collective."""
         raise NotImplementedError
 
     def fitting(self, trained: dict[str, Any], module: pl.LightningModule) -> dict[str, Any]:
-        """In the starting process: what of it the module takes."""
+        """Return the part of `whole_state` that the module of the starting process has room for."""
         raise NotImplementedError
 
     def explained(self, error: Exception) -> Exception:
-        """What a rank raises in the place of an error."""
+        """Return the exception that a rank raises in the place of an error."""
         raise NotImplementedError
 
     @override

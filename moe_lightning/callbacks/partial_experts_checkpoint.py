@@ -8,7 +8,7 @@ and storage gets K_persist; the others stay at their last version, and the token
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ from moe_lightning.checkpoint.settings import CheckpointSettings
 from moe_lightning.checkpoint.storage import URL
 from moe_lightning.checkpoint.storages import absolute, shared_place
 from moe_lightning.checkpoint.store import checkpoints, run_of
-from moe_lightning.comm.world import World
+from moe_lightning.comm.world import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery_report import RecoveryListener
 from moe_lightning.values import Coefficient, PositiveInt, Seconds, validated
@@ -103,6 +103,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedChec
         self.checkpoint_ledger: CheckpointLedger | None = None
         self._strategy: ExpertParallelStrategy | None = None
         self._layout: Callable[[ExpertParallelStrategy], ProtectionLayout] | None = None
+        self._moments: Collection[str] = ()  # that the session has room for
         self._received_ledger: dict[str, Any] | None = None
         self._is_interrupted = self._is_saving = self._experts_moved = False
         self._counts = budget.TokenCounts()
@@ -280,6 +281,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedChec
         if self._experts_moved:
             self._experts_moved = False
             self._reassign(strategy)
+        self._end_outgrown(strategy)
         if self.session is None:
             self._open(trainer, strategy)
         self._counts.record(self.checkpoint_ledger)
@@ -291,6 +293,17 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedChec
         self.session.save(trainer.global_step, self.checkpoint_ledger, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
         log_checkpoint(trainer, self.session, self.plt)
+
+    def _end_outgrown(self, strategy: ExpertParallelStrategy) -> None:
+        """End a session that has no room for states which optimizers have made since, as of a backbone that is trained
+        from some epoch on; collective.
+        """
+        session, known = self.session, strategy.state.training_state().moment_shapes().keys()
+        (has_grown,) = any_says([session is not None and known != self._moments], strategy.worlds.mesh.whole)
+        if has_grown and session is not None:
+            if session.in_window:
+                session.give_window_up()
+            self._close(wait=True)
 
     def _reassign(self, strategy: ExpertParallelStrategy) -> None:
         """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""
@@ -345,6 +358,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedChec
             budget.choose_k(trainer, self.session, self.settings, interval=self._interval(), lost=self._lost_plt)
             self._lost_plt = 0.0
         strategy.checkpoints.release()
+        self._moments = state.moment_shapes().keys()
 
     def _adapt(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         session = self.session

@@ -12,10 +12,12 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
-from moe_lightning import ConfigurationError
+from moe_lightning import ConfigurationError, PartialExpertsCheckpoint
+from moe_lightning.checkpoint.loader import Checkpoint
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_hook_order import fitted, trainer_of
 from tests.distributed.test_users_modules import Base, Options, Seen
+from tests.distributed.training import make_trainer
 
 
 class Backbone(nn.Module):
@@ -115,3 +117,26 @@ def test_groups_that_are_dealt_out_cannot_grow(kind: str, dense: str, tmp_path: 
     for said in run_ranks(2, tuned, {"dense": dense}, kind, str(tmp_path / "ours.ckpt")):
         assert "groups cannot be added during training under dense=zero1, fsdp or hsdp" in said
         assert "\n" not in said
+
+
+def saved_in_directories(rank: int, world_size: int, folder: str) -> Any:
+    """Two epochs of four steps, a checkpoint after every second step; the backbone is trained in the second one."""
+    callback = PartialExpertsCheckpoint(folder, every_n_steps=2, k_snapshot=6, k_persist=6, keep_last=9)
+    trainer = make_trainer(
+        rank,
+        world_size,
+        {},
+        max_epochs=2,
+        enable_checkpointing=True,
+        callbacks=[BackboneFinetuning(1, train_bn=False), callback],
+    )
+    module = fitted(trainer, Tuned())
+    moments = trainer.optimizers[0].state[module.backbone.embed.weight]  # type: ignore[union-attr, index]
+    return moments["exp_avg"].numpy()
+
+
+def test_a_directory_holds_the_states_of_what_is_unfrozen(tmp_path: Path) -> None:
+    moments, _ = run_ranks(2, saved_in_directories, str(tmp_path))
+    saved, name = Checkpoint(tmp_path / "step-00000008"), "dense/backbone.embed.weight/exp_avg"
+    assert name in saved.shapes()
+    np.testing.assert_array_equal(saved.read(name).numpy(), moments)

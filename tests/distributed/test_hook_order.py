@@ -187,7 +187,7 @@ def saved_by_another_trainer(rank: int, world_size: int, folder: Path, most_byte
     return all(torch.equal(saved[name], value) for name, value in whole.items())
 
 
-@pytest.mark.parametrize(("most_bytes", "expected"), [(1 << 30, True), (0, "holds experts [0, 1, 2] of 6 only of moe")])
+@pytest.mark.parametrize(("most_bytes", "expected"), [(1 << 30, True), (0, "holds experts [0, 1, 2] of 6 only: save")])
 def test_one_rank_saves_the_whole_model_or_says_why_not(tmp_path: Path, most_bytes: int, expected: object) -> None:
     found, _ = run_ranks(2, saved_by_another_trainer, tmp_path, most_bytes)
     assert found is True if expected is True else str(expected) in found
