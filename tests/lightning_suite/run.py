@@ -77,7 +77,7 @@ class Rank:
     def __init__(self, folder: Path, source: Path, rank: int, options: Mapping[str, Any], log: Any) -> None:
         told, asked = os.pipe(), os.pipe()
         given = {**options, "rank": rank, "told": told[1], "asked": asked[0]}
-        place = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "GROUP_RANK": 0}
+        place: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "GROUP_RANK": 0}
         place |= {"WORLD_SIZE": options["ranks"], "LOCAL_WORLD_SIZE": options["ranks"], "MASTER_ADDR": "127.0.0.1"}
         # The folder's name keeps the tmp_path of a test the same on all ranks.
         environment = {**os.environ, OPTIONS: json.dumps(given), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
