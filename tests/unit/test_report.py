@@ -225,9 +225,9 @@ def test_the_page_fits_a_phone(run: Path) -> None:
     (run / "phone.html").write_text(
         f'<iframe id="page" src="{page.name}" style="width: 390px; height: 800px"></iframe><script>onload = () => '
         '{ const root = document.getElementById("page").contentDocument.documentElement; '
-        'document.title = `${root.scrollWidth} of ${root.clientWidth}`; '
+        "document.title = `${root.scrollWidth} of ${root.clientWidth}`; "
         'for (const wide of root.querySelectorAll(".wide")) '
-        'if (wide.scrollWidth > wide.clientWidth) document.title += ` cut: ${wide.innerHTML.slice(0, 80)}`; }</script>'
+        "if (wide.scrollWidth > wide.clientWidth) document.title += ` cut: ${wide.innerHTML.slice(0, 80)}`; }</script>"
     )
     assert BROWSER is not None
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
