@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "data": {"algorithms", "modules", "seams"},
     "simulate": {"algorithms", "modules", "models", "text_table"},
     "elastic": {"arguments", "comm", "checkpoint"},
-    "arguments": set[str](),
+    "arguments": {"__version__"},
     "charts": set[str](),
     "seams": set[str](),
     "fsdp_seams": set[str](),
