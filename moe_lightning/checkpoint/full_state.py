@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
@@ -63,19 +62,14 @@ def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
     return loaded
 
 
-def warn_of_objects(checkpoint: Mapping[str, Any]) -> bool:
-    """Warn on rank 0 of hyper-parameters that a resume would not read, by name. Returns True if there are any."""
+def hyper_parameters_with_objects(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return the names of hyper-parameters that a resume reads only with weights_only=False."""
     found = []
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
         values = checkpoint.get(key, {})
         named = values if type(values) is dict else {key: values}
         found += [str(name) for name, value in named.items() if not _is_plain(value)]
-    if found:
-        rank_zero_warn(
-            f"the hyper-parameters {found} hold objects, so the checkpoint is loaded with fit(..., weights_only=False) "
-            f"only: leave them out with save_hyperparameters(ignore={found})"
-        )
-    return bool(found)
+    return found
 
 
 def _is_plain(value: object) -> bool:

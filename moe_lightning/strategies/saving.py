@@ -9,13 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.checkpoint.files import SUFFIX
-from moe_lightning.checkpoint.full_state import warn_of_objects
+from moe_lightning.checkpoint.full_state import hyper_parameters_with_objects
 from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.modules.moe_layer import whole_state_dict
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
@@ -77,7 +78,13 @@ class SavingStrategy(WorldDDPStrategy):
         if self.lightning_module is not None and self.state.holds(self.lightning_module):
             self.checkpoints.add_positions(checkpoint)
         if not self._has_told_objects:
-            self._has_told_objects = warn_of_objects(checkpoint)
+            found = hyper_parameters_with_objects(checkpoint)
+            self._has_told_objects = bool(found)
+            if found:
+                rank_zero_warn(
+                    f"the hyper-parameters {found} hold objects, so the checkpoint is loaded with "
+                    f"fit(..., weights_only=False) only: leave them out with save_hyperparameters(ignore={found})"
+                )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

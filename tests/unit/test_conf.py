@@ -24,6 +24,7 @@ MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
 
 # Arguments that no recipe sets by hand: Lightning's own switches, and those that moe-train passes itself.
 LEFT_OUT = {
+    "EarlyStopping": None,
     "Trainer": None,
     "ForcedRouting": set(),
 }

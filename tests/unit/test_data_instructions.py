@@ -211,7 +211,7 @@ def test_wrong_lines_are_named(line: str, message: str, tmp_path: Path) -> None:
         ({"val_fraction": 1.0}, "val_fraction=1.0 of InstructionData must be a number above 0 and below 1"),
         ({"end_token": ""}, "end_token='' of InstructionData must be text"),
         ({"tokenizer": "bpe:300"}, "tokenizer='bpe:300' is not the model's"),
-        ({"tokenizer": "nowhere.json"}, "neither 'bytes'"),
+        ({"tokenizer": "nowhere.json"}, "tokenizer='nowhere.json' does not exist; give the path"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_drop_last_drops_a_partial_batch_and_not_a_partial_step(shuffle: bool) -
     batches = read(loader)
     assert len(batches) == len(loader) == len(stock) == 6
     assert len({index for batch in batches for index in batch}) == 12
-    assert loader.step_sampler.all_steps == 2, "of four batches and of two"
+    assert loader.step_sampler.epoch_steps == 2, "of four batches and of two"
     assert len(convert(DataLoader(Numbers(13), batch_size=2, drop_last=True), num_micros=8)) == 6
 
 
