@@ -102,7 +102,7 @@ class ExpertParallelStrategy(EditingStrategy):
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
         "state", "steps", "weigh", "scale_sum", "checkpoints", "evaluation_weights", "_kept", "_pipeline", "_data",
-        "_is_placed", "_num_groups", "_before_hooks"}  # fmt: skip
+        "_is_placed", "_num_groups", "_before_hooks", "_losses", "_stalls"}  # fmt: skip
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class ExpertParallelStrategy(EditingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        self.place_module(module)
+        self.place_module(trainer)
         if "tp" in self.world.axis_groups and (trainer.state.fn == TrainerFn.FITTING or cut_parameters(module)):
             self.state.parts.layers.begin(module, self.worlds.mesh.world)
         self.steps.draw_noise()
@@ -225,10 +225,11 @@ class ExpertParallelStrategy(EditingStrategy):
         self._is_placed = False
 
     @override
-    def place_module(self, module: pl.LightningModule) -> None:
+    def place_module(self, trainer: pl.Trainer) -> None:
         if self._is_placed:
             return
-        trainer = module.trainer
+        module = self.lightning_module
+        assert module is not None
         fixed = FIXED_GROUPS if self.state.fixes_groups else None
         check_module(trainer, module, cuts_dense=self.state.parts.is_wished, fixed_groups=fixed)
         self.steps.stream.seed = self._run_seed()

@@ -45,7 +45,7 @@ class SavingStrategy(WorldDDPStrategy):
         """The positions in the data."""
 
     @abstractmethod
-    def place_module(self, module: pl.LightningModule) -> None:
+    def place_module(self, trainer: pl.Trainer) -> None:
         """Put the module's experts into this rank's slots, once for each run of the Trainer; collective.
 
         Raises:
@@ -122,7 +122,7 @@ class SavingStrategy(WorldDDPStrategy):
         if self.restore_checkpoint_after_setup:
             require_same_parameters(module, self._before_hooks)
         self._before_hooks = ()
-        self.place_module(module)
+        self.place_module(module.trainer)
         if isinstance(self.precision_plugin, HalfPrecision | DoublePrecision):
             self.precision_plugin.convert_module(module)  # what frozen weights are compared in
         self.follow_edits(checkpoint)

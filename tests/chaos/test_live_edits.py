@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
 
 from moe_lightning.comm.world import World
 from moe_lightning.strategies import expert_editing
@@ -67,7 +68,7 @@ class Deaf(pl.Callback):
         def deaf(world: World) -> None:
             inner(world)
             expert_editing.agree = inner  # type: ignore[attr-defined]
-            raise ConnectionError("connection reset by peer")
+            raise dist.DistNetworkError("connection reset by peer")
 
         if trainer.global_rank == 1:
             expert_editing.agree = deaf  # type: ignore[attr-defined]

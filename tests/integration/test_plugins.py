@@ -137,7 +137,7 @@ def test_mistakes_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "storage": {"empty": "wrong:store"},
     }
     install(tmp_path, monkeypatch, entries, wrong=WRONG, wrong_syntax="def part(:")
-    with pytest.raises(ConfigurationError, match="placement='croded' is no known placement: did you mean 'crowded' or"):
+    with pytest.raises(ConfigurationError, match=r"placement='croded' is no known placement: did you mean 'crowded'\?"):
         LoadBalancer(placement="croded")
     with pytest.raises(ConfigurationError, match="placement='gone' cannot be imported from wrong:gone"):
         LoadBalancer(placement="gone")

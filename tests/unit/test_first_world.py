@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.first_world import first_world
@@ -50,15 +51,15 @@ def met(engine: Any, *errors: Exception) -> Any:
 
 def test_what_took_too_long_is_tried_again() -> None:
     engine = Engine()
-    members, world = met(engine, TimeoutError("only 3 of 4 ranks came to build their groups within 5 s"))
+    members, world = met(engine, dist.DistNetworkError("only 3 of 4 ranks came to build their groups within 5 s"))
     assert (members.number, world, engine.broken) == (2, "world 2", 1)
 
 
 @pytest.mark.parametrize(
     ("error", "cause", "joined"),
     [
-        (TimeoutError("slow"), None, 3),
-        (TimeoutError("slow"), "rank 1 was killed by SIGKILL", 1),
+        (dist.DistNetworkError("slow"), None, 3),
+        (dist.DistNetworkError("slow"), "rank 1 was killed by SIGKILL", 1),
         (ConfigurationError("rank 1 has another version"), None, 1),
     ],
 )
