@@ -125,6 +125,7 @@ def one_process_loader(trainer: pl.Trainer) -> Any:
                 f"ParityDoctor cannot cut {sampler.global_batch_size} samples into {pieces} micro-batches as mesh.pp: "
                 f"give a multiple of {pieces}, or accumulate_grad_batches=1"
             )
+        sampler.keep_global_batch()  # it takes the pieces of a step as micro-batches
         sampler.bind(rank=0, world_size=1, pieces=1)
         return StepLoader(loader.dataset, sampler, collate_fn=loader.collate_fn)
 

@@ -349,6 +349,10 @@ class StepSampler(Sampler[list[int]]):
         )
         self.moves += 1
 
+    def keep_global_batch(self) -> None:
+        """Let another `num_micros` from here on cut the steps as they are now, in place of making them larger."""
+        self._micro_batch_size = None
+
     def share_by(self, speeds: IntArray | None, most: int | None = None) -> None:
         """Cut micro-batches in proportion to the ranks' speeds from now on, until the world changes; the same on every
         rank, and the samples of a step stay what they are.

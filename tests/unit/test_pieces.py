@@ -44,6 +44,15 @@ def test_pieces_of_accumulated_batches_are_numbered_through_the_step() -> None:
     assert numbers[1] == numbers[3] == [(3, 6, 10, 4), (4, 6, 14, 3), (5, 6, 17, 3)]
 
 
+def test_pieces_in_one_process_are_an_accumulation_of_the_same_samples() -> None:
+    """A loader's micro-batch stays as it is under accumulation, unless its steps are to be cut as a pipeline does."""
+    sampler = StepSampler(num_samples=24, global_batch_size=12, shuffle=False, keeps_micro_batch=True, pieces=4)
+    sampler.keep_global_batch()
+    sampler.bind(num_micros=4, pieces=1)
+    assert (sampler.global_batch_size, len(sampler), sampler.epoch_steps) == (12, 8, 2)
+    assert sampler.indices_at(3) == [3, 4, 5]
+
+
 def test_too_few_samples_for_the_pieces_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="in 8 micro-batches leaves 1 samples for 2 ranks"):
         StepSampler(num_samples=40, global_batch_size=12, num_micros=2, pieces=4, world_size=2)
