@@ -4,6 +4,8 @@ run."""
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from moe_lightning import ExpertParallelStrategy
 from moe_lightning.comm.codec import MAX_BYTES
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
+from moe_lightning.comm.decision_check import check_versions
 from moe_lightning.comm.object_collectives import carry_objects_without_pickle
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError, ForeignMessageError
@@ -87,15 +90,20 @@ def test_torchs_own_collectives_carry_the_same() -> None:
 # ---------------------------------------------------------------------- a stranger in a rank's place
 
 
+def meet_and_send_pickle(weapon: Weapon) -> None:
+    """Meet as a rank of ours does, then speak as stock Lightning's and torch's rank 0 would."""
+    check_versions(connect())
+    send_pickle(weapon)
+
+
 def send_pickle(weapon: Weapon) -> None:
-    """As stock Lightning's and torch's rank 0 would."""
     assert c10d._pickler is pickle.Pickler
     dist.broadcast_object_list([weapon], src=0)
 
 
 def fit_behind_a_stranger(rank: int, world_size: int, folder: Path, callbacks: str) -> str:
     if rank == 0:
-        send_pickle(Weapon(folder / "made"))
+        meet_and_send_pickle(Weapon(folder / "made"))
         return ""
     saving = {"callbacks": [ModelCheckpoint()], "enable_checkpointing": True} if callbacks else {"logger": True}
     trainer = make_trainer(rank, world_size, max_steps=1, default_root_dir=folder, **saving)
@@ -113,7 +121,7 @@ def test_a_stranger_who_became_rank_0_runs_no_code(tmp_path: Path, callbacks: st
 
 def users_collective(rank: int, world_size: int, folder: Path) -> str:
     if rank == 0:
-        send_pickle(Weapon(folder / "made"))
+        meet_and_send_pickle(Weapon(folder / "made"))
         return ""
     make_trainer(rank, world_size).strategy.setup_environment()
     return outcome(dist.broadcast_object_list, [None], 0)
@@ -123,6 +131,23 @@ def test_a_users_own_collective_runs_none_either(tmp_path: Path) -> None:
     _, said = run_ranks(2, users_collective, tmp_path)
     assert not (tmp_path / "made").exists()
     assert "is not one of moe-lightning's" in said
+
+
+def meet_one_who_does_not(rank: int, world_size: int, folder: Path) -> tuple[str, float]:
+    if rank == 0:  # in a thread: rank 1 never listens
+        threading.Thread(target=send_pickle, args=(Weapon(folder / "made"),), daemon=True).start()
+        return "", 0.0
+    strategy, begin = make_trainer(rank, world_size, {"timeout_s": 2.0}).strategy, time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        strategy.setup_environment()
+    return str(raised.value), time.monotonic() - begin
+
+
+def test_a_stranger_who_does_not_meet_is_waited_for_no_longer_than_configured(tmp_path: Path) -> None:
+    _, (said, waited) = run_ranks(2, meet_one_who_does_not, tmp_path)
+    assert not (tmp_path / "made").exists()
+    assert "timeout" in said.lower(), said
+    assert waited < 30.0  # 2 s, on a busy machine
 
 
 def announce(rank: int, world_size: int, size: int) -> str:
