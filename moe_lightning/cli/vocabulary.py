@@ -63,6 +63,7 @@ _TRAIN_NAMES = with_groups(
         "callbacks.checkpoint.every_n_steps callbacks.checkpoint.every",
         "strategy.ep_size": "ep expert_parallel_size expert_model_parallel_size moe_ep_size",
         "strategy.copies": "replicas num_replicas",
+        "strategy.stop_on_nan": "trainer.stop_on_nan stop_on_nan",
         "strategy.mesh.tp": "tp tp_size tensor_parallel_size tensor_model_parallel_size",
         "strategy.mesh.pp": "pp pp_size pipeline_parallel_size pipeline_model_parallel_size",
         "strategy.mesh.cp": "cp cp_size context_parallel_size",

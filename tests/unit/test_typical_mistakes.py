@@ -108,6 +108,7 @@ TOP = {*KEYS, "recipes", "hydra"}
     ("typed", "read"),
     [
         ("lr=1 hidden_size=64", ["optimizer.lr=1", "model.d_model=64"]),
+        ("trainer.stop_on_nan=skip", ["strategy.stop_on_nan=skip"]),
         ("--lr=1 --lr 2 lr: 3 lr:4 lr = 5", [f"optimizer.lr={value}" for value in range(1, 6)]),
         ("optimizer.lr= 1 optimizer.lr =2", ["optimizer.lr=1", "optimizer.lr=2"]),
         ("epochs=2", ["trainer.max_epochs=2", "trainer.max_steps=-1"]),
