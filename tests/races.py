@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-LOST_WAKE_UP = "gloo now and then loses the wake-up of a process that was stopped amid a collective"
+LOST_WAKE_UP = "gloo now and then loses the wake-up of a process whose peer was killed or stopped amid a collective"
 _RERUNS = 2
 
 
