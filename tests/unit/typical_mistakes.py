@@ -643,7 +643,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "moe-train",
         "model=huggingface model.pretrained=empty model.adapter.kind=lora",
-        "empty/config.json does not exist: give the folder of a Hugging Face checkpoint on this machine",
+        "pretrained=empty is an empty folder: give the folder of a Hugging Face checkpoint on this machine",
     ),
     ("moe-train", "learning_rate: 1e-3 epochs: 3", "is read as optimizer.lr=1e-3"),
     ("moe-train", "--epochs 2 --lr 1e-3 --gpus 2", "is read as trainer.max_epochs=2"),
@@ -766,7 +766,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("moe-sim", "seed=x", "seed='x' must be an integer"),
     ("moe-sim", "--cfg job", "moe-sim --cfg alone prints the configuration"),
     ("moe-sim", "-h100", "there is no option '-h100'"),
-    ("moe-sim", "nodes=4,8", "nodes=4,8 gives several values: give one of them"),
+    ("moe-sim", "nodes=4,8", "nodes=4,8 gives several values: write nodes=4.8"),
     ("moe-ckpt", "help", ""),
     ("moe-ckpt", "--versoin", "there is no option --versoin (did you mean '--version'?)"),
     ("moe-ckpt", "--yes clean", "--yes stands before the command: write moe-ckpt clean --yes"),
