@@ -11,7 +11,10 @@ _RERUNS = 2
 
 
 def rerun_known_races(items: Iterable[pytest.Item]) -> None:
-    """Let pytest-rerunfailures repeat what is marked `known_race(reason)`, up to twice. The summary says RERUN."""
+    """Let pytest-rerunfailures repeat what is marked `known_race(reason)`, up to twice. The summary says RERUN.
+
+    With `sign=REGEX` only a failure whose message matches is repeated.
+    """
     for item in items:
         race = item.get_closest_marker("known_race")
         if race is None:
@@ -19,4 +22,6 @@ def rerun_known_races(items: Iterable[pytest.Item]) -> None:
         if not (len(race.args) == 1 and isinstance(race.args[0], str) and race.args[0].strip()):
             raise pytest.UsageError(f"{item.nodeid}: known_race needs the reason, one text")
         if item.config.pluginmanager.hasplugin("rerunfailures"):
-            item.add_marker(pytest.mark.flaky(reruns=_RERUNS))
+            sign = race.kwargs.get("sign")
+            only = {} if sign is None else {"only_rerun": [sign]}
+            item.add_marker(pytest.mark.flaky(reruns=_RERUNS, **only))

@@ -21,6 +21,10 @@ def fails_the_first_time(name):
 def test_plain(): fails_the_first_time("plain")
 @pytest.mark.known_race("why")
 def test_race(): fails_the_first_time("race")
+@pytest.mark.known_race("why", sign="ended with 75")
+def test_other(): fails_the_first_time("other")
+@pytest.mark.known_race("why", sign="assert")
+def test_signed(): fails_the_first_time("signed")
 """
 OPTIONS = ("-q", "-rRf", "-n0", "-p", "no:hydra_pytest", "-c", "pytest.ini")
 
@@ -32,7 +36,9 @@ def test_only_a_known_race_is_run_again(tmp_path: Path) -> None:
     done = run_program("-m", "pytest", *OPTIONS, folder=tmp_path, variables=TESTS)
     assert "RERUN test_twice.py::test_race" in done.stdout, done.stdout + done.stderr
     assert "FAILED test_twice.py::test_plain" in done.stdout
-    assert "1 failed, 1 passed, 1 rerun" in done.stdout
+    assert "FAILED test_twice.py::test_other" in done.stdout
+    assert "RERUN test_twice.py::test_signed" in done.stdout
+    assert "2 failed, 2 passed, 2 rerun" in done.stdout
     (tmp_path / "test_twice.py").write_text("import pytest\n@pytest.mark.known_race\ndef test_it(): pass\n")
     done = run_program("-m", "pytest", *OPTIONS, folder=tmp_path, variables=TESTS)
     assert "test_it: known_race needs the reason" in done.stdout + done.stderr
