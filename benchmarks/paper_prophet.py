@@ -11,7 +11,7 @@ from benchmarks.balance_trace import reference_costs
 from benchmarks.paper_table import PaperTable, Row, Sources
 from moe_lightning.algorithms.balancing import STRATEGIES, evaluate, plan_shadows
 from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.algorithms.shadows import QuotaRule
+from moe_lightning.algorithms.shadow_plan import QuotaRule
 from moe_lightning.charts import bar_chart
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import policy

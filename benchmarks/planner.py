@@ -22,9 +22,9 @@ import numpy as np
 from moe_lightning.algorithms.balancing import replan_placement
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.inventory import HeldExpert, RankInventory, SnapshotInventory, SnapshotKind
-from moe_lightning.algorithms.migration import BoolArray
+from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.algorithms.performance_model import BlockCosts
-from moe_lightning.algorithms.placement import IntArray, Placement, uniform_placement
+from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.algorithms.recovery_planner import plan_recovery
 from moe_lightning.algorithms.recovery_probability import sampled_recovery

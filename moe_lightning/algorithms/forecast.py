@@ -11,7 +11,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import validated
 

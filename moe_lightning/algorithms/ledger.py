@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.placement import IntArray
-from moe_lightning.algorithms.selection import BoolArray, longest_turn
+from moe_lightning.algorithms.pairs import BoolArray, IntArray
+from moe_lightning.algorithms.selection import longest_turn
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import NonNegativeInt, validated
 

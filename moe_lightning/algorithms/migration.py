@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_lightning.algorithms.assignment import greedy_assignment, optimal_assignment
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.errors import ConfigurationError
 
@@ -29,8 +29,6 @@ _BLOCK_CELLS = 1 << 11
 
 _MAX_COMPARED_NODES = 8
 """Comparing the ranks of all pairs of nodes takes an assignment for each pair."""
-
-BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

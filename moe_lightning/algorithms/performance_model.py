@@ -20,15 +20,11 @@ from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moe_lightning.algorithms.pairs import IntArray, Pairs
+from moe_lightning.algorithms.pairs import BoolArray, FloatArray, IntArray, Pairs
 from moe_lightning.algorithms.speeds import speeds_in_proportion
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.values import validated
-
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 
 ONE_COPY = 1 << 32
 """Fixed-point unit of copies of an expert, so that fractions of copies add up alike on every machine."""

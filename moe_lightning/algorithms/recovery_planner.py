@@ -36,7 +36,7 @@ from moe_lightning.algorithms.inventory import (
     StorageInventory,
     without_snapshots,
 )
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.recovery_plan import Decode, Expert, Origin, Read, RecoveryPlan
 
 __all__ = [

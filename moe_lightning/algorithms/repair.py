@@ -17,15 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_lightning.algorithms.allocation import nodes_for_each
-from moe_lightning.algorithms.pairs import IntArray, Pairs
+from moe_lightning.algorithms.pairs import BoolArray, IntArray, Pairs
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.repair_table import RepairTable
 from moe_lightning.errors import ConfigurationError
-
-BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.errors import ConfigurationError
-
-BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.errors import ConfigurationError
-
-BoolArray = NDArray[np.bool_]
 
 SCOPES = ("weight", "master", "exp_avg", "exp_avg_sq")
 """The kinds of state of an expert: low-precision weight, fp32 master weight, Adam's first and second moment."""

@@ -15,11 +15,10 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.algorithms.performance_model import (
     BlockCosts,
     BlockTimes,
-    BoolArray,
     even_forward_s,
     least_s,
     pair_volumes,
@@ -30,8 +29,9 @@ from moe_lightning.algorithms.performance_model import (
 )
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.quota import balanced_split
+from moe_lightning.algorithms.shadow_plan import ShadowPlan, choose_homes
 from moe_lightning.algorithms.shadow_totals import CopyTotals
-from moe_lightning.algorithms.shadows import ShadowPlan, choose_homes, plan_volumes
+from moe_lightning.algorithms.shadows import plan_volumes
 from moe_lightning.algorithms.speeds import Pace
 
 

@@ -14,10 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.algorithms.selection import (
     SCOPES,
-    BoolArray,
     Selection,
     full_selection,
     load_aware_global_selection,

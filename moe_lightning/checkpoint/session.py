@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.replay_window import ReplayWindow
 from moe_lightning.checkpoint.agent_control import AgentHandle, AgentStatus, read_status

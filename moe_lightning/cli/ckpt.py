@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_lightning.algorithms.expert_edits import least_loaded
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
 from moe_lightning.checkpoint import cleaning, inspect
 from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file

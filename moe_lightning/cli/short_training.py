@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from moe_lightning.algorithms.balancing import Strategy
 from moe_lightning.algorithms.metrics import balance_ratio, imbalance
+from moe_lightning.algorithms.pairs import FloatArray
 from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.arguments import Count, option
@@ -55,8 +55,6 @@ WARMUP_STEPS = 12
 
 _SETTLED = 600
 """Iteration of a trace from which its layers are looked at: before, routing has not settled."""
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.comm.exchange import PendingExchange
 from moe_lightning.comm.world import World
 

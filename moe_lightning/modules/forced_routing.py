@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_lightning.algorithms.pairs import FloatArray
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_routing_trace
 from moe_lightning.values import PositiveInt, Range, validated
-
-FloatArray = NDArray[np.float64]
 
 
 @validated

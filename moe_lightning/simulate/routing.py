@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 import numpy as np
 
-from moe_lightning.algorithms.placement import IntArray
+from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_routing_trace
 from moe_lightning.values import Range, described, fits, shown

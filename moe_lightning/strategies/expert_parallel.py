@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.algorithms.mesh_shape import chosen_axes
-from moe_lightning.algorithms.placement import IntArray, Placement
-from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.algorithms.placement import Placement
+from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from moe_lightning.algorithms.dense_shards import Part
 from moe_lightning.algorithms.mesh_shape import stage_ranks
-from moe_lightning.algorithms.migration import BoolArray, held_states, plan_migration
+from moe_lightning.algorithms.migration import held_states, plan_migration
+from moe_lightning.algorithms.pairs import BoolArray
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.repair import repair_stages
 from moe_lightning.checkpoint.live_state import share_optimizers

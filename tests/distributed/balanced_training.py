@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_lightning import ExpertParallelStrategy
 from moe_lightning.algorithms.placement import Placement
-from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from tests.distributed import training
 
 NUM_EXPERTS = 6

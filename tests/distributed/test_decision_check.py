@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.comm import decision_check
 from moe_lightning.comm.decision_check import check_versions, fingerprint, require_agreement
 from moe_lightning.comm.dispatcher import Dispatcher

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.padded_dispatch import PADDED
 from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.shadows import ShadowPlan
+from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.comm.dispatcher import Dispatcher
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError

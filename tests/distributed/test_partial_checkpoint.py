@@ -18,7 +18,8 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from moe_lightning.algorithms.placement import IntArray, Placement
+from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.algorithms.placement import Placement
 from moe_lightning.callbacks.dynamic_k import DynamicK
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent_control import agent_alive, request_stop

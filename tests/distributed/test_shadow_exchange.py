@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.padded_dispatch import PADDED
 from moe_lightning.algorithms.placement import Placement, uniform_placement
-from moe_lightning.algorithms.shadows import ShadowPlan, shadow_quota
+from moe_lightning.algorithms.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.comm.dispatcher import Dispatcher
 from moe_lightning.comm.shadow_exchange import LayerVisits, StepVisits
 from moe_lightning.errors import ConfigurationError

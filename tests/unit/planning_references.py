@@ -10,7 +10,8 @@ from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.performance_model import ONE_COPY, BlockCosts, TransferMethod, predict_block
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.quota import balanced_quota
-from moe_lightning.algorithms.shadows import ShadowPlan, choose_homes, no_shadows, shadow_quota
+from moe_lightning.algorithms.shadow_plan import ShadowPlan, choose_homes, shadow_quota
+from moe_lightning.algorithms.shadows import no_shadows
 
 
 def searched_shadows(

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from moe_lightning.algorithms.inventory import HeldExpert, SnapshotKind
 from moe_lightning.algorithms.migration import plan_migration
-from moe_lightning.algorithms.placement import IntArray, Placement
+from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout, no_protection
 from moe_lightning.algorithms.recovery_planner import (
     Origin,

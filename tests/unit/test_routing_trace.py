@@ -23,14 +23,9 @@ from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota
 from moe_lightning.algorithms.recovery_probability import recovery_probabilities
 from moe_lightning.algorithms.replica_placement import NODE_RULES, mro_plus
+from moe_lightning.algorithms.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.algorithms.shadow_search import search_shadows
-from moe_lightning.algorithms.shadows import (
-    ShadowPlan,
-    fastermoe_shadows,
-    no_shadows,
-    predict_plan,
-    shadow_quota,
-)
+from moe_lightning.algorithms.shadows import fastermoe_shadows, no_shadows, predict_plan
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.routing import RoutingTrace, load_trace
 from tests.options import options_of

@@ -15,15 +15,13 @@ from hypothesis.extra import numpy as hnp
 
 from moe_lightning.algorithms.performance_model import BlockCosts, TransferMethod
 from moe_lightning.algorithms.placement import Placement, uniform_placement
+from moe_lightning.algorithms.shadow_plan import ShadowPlan, choose_homes, shadow_quota
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import (
-    ShadowPlan,
-    choose_homes,
     fastermoe_best_shadows,
     fastermoe_shadows,
     no_shadows,
     predict_plan,
-    shadow_quota,
     top_shadows,
 )
 from moe_lightning.errors import ConfigurationError
