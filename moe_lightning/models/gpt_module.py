@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -200,11 +200,6 @@ class GPTModule(SupervisedModule):
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
             self.model = GPT(self.config)
-
-    def experts_edited(self, num_experts: int) -> None:
-        """The layers have another number of experts now, and so have checkpoints."""
-        self.config = self.model.config = replace(self.config, num_experts=num_experts)
-        self.hparams["config"]["num_experts"] = num_experts
 
     @override
     def forward(self, ids_BL: Tensor, is_token_BL: Tensor | None = None, begins_BL: Tensor | None = None) -> Tensor:

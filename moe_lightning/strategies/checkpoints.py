@@ -33,7 +33,6 @@ from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.state.row_blocks import cuts_of
-from moe_lightning.strategies.expert_editing import ExpertEditing
 from moe_lightning.strategies.random_state import random_state
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, is_in_step, loader_states, states_of_stateful
@@ -50,14 +49,10 @@ class Checkpoints:
     Args:
         worlds: whose ranks hold it.
         state: of this rank.
-
-    Attributes:
-        editing: of the number of experts, which checkpoints tell.
     """
 
     def __init__(self, worlds: Worlds, state: RankState) -> None:
         self._worlds, self._state = worlds, state
-        self.editing = ExpertEditing(worlds, state)
         self._leases = ExitStack()
         self._without_state = False
 
@@ -100,7 +95,6 @@ class Checkpoints:
         checkpoint[LOADERS_KEY] = loader_states(trainer.train_dataloader, is_in_step=is_open)
         if is_open and checkpoint[LOADERS_KEY] and "loops" in checkpoint:
             seams.leave_open_step_out(checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches)
-        self.editing.tell(checkpoint)
 
     def may_change(self, file: object) -> bool:
         """Whether a file of Lightning's own may be written or deleted: not while steps of a window are run again, whose

@@ -29,8 +29,8 @@ from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.stream import attach_stream
 from moe_lightning.strategies.checkpoints import Checkpoints
 from moe_lightning.strategies.dense_shardings import dense_sharding_name
-from moe_lightning.strategies.editing import EditingStrategy
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from moe_lightning.strategies.evaluating import EvaluatingStrategy
 from moe_lightning.strategies.expert_updates import require_separate_updates
 from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
 from moe_lightning.strategies.loss_watch import LossWatch, StopOnNan
@@ -51,7 +51,7 @@ from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
 @validated
-class ExpertParallelStrategy(EditingStrategy):
+class ExpertParallelStrategy(EvaluatingStrategy):
     """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
     placement.
 
@@ -175,7 +175,7 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def elastic_worlds(self, engine: Membership) -> ElasticWorlds:
         groups = self.root_device, self.process_group_backend, self.collectives_timeout
-        return ElasticWorlds(self.worlds, self.state, self.editing, self, self.take_place, engine, *groups)
+        return ElasticWorlds(self.worlds, self.state, self, self.take_place, engine, *groups)
 
     def leave(self) -> None:
         """Let go of everything that belongs to the groups of the present world; values stay."""
@@ -247,6 +247,11 @@ class ExpertParallelStrategy(EditingStrategy):
         assert self._kept is not None
         self._kept.take_back(weights_change=trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is not None)
         self._is_placed = True
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        self.state.find_twins()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -125,12 +125,7 @@ class SavingStrategy(WorldDDPStrategy):
         self.place_module(module.trainer)
         if isinstance(self.precision_plugin, HalfPrecision | DoublePrecision):
             self.precision_plugin.convert_module(module)  # what frozen weights are compared in
-        self.follow_edits(checkpoint)
         self.checkpoints.load_model(checkpoint, strict=strict)
-
-    @abstractmethod
-    def follow_edits(self, checkpoint: Mapping[str, Any]) -> None:
-        """Have as many experts as the checkpoint's run, whose values are loaded next; collective."""
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
