@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -160,8 +159,6 @@ class Checkpoints:
         """Give the module its state."""
         if self._state.restored is not None:
             self._state.training_state().restore_model(self._state.restored)
-            if self._state.trainer.state.fn != TrainerFn.FITTING:
-                self._state.training_state().go_to_evaluation(self._state.restored)
             return
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")

@@ -101,7 +101,7 @@ class ExpertParallelStrategy(EvaluatingStrategy):
 
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
-        "state", "steps", "weigh", "scale_sum", "checkpoints", "evaluation_weights", "_kept", "_pipeline", "_data",
+        "state", "steps", "weigh", "scale_sum", "checkpoints", "_kept", "_pipeline", "_data",
         "_is_placed", "_num_groups", "_before_hooks", "_losses", "_stalls"}  # fmt: skip
 
     def __init__(
