@@ -57,11 +57,6 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ saving
 
-    @property
-    def leaves_state_out(self) -> bool:
-        """Whether Lightning is asked for everything but tensors."""
-        return self._without_state
-
     def model_state(self, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The whole model on rank 0, expert stacks [E, ...], of the ranks' own; empty on the others. Collective."""
         if self._without_state:
