@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moe_lightning.callbacks.compile_dense import CompileDense
     from moe_lightning.callbacks.dynamic_k import DynamicK
-    from moe_lightning.callbacks.expert_edits import ExpertEdits
     from moe_lightning.callbacks.fault_recovery import FaultRecovery
     from moe_lightning.callbacks.huggingface_export import HuggingFaceExport, export_to_huggingface
     from moe_lightning.callbacks.load_balancer import LoadBalancer
@@ -49,7 +48,6 @@ _HOMES = {
     "ConfigurationError": "errors",
     "ContextParallel": "modules.context",
     "DynamicK": "callbacks.dynamic_k",
-    "ExpertEdits": "callbacks.expert_edits",
     "ExpertModelSummary": "callbacks.model_summary",
     "ExpertParallelStrategy": "strategies.expert_parallel",
     "FaultRecovery": "callbacks.fault_recovery",
@@ -89,7 +87,6 @@ __all__ = [
     "ConfigurationError",
     "ContextParallel",
     "DynamicK",
-    "ExpertEdits",
     "ExpertModelSummary",
     "ExpertParallelStrategy",
     "FaultRecovery",

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import NonNegativeInt, PositiveInt, validated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,97 +57,6 @@ class ExpertEdit:
         if len(rows) == 0:
             raise ConfigurationError(f"pruning all {num_experts} experts leaves none: keep one at least")
         return np.stack(rows)
-
-
-@validated
-@dataclass(frozen=True, kw_only=True)
-class ScheduledEdit:
-    """An edit of a running training, by names of experts, or by rules for those that no name mentions.
-
-    Attributes:
-        step: optimizer steps after which it happens.
-        layers: that it is for; None: all MoE layers.
-        prune, merge, duplicate: see `ExpertEdit`.
-        prune_least: so many experts with fewest tokens go.
-        merge_similar: so many pairs with the most similar router rows (by the cosine) become one.
-        duplicate_most: so many experts with most tokens get a copy.
-    """
-
-    step: PositiveInt
-    layers: Sequence[NonNegativeInt] | None = None
-    prune: Sequence[NonNegativeInt] = ()
-    merge: Sequence[Sequence[NonNegativeInt]] = ()
-    duplicate: Sequence[NonNegativeInt] = ()
-    prune_least: NonNegativeInt = 0
-    merge_similar: NonNegativeInt = 0
-    duplicate_most: NonNegativeInt = 0
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether no expert of any layer is named, and no rule names one."""
-        named = (self.prune, self.merge, self.duplicate, self.prune_least, self.merge_similar, self.duplicate_most)
-        return not any(named) or (self.layers is not None and not self.layers)
-
-    def resolved(self, loads_E: NDArray[np.int64], similarity_EE: NDArray[np.float64]) -> ExpertEdit:
-        """The edit of one layer, rules in the order prune, merge, duplicate.
-
-        Args:
-            loads_E: tokens of each expert.
-            similarity_EE: symmetric.
-
-        Raises:
-            ConfigurationError: the rules ask for more experts than are free.
-        """
-        named = {*self.prune, *self.duplicate, *(expert for group in self.merge for expert in group)}
-        free = [expert for expert in range(len(loads_E)) if expert not in named]
-        wanted = self.prune_least + 2 * self.merge_similar + self.duplicate_most
-        if wanted > len(free):
-            raise ConfigurationError(
-                f"the rules of the edit after step {self.step} need {wanted} experts, and {len(free)} of "
-                f"{len(loads_E)} are not named already: lower prune_least, merge_similar or duplicate_most"
-            )
-        least = [free[i] for i in least_loaded(loads_E[free], self.prune_least)]
-        free = [expert for expert in free if expert not in least]
-        pairs = []
-        for _ in range(self.merge_similar):
-            pairs.append(max(combinations(free, 2), key=lambda pair: (similarity_EE[pair], -pair[0], -pair[1])))
-            free = [expert for expert in free if expert not in pairs[-1]]
-        most = sorted(free, key=lambda expert: (-int(loads_E[expert]), expert))[: self.duplicate_most]
-        return ExpertEdit(
-            prune=(*self.prune, *least),
-            merge=(*(tuple(group) for group in self.merge), *pairs),
-            duplicate=(*self.duplicate, *most),
-        )
-
-
-def layer_edits(
-    edits: Sequence[ScheduledEdit], loads_LE: NDArray[np.int64], similarity_LEE: NDArray[np.float64]
-) -> list[ExpertEdit]:
-    """The edit of every layer by those of one step.
-
-    Raises:
-        ConfigurationError: a layer that there is not, or more experts than are free.
-    """
-    found = []
-    for edit in edits:
-        for layer in edit.layers or ():
-            if layer >= len(loads_LE):
-                raise ConfigurationError(
-                    f"the edit after step {edit.step} names layer {layer}: use 0 to {len(loads_LE) - 1}"
-                )
-    for layer, (loads_E, similarity_EE) in enumerate(zip(loads_LE, similarity_LEE, strict=True)):
-        own = [edit for edit in edits if edit.layers is None or layer in edit.layers]
-        together = ScheduledEdit(
-            step=edits[0].step,
-            prune=[expert for edit in own for expert in edit.prune],
-            merge=[group for edit in own for group in edit.merge],
-            duplicate=[expert for edit in own for expert in edit.duplicate],
-            prune_least=sum(edit.prune_least for edit in own),
-            merge_similar=sum(edit.merge_similar for edit in own),
-            duplicate_most=sum(edit.duplicate_most for edit in own),
-        )
-        found.append(together.resolved(loads_E, similarity_EE))
-    return found
 
 
 def edit_tables(

@@ -43,7 +43,6 @@ class SnapshotInventory:
         first: the step from which a restore runs the steps up to `step` again; -1: it needs none of them.
         holder: the member of the sharding group that keeps this parity; -1 for the other kinds.
         members: writers of the sharding group of a parity, in its order.
-        num_experts, edits: E, and how often the run had edited its experts; 0 experts: as many as the live state has.
     """
 
     kind: SnapshotKind
@@ -55,8 +54,6 @@ class SnapshotInventory:
     first: int = -1
     holder: int = -1
     members: tuple[int, ...] = ()
-    num_experts: int = 0
-    edits: int = 0
 
     @property
     def resumes_at(self) -> int:
@@ -81,14 +78,13 @@ class StorageInventory:
     Attributes:
         session, step: of its commit.
         versions: version of every expert, [L][E].
-        first, edits: as of a snapshot.
+        first: as of a snapshot.
     """
 
     session: str
     step: int
     versions: tuple[tuple[int, ...], ...]
     first: int = -1
-    edits: int = 0
 
     @property
     def resumes_at(self) -> int:

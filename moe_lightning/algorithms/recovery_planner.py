@@ -12,8 +12,7 @@ The rule, with points ordered live > (session, step):
     choose whole, unless it is older than the checkpoint on storage; then choose newest, memory before storage.
 So all ranks rather repeat a few steps than lose tokens, but never more steps than storage would cost.
 Within a point the order of sources is live > arena > copy > parity > storage (MoC-System 5.1, REFT 4.3). Snapshots
-of one session only are combined: an older session's later steps may have been rolled back. Nor are states combined
-between which experts were edited: their experts are others, and so may be their number.
+of one session only are combined: an older session's later steps may have been rolled back.
 
 Shapes: L MoE layers, E experts, N ranks of the new world, W writers (ranks of the session that wrote a snapshot).
 """
@@ -61,18 +60,16 @@ def plan_recovery(
     *,
     num_layers: int,
     num_experts: int,
-    edits: int = 0,
 ) -> RecoveryPlan:
     """Choose the version to restore and the source of every unit; pure, so that all ranks decide alike.
 
     Args:
         inventories: one of every rank of the new world, in rank order.
         storage: the newest whole checkpoint; None where there is none.
-        num_layers, num_experts: L and E of the live state; 0 layers for a dense model.
-        edits: how often its experts were edited.
+        num_layers, num_experts: L and E; 0 layers for a dense model.
     """
     assert [inventory.rank for inventory in inventories] == list(range(len(inventories)))
-    search = _Search(inventories, storage, (num_layers, num_experts), edits)
+    search = _Search(inventories, storage, (num_layers, num_experts))
     newest: _Candidate | None = None
     for candidate in search.candidates():
         newest = newest or candidate
@@ -105,7 +102,6 @@ class _Candidate:
     session: str | None
     rests: Mapping[int, _Source]
     experts: Mapping[Expert, _Source]
-    shape: tuple[int, int]
 
     @property
     def version(self) -> int:
@@ -122,11 +118,8 @@ class _Search:
         inventories: Sequence[RankInventory],
         storage: StorageInventory | None,
         shape: tuple[int, int],
-        edits: int,
     ) -> None:
-        self._ranks, self._storage, self._shape, self._edits = inventories, storage, shape, edits
-        snapshots = [snapshot for inventory in inventories for snapshot in inventory.snapshots]
-        self._experts_in = {s.session: (s.edits, s.num_experts or shape[1]) for s in snapshots}
+        self._ranks, self._storage, self._shape = inventories, storage, shape
         self._nodes: dict[str, list[int]] = defaultdict(list)
         self._whole: dict[tuple[str, int, int], list[tuple[Origin, str, SnapshotInventory]]] = defaultdict(list)
         self._parity: dict[tuple[str, int, int], dict[int, tuple[str, SnapshotInventory]]] = defaultdict(dict)
@@ -154,7 +147,7 @@ class _Search:
         """Every point at which all units have a source, the newest first; none that is older than storage, where all
         have one."""
         worlds = {(s.session, s.step): (s.world_size, s.resumes_at) for i in self._ranks for s in i.snapshots}
-        newest_session = max((session for session, _ in worlds if self._is_as_live(session)), default=None)
+        newest_session = max((session for session, _ in worlds), default=None)
         if self._live:
             yield from self._live_point(newest_session, worlds)
         stored = (self._storage.session, self._storage.step) if self._storage is not None else None
@@ -163,14 +156,9 @@ class _Search:
                 break
             rests = self._rests(*key, world_size)
             if rests is not None:
-                yield from self._point("memory", key, resumes_at, rests, *self._experts_in[key[0]])
+                yield from self._point("memory", key, resumes_at, rests)
         if stored is not None and self._storage is not None:
-            num_experts = max((len(row) for row in self._storage.versions), default=self._shape[1])
-            yield from self._point("storage", stored, self._storage.resumes_at, {}, self._storage.edits, num_experts)
-
-    def _is_as_live(self, session: str) -> bool:
-        """Whether its experts are those of the live state."""
-        return self._experts_in[session][0] == self._edits
+            yield from self._point("storage", stored, self._storage.resumes_at, {})
 
     def _live_point(
         self, session: str | None, worlds: Mapping[tuple[str, int], tuple[int, int]]
@@ -186,7 +174,7 @@ class _Search:
         for pairs in self._live_pairs.values():
             live[pairs[:, 0], pairs[:, 1]] = True
         source = _Source(version=self._live_version, origin=Origin.LIVE)
-        fallback = self._expert_sources(session, self._live_version, np.argwhere(~live), self._edits)
+        fallback = self._expert_sources(session, self._live_version, np.argwhere(~live))
         if fallback is not None:
             alive: list[Expert] = [(layer, expert) for layer, expert in np.argwhere(live).tolist()]
             experts = dict.fromkeys(alive, source) | fallback
@@ -198,7 +186,6 @@ class _Search:
                 session=session,
                 rests=rests,
                 experts=experts,
-                shape=self._shape,
             )
 
     @cached_property
@@ -212,11 +199,8 @@ class _Search:
         key: tuple[str, int],
         resumes_at: int,
         rests: Mapping[int, _Source],
-        edits: int,
-        num_experts: int,
     ) -> Iterator[_Candidate]:
-        shape = self._shape[0], num_experts
-        experts = self._expert_sources(*key, np.argwhere(np.ones(shape, dtype=np.bool_)), edits)
+        experts = self._expert_sources(*key, np.argwhere(np.ones(self._shape, dtype=np.bool_)))
         if experts is not None:
             yield _Candidate(
                 level=level,
@@ -225,7 +209,6 @@ class _Search:
                 session=key[0],
                 rests=rests,
                 experts=experts,
-                shape=shape,
             )
 
     def shards(self) -> tuple[tuple[str, int], ...]:
@@ -276,13 +259,11 @@ class _Search:
             assembler=readers[0][1],
         )
 
-    def _expert_sources(
-        self, session: str | None, version: int, wanted: IntArray, edits: int
-    ) -> dict[Expert, _Source] | None:
+    def _expert_sources(self, session: str | None, version: int, wanted: IntArray) -> dict[Expert, _Source] | None:
         """The newest version, not younger than the point, of the (layer, expert) rows; None where one has none."""
         known = self._experts_of(session) if session is not None and len(wanted) else {}
         storage = self._storage
-        stored = storage.versions if storage and storage.step <= version and storage.edits == edits else None
+        stored = storage.versions if storage and storage.step <= version else None
         chosen = {}
         for layer, expert in wanted.tolist():
             options = [source for source, newest in known.get((layer, expert), []) if newest <= version]
@@ -342,7 +323,7 @@ class _Search:
                 )
             )
         live = chosen.level == "live"
-        origins, versions, held = self._empty(chosen.shape)
+        origins, versions, held = self._empty()
         for pair, source in chosen.experts.items():
             origins[pair], versions[pair] = source.origin, source.version
         for rank in self._live if live else ():
@@ -365,7 +346,7 @@ class _Search:
         )
 
     def nothing(self) -> RecoveryPlan:
-        origins, versions, held = self._empty(self._shape)
+        origins, versions, held = self._empty()
         return RecoveryPlan(
             level="nothing",
             version=0,
@@ -382,6 +363,6 @@ class _Search:
             nodes=tuple(inventory.node for inventory in self._ranks),
         )
 
-    def _empty(self, shape: tuple[int, int]) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
-        origins = np.full(shape, -1, dtype=np.int64)
-        return origins, origins.copy(), np.zeros((*shape, len(self._ranks)), dtype=np.bool_)
+    def _empty(self) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
+        origins = np.full(self._shape, -1, dtype=np.int64)
+        return origins, origins.copy(), np.zeros((*self._shape, len(self._ranks)), dtype=np.bool_)

@@ -4,11 +4,8 @@ used, raises K so that they keep its budget."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -17,7 +14,7 @@ from moe_lightning.algorithms.ledger import worst_case_plt
 from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.selection import parse_scopes
 from moe_lightning.callbacks.dynamic_k import DynamicK
-from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger, unseen_tokens
+from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.session import CheckpointSession
@@ -60,39 +57,10 @@ def computed_in(strategy: ExpertParallelStrategy) -> torch.dtype | None:
     return strategy.flight_dtype if is_less else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class EditedLosses:
-    """What a restore cost, where its experts were edited before anything was saved.
-
-    Attributes:
-        before: int64 [L], lost assignments that the checkpoint knew of.
-        lost: int64 [L, E before the edit], of this restore.
-    """
-
-    before: IntArray
-    lost: IntArray
-
-    @classmethod
-    def of(cls, restored: CheckpointSource) -> EditedLosses:
-        saved = restored.read_object("ledger")
-        lost = unseen_tokens(saved, restored.first_step, restored.expert_versions())
-        return cls(before=saved["lost"].numpy().astype(np.int64), lost=lost)
-
-
-def count_losses(
-    checkpoint_ledger: CheckpointLedger, restored: CheckpointSource, edited: EditedLosses | None = None
-) -> float:
-    """Account for experts that came back older than the checkpoint; the PLT that this restore cost.
-
-    Args:
-        edited: known already, because the experts are others by now.
-    """
-    if edited is None:
-        saved = restored.read_object("ledger")
-        lost = checkpoint_ledger.restore(saved, restored.first_step, restored.expert_versions())
-    else:
-        lost = edited.lost
-        checkpoint_ledger.ledger.lost = edited.before + lost.sum(axis=1)
+def count_losses(checkpoint_ledger: CheckpointLedger, restored: CheckpointSource) -> float:
+    """Account for experts that came back older than the checkpoint; the PLT that this restore cost."""
+    saved = restored.read_object("ledger")
+    lost = checkpoint_ledger.restore(saved, restored.first_step, restored.expert_versions())
     if lost.any():
         stale = int((lost > 0).sum())
         rank_zero_warn(
@@ -119,20 +87,6 @@ def new_ledger(
     per_step: IntArray = counts.sum(dim=1).cpu().numpy() // max(1, steps)
     planned = (per_step * planned_steps(trainer)).clip(min=1)
     return state.checkpoint_ledger(planned, scopes=parse_scopes(settings.scopes), order=settings.order)
-
-
-def ledger_after_edit(
-    former: Mapping[str, Any], state: TrainingState, settings: CheckpointSettings
-) -> CheckpointLedger:
-    """Of the experts that an edit has left: nothing of them is saved; what was lost stays lost.
-
-    Args:
-        former: state_dict of the ledger of those before.
-    """
-    planned, lost = (np.array(former["ledger"][name], dtype=np.int64) for name in ("planned_assignments", "lost"))
-    ledger = state.checkpoint_ledger(planned, scopes=parse_scopes(settings.scopes), order=settings.order)
-    ledger.ledger.lost = lost
-    return ledger
 
 
 def choose_k(

@@ -33,7 +33,6 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.shadow_exchange import StepVisits
 from moe_lightning.comm.world import any_says
 from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.strategies.expert_editing import EditListener
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.strategies.steps import Steps
@@ -45,7 +44,7 @@ _DENSE_STEPS = range(2, 6)
 
 
 @validated
-class LoadBalancer(Callback, EditListener):
+class LoadBalancer(Callback):
     """Spreads the work of skewed experts over the ranks without changing what the model learns.
 
     Every step each layer's counts are known on all ranks. From them all ranks make the same plans, without talking,
@@ -181,16 +180,6 @@ class LoadBalancer(Callback, EditListener):
         self._counts = [{} for _ in layers]
         for index, layer in enumerate(layers):
             layer.during_dispatch = partial(self._observe, index, layer, None if stages is None else strategy.steps)
-
-    @override
-    def forget_experts(self, trainer: pl.Trainer) -> None:
-        self._take_planner(None)
-        self._restored = None
-
-    @override
-    def experts_edited(self, trainer: pl.Trainer) -> None:
-        self.on_train_start(trainer, trainer.lightning_module)
-        self.on_train_batch_start(trainer, trainer.lightning_module, None, self._micro_batch)
 
     def _unfollow(self) -> None:
         """The layers, or the ranks, are others from here on."""

@@ -100,8 +100,7 @@ class ParityDoctor(Callback):
         if self.comparison is not None:
             return
         if len(self._states) == len(self._recorder.notes):
-            strategy = trainer.strategy
-            state = getattr(strategy, "trained_state_dict", strategy.lightning_module_state_dict)()
+            state = trainer.strategy.lightning_module_state_dict()
             self._states.append(
                 {name: t.detach().to("cpu", copy=True) for name, t in state.items()} if self._copy else {}
             )

@@ -20,7 +20,6 @@ from moe_lightning import seams
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.callbacks import checkpoint_budget as budget
 from moe_lightning.callbacks.checkpoint_metrics import log_checkpoint, log_committed
-from moe_lightning.callbacks.edited_checkpoints import EditedCheckpoints
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
@@ -40,7 +39,7 @@ from moe_lightning.values import Coefficient, PositiveInt, Seconds, validated
 
 
 @validated
-class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedCheckpoints):
+class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener):
     """Saves directories `step-...` under `dirpath`, whole or not at all; resume with `ckpt_path=` such a directory,
     `dirpath` or "last".
 
@@ -201,7 +200,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedChec
         self._is_interrupted = True
         elastic = self._strategy.elastic if self._strategy is not None else None
         if elastic is not None and elastic.has_rolled_back:
-            self.checkpoint_ledger, self._counts, self._lost_plt, self._lost = None, budget.TokenCounts(), 0.0, None
+            self.checkpoint_ledger, self._counts, self._lost_plt = None, budget.TokenCounts(), 0.0
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -354,7 +353,7 @@ class PartialExpertsCheckpoint(seams.ResumableFrom, RecoveryListener, EditedChec
             self._world_number = self.session.world_number
         if self.checkpoint_ledger is not None:
             if restored is not None and restored.keys("ledger"):
-                self._lost_plt += budget.count_losses(self.checkpoint_ledger, restored, self._lost)
+                self._lost_plt += budget.count_losses(self.checkpoint_ledger, restored)
             budget.choose_k(trainer, self.session, self.settings, interval=self._interval(), lost=self._lost_plt)
             self._lost_plt = 0.0
         strategy.checkpoints.release()

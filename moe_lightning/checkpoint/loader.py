@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -23,7 +23,7 @@ from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.checkpoint.store import checkpoints, directories, has_manifest, read_manifest
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import DTYPES, Block, Piece, by_key, is_partial, parse_expert_key
+from moe_lightning.state.pieces import Block, Piece, by_key
 
 _ASKED_FOR_LATER = ("ledger", "trainer")
 """Objects."""
@@ -61,17 +61,14 @@ class Checkpoint(CheckpointSource):
     Args:
         path: the directory.
         run: the run that it must belong to, if that matters.
-        substitutes: key of a damaged expert tensor -> the name of the checkpoint beside this one that it is read from,
-            or None: the mean of the layer's other experts takes its place. Whoever chose them has compared what is
-            read with its checksums.
+        substitutes: key of a damaged expert tensor -> the name of the checkpoint beside this one that it is read from.
+            Whoever chose them has compared what is read with its checksums.
 
     Raises:
         CheckpointError: there is no undamaged manifest, or it belongs to another run.
     """
 
-    def __init__(
-        self, path: Place, *, run: str | None = None, substitutes: Mapping[str, str | None] | None = None
-    ) -> None:
+    def __init__(self, path: Place, *, run: str | None = None, substitutes: Mapping[str, str] | None = None) -> None:
         self.path, self._storage = path, storage_of(path)
         self._held: dict[str, torch.Tensor] = {}
         self.substitutes = dict(substitutes or {})
@@ -85,10 +82,7 @@ class Checkpoint(CheckpointSource):
     @cached_property
     @override
     def _pieces(self) -> Mapping[str, Sequence[Piece]]:
-        return {**self._stored} | {
-            key: self._others[name].stored(key) if name else [replace(piece, version=0) for piece in self.stored(key)]
-            for key, name in self.substitutes.items()
-        }
+        return {**self._stored} | {key: self._others[name].stored(key) for key, name in self.substitutes.items()}
 
     def stored(self, key: str) -> Sequence[Piece]:
         """What the manifest says of a key; nothing where it has none."""
@@ -101,24 +95,11 @@ class Checkpoint(CheckpointSource):
     @cached_property
     def _others(self) -> Mapping[str, Checkpoint]:
         """The checkpoints that its substitutes are read from."""
-        return {name: Checkpoint(self.path.parent / name) for name in {*self.substitutes.values()} if name}
+        return {name: Checkpoint(self.path.parent / name) for name in {*self.substitutes.values()}}
 
     def outline(self, key: str) -> list[tuple[str, Block]]:
         """Dtype and block of every piece that the manifest lists."""
         return [(piece.dtype, piece.block) for piece in self.stored(key)]
-
-    def peers(self, key: str) -> list[str]:
-        """Keys of the same tensor of the layer's other experts, whole ones with a version of their own."""
-        layer, _, *which = parse_expert_key(key)
-
-        def is_peer(other: str) -> bool:
-            other_layer, _, *other_which = parse_expert_key(other)
-            is_alike = (other_layer, other_which) == (layer, which) and self.outline(other) == self.outline(key)
-            return is_alike and self.substitutes.get(other, "its own") is not None
-
-        if len(self.stored(key)) != 1:
-            return []
-        return [other for other in self._stored if other != key and is_partial(other) and is_peer(other)]
 
     @property
     @override
@@ -133,7 +114,7 @@ class Checkpoint(CheckpointSource):
     @property
     def directories(self) -> list[Place]:
         """Its own, and those that its substitutes are read from."""
-        return [self.path, *(self.path.parent / name for name in sorted({*filter(None, self.substitutes.values())}))]
+        return [self.path, *(self.path.parent / name for name in sorted({*self.substitutes.values()}))]
 
     def verify(self) -> None:
         """Compare every file with its checksum, and check coverage.
@@ -215,8 +196,7 @@ class Checkpoint(CheckpointSource):
         if piece.key in self._held:
             return self._held[piece.key]
         if piece.key in self.substitutes:
-            name = self.substitutes[piece.key]
-            return self._others[name]._raw(piece) if name else self._mean(piece)
+            return self._others[self.substitutes[piece.key]]._raw(piece)
         if piece.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         path = self._file(piece.at.file)
@@ -224,15 +204,6 @@ class Checkpoint(CheckpointSource):
             return self._storage.tensor(path, offset=piece.at.data_offset, nbytes=piece.nbytes)
         except (OSError, ValueError) as error:  # shorter than it was when it was verified
             raise CheckpointError(f"{path} has changed while it was read ({error}): start again") from error
-
-    def _mean(self, piece: Piece) -> torch.Tensor:
-        """What takes the place of a piece whose every version is lost: the mean of the layer's other experts."""
-        dtype, shape = DTYPES[piece.dtype], piece.block.sizes
-        peers = [self._pieces[key][0] for key in self.peers(piece.key)]
-        total = torch.zeros(shape, dtype=torch.float32)
-        for peer in peers:
-            total += self._raw(peer).view(dtype).view(shape).to(torch.float32)
-        return (total / len(peers)).to(dtype).flatten().view(torch.uint8)
 
     def _file(self, name: str) -> Place:
         return self.path / self.manifest.files[name].path

@@ -3,9 +3,9 @@
 Every piece has a checksum of its own, so damage to a file is found to the tensor. A damaged expert tensor is read in
 the newest version, not younger than its own, that any kept checkpoint has undamaged: a second copy of the same version
 costs nothing, an older one the tokens in between (`CheckpointSource.expert_versions` tells, the ledger counts). Where
-none is left, the mean of the layer's other experts takes its place, and all tokens of the expert are lost. Everything
-else is new in each checkpoint: where it is damaged, the checkpoint before is looked at. So it is of windows whose steps
-are run again, because those promise that nothing is lost.
+none is left, no checkpoint with that expert can be used. Everything else is new in each checkpoint: where it is
+damaged, the checkpoint before is looked at. So it is of windows whose steps are run again, because those promise that
+nothing is lost.
 
 Sources for falling back by expert: PEC 3.1 (experts tolerate older state); the papers know no damage on storage.
 """
@@ -21,7 +21,7 @@ from moe_lightning.checkpoint.loader import Checkpoint, Damage, Found, unreadabl
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.store import checkpoints, run_record_problem
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import DTYPES, is_partial, parse_expert_key
+from moe_lightning.state.pieces import is_partial, parse_expert_key
 
 _MOST_TOLD = 3
 
@@ -62,9 +62,13 @@ def mended(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
     """One checkpoint, mended where it is damaged from those beside it.
 
     Raises:
-        CheckpointError: it is none, or something else than experts is damaged.
+        CheckpointError: it is none, something else than experts is damaged, or an expert has no undamaged version.
     """
-    checkpoint, sentences = _mend(Checkpoint(path), [other for other, _ in checkpoints(path.parent)])
+    damaged, others = Checkpoint(path), [other for other, _ in checkpoints(path.parent)]
+    try:
+        checkpoint, sentences = _mend(damaged, others)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; restore it from a copy, name another checkpoint, or start anew") from error
     for sentence in sentences:
         report(sentence)
     return checkpoint
@@ -80,11 +84,17 @@ def _mend(checkpoint: Checkpoint, paths: Sequence[Place]) -> tuple[Checkpoint, l
     if not lost:
         return checkpoint, [_harmless(damage) for damage in damages]
     others = list(_others(checkpoint, paths))
-    substitutes = {key: _newest_intact(key, checkpoint, others) for key in lost}
+    substitutes = {}
+    for key in lost:
+        name = _newest_intact(key, checkpoint, others)
+        if name is None:
+            problem = next(damage.problem for damage in damages if key in damage.keys)
+            layer, expert = parse_expert_key(key)[:2]
+            raise CheckpointError(
+                f"{problem}, and no kept checkpoint has another version of expert {expert} of layer {layer}"
+            )
+        substitutes[key] = name
     whole = Checkpoint(checkpoint.path, substitutes=substitutes)
-    for key, name in substitutes.items():
-        if name is None and not (_is_floating(checkpoint, key) and whole.peers(key)):
-            raise CheckpointError(f"{damages[0].problem}, and nothing can take the place of {key}")
     costs = _costs(checkpoint, whole)
     return whole, [_sentence(d, checkpoint, whole, costs) if d.keys else _harmless(d) for d in damages]
 
@@ -107,10 +117,6 @@ def _newest_intact(key: str, checkpoint: Checkpoint, others: Sequence[Checkpoint
         if all(other.is_intact(piece) for piece in other.stored(key)):
             return other.path.name
     return None
-
-
-def _is_floating(checkpoint: Checkpoint, key: str) -> bool:
-    return all(DTYPES[piece.dtype].is_floating_point for piece in checkpoint.stored(key))
 
 
 def _costs(before: Checkpoint, after: Checkpoint) -> Mapping[tuple[int, int], int] | None:
@@ -141,8 +147,6 @@ def _sentence(
 def _fate(expert: tuple[int, int], damage: Damage, before: Checkpoint, after: Checkpoint) -> str:
     keys = [key for key in damage.keys if parse_expert_key(key)[:2] == expert]
     who = f"expert {expert[1]} of layer {expert[0]}"
-    if any(after.substitutes[key] is None for key in keys):
-        return f"{who} has no undamaged version left and begins again as the mean of its layer's others"
     worst = min(keys, key=after.version)
     new, old = after.version(worst), before.version(worst)
     instead = f"in version {new} instead of {old}" if new < old else f"in its version {new}"

@@ -103,8 +103,6 @@ def _inventory_of(table: SnapshotIndex, kind: SnapshotKind, **parity: Any) -> Sn
         first=table.first_step,
         world_size=table.world_size,
         experts=tuple(experts),
-        num_experts=table.extra.get("num_experts", 0),
-        edits=table.extra.get("edits", 0),
         **parity,
     )
 

@@ -75,6 +75,5 @@ def fallback_room(chosen: str | None, root: Place) -> Path:
 def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:
     """What a checkpoint can contribute to a recovery."""
     versions = tuple(tuple(int(v) for v in layer) for layer in checkpoint.expert_versions())
-    manifest, first = checkpoint.manifest, checkpoint.first_step
-    edits = int(manifest.extra.get("edits", 0))
-    return StorageInventory(session=manifest.session, step=checkpoint.step, first=first, versions=versions, edits=edits)
+    session, first = checkpoint.manifest.session, checkpoint.first_step
+    return StorageInventory(session=session, step=checkpoint.step, first=first, versions=versions)

@@ -49,7 +49,6 @@ _EXTRA: Mapping[str, Callable[[Any], bool]] = {
     "num_layers": lambda value: is_whole(value, 0, _MOST_EXPERTS),
     "num_experts": lambda value: is_whole(value, 0, _MOST_EXPERTS),
     "replayed_from": is_whole,
-    "edits": is_whole,
     "plt": lambda value: value is None or (type(value) in (int, float) and abs(value) <= LARGEST),
 }
 

@@ -212,7 +212,7 @@ class CheckpointSession:
             fresh, persist, groups = plan.fresh(pieces), plan.persisted(pieces), plan.groups(pieces)
             if self._world.rank == 0:
                 objects["ledger"] = checkpoint_ledger.dump()
-            extra = {"plt": checkpoint_ledger.ledger.plt, "num_experts": self.num_experts, "edits": self._state.edits}
+            extra = {"plt": checkpoint_ledger.ledger.plt, "num_experts": self.num_experts}
         if self._window is not None:
             self._begin_window(self._window, objects, extra)
         else:

@@ -18,7 +18,6 @@ from moe_lightning.algorithms.replay_window import window_bytes
 from moe_lightning.algorithms.selection import full_selection
 from moe_lightning.algorithms.sharding import Module, ShardPlan, balanced_expert_writers, shard_checkpoint
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
-from moe_lightning.checkpoint.evaluation_point import EvaluationPoint, require_same_weights
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -193,13 +192,6 @@ class TrainingState(State):
             if not piece.is_replaceable and not piece.is_moment:
                 _restore(checkpoint, piece.key, piece.tensor, piece.block)
 
-    def go_to_evaluation(self, checkpoint: CheckpointSource) -> None:
-        """Bring restored weights to where their optimizer evaluates; raises as `EvaluationPoint`."""
-        point = EvaluationPoint(checkpoint)
-        for piece in self.pieces():
-            if not piece.is_moment:
-                point.move(piece.key, piece.tensor, piece.block)
-
     @torch.no_grad()
     def restore_dense(self, checkpoint: CheckpointSource) -> None:
         """Fill everything but experts in place, optimizer states included, which are made where they are missing.
@@ -228,7 +220,6 @@ class TrainingState(State):
                     f"{checkpoint.path.name} has {len(saved['param_groups'])} parameter groups in optimizer {index}, "
                     f"this run has {len(optimizer.param_groups)}: use the configuration it was written with"
                 )
-            require_same_weights(checkpoint.path.name, optimizer, saved["param_groups"])
         for optimizer, _ in self.optimizers:
             optimizer.state.clear()
         self.adopt(objects, checkpoint.shapes())

@@ -14,7 +14,7 @@ from moe_lightning.errors import ConfigurationError
 GIB = 2**30
 
 _RANK_BYTES = GIB // 4  # of an interpreter that has imported torch and Lightning
-_TRAINING_BYTES = {"adamw": 16, "muon": 12, "adafactor": 8, "schedule_free": 16}
+_TRAINING_BYTES = {"adamw": 16, "muon": 12, "adafactor": 8}
 """Of a float32 parameter: weight, gradient and moments."""
 
 _TOKEN_BYTES = 8

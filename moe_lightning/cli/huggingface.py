@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.evaluation_point import EvaluationPoint
 from moe_lightning.checkpoint.files import newest_file, read_file, trained_tokenizer
 from moe_lightning.checkpoint.inspect import resolve
 from moe_lightning.checkpoint.loader import Checkpoint
@@ -200,16 +199,15 @@ class _Directory:
     def __init__(self, path: Place) -> None:
         self._checkpoint: Checkpoint = resolve(path)
         self._checkpoint.verify()
-        self._evaluated = EvaluationPoint(self._checkpoint)
         self.values: Mapping[str, Any] = self._checkpoint.read_object("trainer")
 
     def dense(self, name: str) -> Tensor:
         prefix = f"dense/{_MODEL}{name}/"
         keys = set(self._checkpoint.keys(prefix))
         scope = next((s for s in ("master", "weight", "buffer") if f"{prefix}{s}" in keys), "weight")
-        return self._evaluated.move(f"{prefix}{scope}", self._checkpoint.read(f"{prefix}{scope}"))
+        return self._checkpoint.read(f"{prefix}{scope}")
 
     def experts(self, layer: int, block: str, name: str, num_experts: int) -> Tensor:
         scope = "master" if self._checkpoint.keys(f"expert/{layer}/0/master/") else "weight"
         keys = (f"expert/{layer}/{expert}/{scope}/{name}" for expert in range(num_experts))
-        return torch.stack([self._evaluated.move(key, self._checkpoint.read_first(key)) for key in keys])
+        return torch.stack([self._checkpoint.read_first(key) for key in keys])

@@ -155,7 +155,7 @@ TRAIN = Vocabulary(
             ("beta1", "beta2", "adam_beta1", "adam_beta2", "optimizer.beta1", "optimizer.beta2"),
             "give both, optimizer.betas=[0.9,0.95]",
         ),
-        "optimizer.type": "optimizer=adamw, muon, adafactor or schedule_free chooses one",
+        "optimizer.type": "optimizer=adamw, muon or adafactor chooses one",
         "verbose": "callbacks.console.style=bar, plain or none says what is shown",
         "debug": "recipes=debug trains on four batches",
         "multirun": "give -m, with commas between the values: optimizer.lr=1e-3,3e-3",

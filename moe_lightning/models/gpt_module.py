@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -34,11 +34,10 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule.
 
     Attributes:
-        name: "adamw"; "muon": Muon for matrices, each expert's by itself, and AdamW for the rest; "adafactor":
-            factored second moments and no first ones, each expert's by itself; or "schedule_free": AdamW that averages
-            its iterates in place of a decay, and evaluates at the average.
+        name: "adamw"; "muon": Muon for matrices, each expert's by itself, and AdamW for the rest; or "adafactor":
+            factored second moments and no first ones, each expert's by itself.
         lr: peak learning rate; of Adafactor relative to the size of each tensor.
-        betas, eps: of AdamW; the first beta of schedule-free AdamW is the average's share in what is trained.
+        betas, eps: of AdamW.
         weight_decay: matrices decay, biases and norms do not.
         momentum: of Muon.
         fused: of AdamW, one kernel for all tensors.
@@ -47,11 +46,10 @@ class OptimizerConfig:
         min_lr_ratio: final share of the peak.
 
     Raises:
-        ConfigurationError: a value outside its range, `fused` for another optimizer than AdamW, or a decay of one that
-            knows none.
+        ConfigurationError: a value outside its range, or `fused` for another optimizer than AdamW.
     """
 
-    name: Literal["adamw", "muon", "adafactor", "schedule_free"] = "adamw"
+    name: Literal["adamw", "muon", "adafactor"] = "adamw"
     lr: Annotated[float, Range(above=0, most=1e3)] = 3e-4
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     eps: Annotated[float, Range(above=0, most=1)] = 1e-8
@@ -66,13 +64,6 @@ class OptimizerConfig:
         object.__setattr__(self, "betas", tuple(self.betas))
         if self.fused and self.name != "adamw":
             raise ConfigurationError(f"fused=true is for name='adamw', not {self.name!r}: drop one of them")
-        if self.name == "schedule_free" and self.decay != "constant":
-            raise ConfigurationError(
-                f"decay={self.decay!r} lowers a rate that name='schedule_free' keeps, which averages in its place: use "
-                "decay='constant'"
-            )
-        if self.name == "schedule_free" and not self.betas[0]:
-            raise ConfigurationError("betas[0]=0 leaves none of the average at which schedule_free evaluates: use 0.9")
 
     def factor(self, step: int, total_steps: int) -> float:
         """Share of the peak learning rate at a step."""
@@ -201,11 +192,6 @@ class GPTModule(SupervisedModule):
         if not hasattr(self, "model"):
             self.model = GPT(self.config)
 
-    def experts_edited(self, num_experts: int) -> None:
-        """The layers have another number of experts now, and so have checkpoints."""
-        self.config = self.model.config = replace(self.config, num_experts=num_experts)
-        self.hparams["config"]["num_experts"] = num_experts
-
     @override
     def forward(self, ids_BL: Tensor, is_token_BL: Tensor | None = None, begins_BL: Tensor | None = None) -> Tensor:
         """Logits [B, L, V]."""
@@ -216,19 +202,13 @@ def optimizer_with_schedule(module: pl.LightningModule, config: OptimizerConfig)
     """What `configure_optimizers` of a module answers for this configuration; the module must have a trainer.
 
     Raises:
-        ConfigurationError: clipping that Lightning does not do for fused optimizers, or weights to evaluate at that the
-            strategy does not put in place.
+        ConfigurationError: clipping that Lightning does not do for fused optimizers.
     """
     optimizer, trainer = optimizer_of(module, config), module.trainer
     if config.fused and str(trainer.precision) == "bf16-mixed" and trainer.gradient_clip_val:
         raise ConfigurationError(
             f"Lightning does not clip (gradient_clip_val={trainer.gradient_clip_val}) under precision='bf16-mixed' for "
             "optimizer.fused=true: drop one of them"
-        )
-    if config.name == "schedule_free" and not hasattr(trainer.strategy, "evaluation_weights"):
-        raise ConfigurationError(
-            f"schedule_free evaluates at other weights than it trains, which {type(trainer.strategy).__name__} does "
-            "not put in place: use ExpertParallelStrategy, or another optimizer"
         )
     total_steps = int(trainer.estimated_stepping_batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.factor(step, total_steps))
@@ -243,20 +223,4 @@ def optimizer_of(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optim
     groups = parameter_groups(model, config.weight_decay)
     if config.name == "adafactor":
         return Adafactor(by_expert(model, groups), lr=config.lr)
-    if config.name == "schedule_free":
-        return _schedule_free(groups, **adam)
     return torch.optim.AdamW(groups, fused=config.fused or None, **adam)
-
-
-def _schedule_free(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    """In training from the start."""
-    try:
-        from schedulefree import AdamWScheduleFree
-    except ImportError as error:
-        raise ConfigurationError(
-            "optimizer=schedule_free needs the package 'schedulefree': run pip install 'moe-lightning[schedulefree]', "
-            "or choose optimizer=adamw"
-        ) from error
-    optimizer: torch.optim.Optimizer = AdamWScheduleFree(groups, **options)
-    optimizer.train()  # type: ignore[attr-defined]
-    return optimizer

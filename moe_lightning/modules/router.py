@@ -6,7 +6,7 @@ Shapes: T tokens of this rank, K choices, E experts, D model width, G groups of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
@@ -329,15 +329,6 @@ class Router(nn.Module):
             if self.config.normalize_top_k and self.config.top_k > 1:
                 weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(1e-20)
         return weights_TK if self.config.scale == 1 else weights_TK * self.config.scale
-
-    def resize(self, num_experts: int, buffers: Mapping[str, Tensor]) -> None:
-        """Choose among another number of experts: the parameters have that many rows already, and these buffers are in
-        the place of the own ones.
-        """
-        self.num_experts, self._popularity = num_experts, None
-        for name, value in buffers.items():
-            setattr(self, name, value)
-        self.find_twins()
 
     @torch.no_grad()
     def find_twins(self) -> None:

@@ -24,20 +24,3 @@ def mixed(value: Tensor, table: NDArray[np.float64]) -> Tensor:
         elif parts:
             row.copy_(sum(value[e].double() * float(shares[e]) for e in parts))
     return rows
-
-
-def mixed_slots(value: Tensor, slots: tuple[int, ...], wanted: tuple[int, ...], table: NDArray[np.float64]) -> Tensor:
-    """The same of the rows that a rank has: one for each of its slots, before and after.
-
-    Args:
-        value: [S, ...].
-        slots: the old expert in each of them, -1 where vacant; all that `wanted` is made of are there.
-        wanted: the new expert in each slot that there will be, -1 where vacant.
-    """
-    held = sorted(slot for slot, expert in enumerate(slots) if expert >= 0)
-    held.sort(key=lambda slot: slots[slot])
-    shares = np.zeros((len(wanted), len(held)))
-    for slot, expert in enumerate(wanted):
-        if expert >= 0:
-            shares[slot] = table[expert, [slots[old] for old in held]]
-    return mixed(value[held], shares) if held else value.new_zeros(len(wanted), *value.shape[1:])

@@ -39,7 +39,6 @@ class State:
         rank, world_size: of this process.
         holders: of the module's parameters and buffers that are not cut, by name; None: every rank.
         on_host: whether optimizer states of dense parameters lie on the host, wherever those are.
-        edits: how often the run has edited its experts.
 
     Attributes:
         dense: parameters by name that every rank has.
@@ -59,10 +58,9 @@ class State:
         cut: RowCut | None = None,
         holders: Callable[[str], tuple[int, ...]] | None = None,
         on_host: bool = False,
-        edits: int = 0,
     ) -> None:
         self.module, self.stacks, self.optimizers, self.keepers = module, stacks, optimizers, keepers
-        self.rank, self.world_size, self.on_host, self.edits = rank, world_size, on_host, edits
+        self.rank, self.world_size, self.on_host = rank, world_size, on_host
         self.cut = cut or RowCut.whole(world_size)
         self.holders = holders or (lambda _: tuple(range(world_size)))
         self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}

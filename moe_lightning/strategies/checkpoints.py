@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -33,7 +32,6 @@ from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.state.row_blocks import cuts_of
-from moe_lightning.strategies.expert_editing import ExpertEditing
 from moe_lightning.strategies.random_state import random_state
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.step_data import LOADERS_KEY, is_in_step, loader_states, states_of_stateful
@@ -50,23 +48,14 @@ class Checkpoints:
     Args:
         worlds: whose ranks hold it.
         state: of this rank.
-
-    Attributes:
-        editing: of the number of experts, which checkpoints tell.
     """
 
     def __init__(self, worlds: Worlds, state: RankState) -> None:
         self._worlds, self._state = worlds, state
-        self.editing = ExpertEditing(worlds, state)
         self._leases = ExitStack()
         self._without_state = False
 
     # ------------------------------------------------------------------ saving
-
-    @property
-    def leaves_state_out(self) -> bool:
-        """Whether Lightning is asked for everything but tensors."""
-        return self._without_state
 
     def model_state(self, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The whole model on rank 0, expert stacks [E, ...], of the ranks' own; empty on the others. Collective."""
@@ -100,7 +89,6 @@ class Checkpoints:
         checkpoint[LOADERS_KEY] = loader_states(trainer.train_dataloader, is_in_step=is_open)
         if is_open and checkpoint[LOADERS_KEY] and "loops" in checkpoint:
             seams.leave_open_step_out(checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches)
-        self.editing.tell(checkpoint)
 
     def may_change(self, file: object) -> bool:
         """Whether a file of Lightning's own may be written or deleted: not while steps of a window are run again, whose
@@ -166,8 +154,6 @@ class Checkpoints:
         """Give the module its state."""
         if self._state.restored is not None:
             self._state.training_state().restore_model(self._state.restored)
-            if self._state.trainer.state.fn != TrainerFn.FITTING:
-                self._state.training_state().go_to_evaluation(self._state.restored)
             return
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")

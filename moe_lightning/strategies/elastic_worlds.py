@@ -48,7 +48,6 @@ from moe_lightning.strategies.brought_state import (
     restore_missing,
     share_state,
 )
-from moe_lightning.strategies.expert_editing import ExpertEditing
 from moe_lightning.strategies.first_world import first_world
 from moe_lightning.strategies.fit_progress import FitProgress, finish_step, set_up_data
 from moe_lightning.strategies.leaving import WorldChanged, drop_groups, hand_over, starts_anew, wait_for_ranks
@@ -69,7 +68,6 @@ class ElasticWorlds:
     Args:
         worlds: learns the present one.
         state: what crosses.
-        editing: of its experts.
         wrapped: left before the state crosses and entered after it: the module with what surrounds it.
         take_place: tell Lightning of this rank's place in a world.
         engine: membership, monitor and sockets.
@@ -92,7 +90,6 @@ class ElasticWorlds:
         self,
         worlds: Worlds,
         state: RankState,
-        editing: ExpertEditing,
         wrapped: WorldListener,
         take_place: Callable[[World], None],
         engine: Membership,
@@ -101,7 +98,7 @@ class ElasticWorlds:
         timeout: timedelta,
     ) -> None:
         self._worlds, self._state, self._wrapped, self._take_place = worlds, state, wrapped, take_place
-        self._device, self._backend, self._timeout, self._editing = device, backend, timeout, editing
+        self._device, self._backend, self._timeout = device, backend, timeout
         self.engine, worlds.node, worlds.is_elastic = engine, engine.node, True
         engine.multiple = worlds.axes.num_ranks
         self.members: Members | None = None
@@ -400,7 +397,6 @@ class ElasticWorlds:
         layers = self._state.layers
         world = self._join(watch)
         counts = not (self.is_newcomer or self._is_torn or self._state.window_replay)
-        self._editing.meet(world, self.version if counts else -1)
         own = inventory_of(
             self._state,
             former=self._worlds.present,
@@ -418,7 +414,6 @@ class ElasticWorlds:
                     world,
                     num_layers=len(layers),
                     num_experts=max((layer.num_experts for layer in layers), default=0),
-                    edits=self._state.edits,
                     last_step=self.version,
                     has_trained=self.version > 0 or self._is_torn,
                 )
@@ -457,15 +452,13 @@ class ElasticWorlds:
         # where optimizer shards change hands.
         rows = fetch_rows(state, plan, world) if plan.level == "live" else None
         self._is_torn |= plan.level != "live"
-        if plan.level != "live" and saved is not None:
-            self._editing.go_back(saved)
         enter_experts(state, plan, repair, world)
         self._is_torn = True
         self._worlds.members = self.members  # from here on the new world is the present one
         self._take_place(world)
         state.reshard(plan.shards if plan.level == "live" else (), rows)
         restore_missing(state, plan, saved)
-        self._editing.find_twins()
+        state.find_twins()
         agree(world)
         self._is_torn = False
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -20,6 +22,9 @@ from moe_lightning.algorithms.mesh_shape import chosen_axes
 from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadow_plan import ShadowPlan
+from moe_lightning.checkpoint.files import SUFFIX
+from moe_lightning.checkpoint.full_state import hyper_parameters_with_objects
+from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World
@@ -27,21 +32,27 @@ from moe_lightning.data.accumulation import follow_schedule
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.kernels import BackendName
 from moe_lightning.modules.experts import deferred_experts
+from moe_lightning.modules.moe_layer import whole_state_dict
 from moe_lightning.modules.stream import attach_stream
-from moe_lightning.strategies.checkpoints import Checkpoints
+from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
 from moe_lightning.strategies.dense_shardings import dense_sharding_name
-from moe_lightning.strategies.editing import EditingStrategy
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_updates import require_separate_updates
 from moe_lightning.strategies.kept_experts import KeptExperts, room_for_experts
 from moe_lightning.strategies.loss_watch import LossWatch, StopOnNan
-from moe_lightning.strategies.module_checks import check_module, cut_parameters, identical_buffers
+from moe_lightning.strategies.module_checks import (
+    check_module,
+    cut_parameters,
+    identical_buffers,
+    require_same_parameters,
+)
 from moe_lightning.strategies.peer_replay import replay_update
-from moe_lightning.strategies.pipeline import Pipeline
+from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.pipeline_checks import check_for_pipeline, chosen_micro_batches
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState
+from moe_lightning.strategies.sealed_files import reads_its_own_way
 from moe_lightning.strategies.stage_state import StageState
 from moe_lightning.strategies.stall_watch import StallWatch
 from moe_lightning.strategies.step_data import StepData, begin_batch, require_accumulation, samples_of
@@ -52,7 +63,7 @@ from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
 @validated
-class ExpertParallelStrategy(EditingStrategy):
+class ExpertParallelStrategy(WorldDDPStrategy):
     """DDP for dense parameters; every MoELayer of the module dispatches its tokens to experts in the slots of a
     placement.
 
@@ -102,8 +113,8 @@ class ExpertParallelStrategy(EditingStrategy):
 
     strategy_name = "expert_parallel"
     of_process = WorldDDPStrategy.of_process | {
-        "state", "steps", "weigh", "scale_sum", "checkpoints", "evaluation_weights", "_kept", "_pipeline", "_data",
-        "_is_placed", "_num_groups", "_before_hooks", "_losses", "_stalls"}  # fmt: skip
+        "state", "steps", "weigh", "scale_sum", "checkpoints", "_kept", "_pipeline", "_data",
+        "_is_placed", "_num_groups", "_before_hooks", "_has_told_objects", "_losses", "_stalls"}  # fmt: skip
 
     def __init__(
         self,
@@ -162,6 +173,8 @@ class ExpertParallelStrategy(EditingStrategy):
         self._data: StepData | None = None
         self._is_placed = False
         self._num_groups = 0
+        self._before_hooks: Sequence[nn.Parameter] = ()
+        self._has_told_objects = False
 
     # ------------------------------------------------------------------ world
 
@@ -176,7 +189,7 @@ class ExpertParallelStrategy(EditingStrategy):
     @override
     def elastic_worlds(self, engine: Membership) -> ElasticWorlds:
         groups = self.root_device, self.process_group_backend, self.collectives_timeout
-        return ElasticWorlds(self.worlds, self.state, self.editing, self, self.take_place, engine, *groups)
+        return ElasticWorlds(self.worlds, self.state, self, self.take_place, engine, *groups)
 
     def leave(self) -> None:
         """Let go of everything that belongs to the groups of the present world; values stay."""
@@ -225,8 +238,12 @@ class ExpertParallelStrategy(EditingStrategy):
         super().connect(model)
         self._is_placed = False
 
-    @override
     def place_module(self, trainer: pl.Trainer) -> None:
+        """Put the module's experts into this rank's slots, once for each run of the Trainer; collective.
+
+        Raises:
+            ConfigurationError: a module that cannot be trained the same on any number of ranks.
+        """
         if self._is_placed:
             return
         module = self.lightning_module
@@ -367,8 +384,8 @@ class ExpertParallelStrategy(EditingStrategy):
         self.step_data.share_by(speeds, most, self.state.trainer.train_dataloader)
 
     @property
-    @override
     def step_data(self) -> StepData:
+        """The positions in the data."""
         if self._data is None:
             mesh = self.worlds.mesh
             place = {"rank": mesh.data_rank, "world_size": mesh.data_size, "pieces": self._micro_batches}
@@ -378,6 +395,88 @@ class ExpertParallelStrategy(EditingStrategy):
 
     def _run_seed(self) -> int:
         return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """As in stock DDP values are restored before optimizers are made, where every rank holds whole dense
+        parameters; where ranks hold parts of them, these are made first.
+        """
+        has_peers = self.world_size > 1 or self.elastic is not None
+        return self.worlds.axes.pp > 1 or (has_peers and self.state.parts.is_wished)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        if not self.state.holds(module):  # connected only
+            return whole_state_dict(module)
+        return self.checkpoints.model_state(super().lightning_module_state_dict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.checkpoints.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.lightning_module is not None and self.state.holds(self.lightning_module):
+            self.checkpoints.add_positions(checkpoint)
+        if not self._has_told_objects:
+            found = hyper_parameters_with_objects(checkpoint)
+            self._has_told_objects = bool(found)
+            if found:
+                rank_zero_warn(
+                    f"the hyper-parameters {found} hold objects, so the checkpoint is loaded with "
+                    f"fit(..., weights_only=False) only: leave them out with save_hyperparameters(ignore={found})"
+                )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint: a file, a checkpoint directory, or a directory of these, of which the newest is taken that
+        is whole or can be mended, and what is damaged is named. Collective.
+
+        Args:
+            weights_only: False: unpickle any object in a file, which may run code of whoever wrote it; else only
+                tensors and plain values are read.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or holds objects that are not read.
+        """
+        is_trusted = weights_only is False
+        if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=not is_trusted)
+        elif reads_its_own_way(self.checkpoint_io):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        else:
+            self.meet()
+            place = place_of(str(checkpoint_path))
+            checkpoint = self.checkpoints.open(place, self.reachable, is_trusted=is_trusted)
+        module = self.lightning_module
+        positions, trainer = take_positions(checkpoint), seams.trainer_of(module)
+        self._before_hooks = [] if module is None else list(module.parameters())
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.step_data.restore(positions, trainer.train_dataloader)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self.restore_checkpoint_after_setup:
+            require_same_parameters(module, self._before_hooks)
+        self._before_hooks = ()
+        self.place_module(module.trainer)
+        if isinstance(self.precision_plugin, HalfPrecision | DoublePrecision):
+            self.precision_plugin.convert_module(module)  # what frozen weights are compared in
+        self.checkpoints.load_model(checkpoint, strict=strict)
+        self.state.find_twins()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.checkpoints.load_optimizers(checkpoint)
 
     # ------------------------------------------------------------------ a step
 
@@ -466,6 +565,39 @@ class ExpertParallelStrategy(EditingStrategy):
                 self.world.settle()  # what other ranks computed for this one has arrived
             elastic.commit()
         return output
+
+    # ------------------------------------------------------------------ batches outside of training
+
+    @property
+    def is_stand_in(self) -> bool:
+        """This rank has no sample in the running or the last batch: callbacks that count samples skip it."""
+        return self.steps.is_stand_in
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._evaluation("validation_step", self.precision_plugin.val_step_context)
+        return self.steps.evaluate(step, self.state.trainer.val_dataloaders, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._evaluation("test_step", self.precision_plugin.test_step_context)
+        return self.steps.evaluate(step, self.state.trainer.test_dataloaders, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._evaluation("predict_step", self.precision_plugin.predict_step_context)
+        return self.steps.predict(step, self.state.trainer.predict_dataloaders, *args, **kwargs)
+
+    def _evaluation(self, name: str, context: Context) -> Callable[..., Any]:
+        """How a batch is evaluated: by Lightning, or through the stages."""
+        pipeline = self._pipeline
+        if pipeline is None or pipeline.is_whole:
+            step: Callable[..., Any] = getattr(super(), name)
+            return step
+        own = getattr(self.state.module, name)
+        return lambda *args: pipeline.evaluate(own, context, args)
+
+    # ------------------------------------------------------------------ registration
 
     @classmethod
     @override

@@ -190,7 +190,4 @@ def _like(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) 
     """An optimizer of the same class and with a group's options, of one parameter."""
     known = inspect.signature(type(optimizer)).parameters
     options = {name: copy.deepcopy(value) for name, value in group.items() if name in known and name != "params"}
-    made = type(optimizer)([parameter], **options)
-    if hasattr(made, "train"):  # schedule-free
-        made.train()
-    return made
+    return type(optimizer)([parameter], **options)

@@ -21,6 +21,7 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.modules.router import Router
 from moe_lightning.state.host_updates import Updates
 from moe_lightning.state.row_blocks import cuts_of, local, swap_parameters
 from moe_lightning.strategies.dense_parts import DenseParts
@@ -61,7 +62,6 @@ class RankState:
         replay: of another rank's optimizer shard; None where none is kept.
         restored: the directory checkpoint, or the snapshots, that this run came from last; None otherwise.
         window_replay: the steps that are run again until all of it is whole; None where it is.
-        edits: how often its experts were edited.
     """
 
     def __init__(
@@ -85,7 +85,6 @@ class RankState:
         self.replay: AdamWReplay | None = None
         self.restored: CheckpointSource | None = None
         self.window_replay: WindowReplay | None = None
-        self.edits = 0
 
     @property
     def module(self) -> pl.LightningModule:
@@ -149,8 +148,13 @@ class RankState:
             cut=ranks.row_cut,
             holders=None if self.stages is None else self.stages.holders,
             on_host=self.updates.on_host,
-            edits=self.edits,
         )
+
+    def find_twins(self) -> None:
+        """Find the experts with equal router rows after values have arrived, see `Router.find_twins`."""
+        for layer in self.experts.layers:
+            if isinstance(layer.router, Router) and not self.is_shared:  # whose rows are cut
+                layer.router.find_twins()
 
     def require_one_stage(self, what: str) -> None:
         """

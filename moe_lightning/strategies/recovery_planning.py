@@ -40,7 +40,6 @@ class RecoveryPlanner:
         *,
         num_layers: int,
         num_experts: int,
-        edits: int,
         last_step: int,
         has_trained: bool,
     ) -> tuple[RecoveryPlan, list[RankInventory]]:
@@ -48,7 +47,7 @@ class RecoveryPlanner:
 
         Args:
             inventories: of all ranks, with snapshots or without.
-            num_layers, num_experts, edits: L, E and how often experts were edited, of the live state.
+            num_layers, num_experts: L and E.
             last_step: that this rank committed.
             has_trained: this rank's values are not, or may not be, those that were built.
 
@@ -56,7 +55,7 @@ class RecoveryPlanner:
             ConfigurationError: no source is left.
             PeerFailed: nor was there one yet: fresh processes have what was built.
         """
-        shape = {"num_layers": num_layers, "num_experts": num_experts, "edits": edits}
+        shape = {"num_layers": num_layers, "num_experts": num_experts}
         plan = plan_recovery(inventories, None, **shape)
         if plan.level == "live" and not plan.reads and not plan.stale:
             return plan, inventories

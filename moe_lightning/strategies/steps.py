@@ -5,7 +5,7 @@ mean over all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -91,18 +91,6 @@ class Steps:
         if self._worlds.present.size > 1:
             self._weights.warn_of_ignored_targets(arguments, parts=self.sequences.parts)
         if not module.automatic_optimization:
-            self._leave()
-
-    def measure(self, context: Callable[[], AbstractContextManager[Any]], batch: Any, batch_idx: int) -> float:
-        """The loss over all ranks of a training batch from which nothing is learned; collective."""
-        trainer, module = self._state.trainer, self._state.module
-        try:
-            with self.training((batch, batch_idx)), context():
-                answer = module.training_step(batch, batch_idx)
-            loss = answer["loss"] if isinstance(answer, Mapping) else answer
-            assert isinstance(loss, Tensor), "automatic optimization"
-            return float(trainer.strategy.reduce(loss.detach().mean()))
-        finally:
             self._leave()
 
     def evaluate(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:

@@ -24,14 +24,12 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig
-from moe_lightning.callbacks.expert_edits import ExpertEdits
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.comm import exchange, sequence_exchange
 from moe_lightning.elastic.failure import RunFinished
 from moe_lightning.state.row_blocks import is_cut, local
-from moe_lightning.strategies import expert_editing
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
@@ -39,7 +37,7 @@ from tests.distributed.training import TINY, RandomTokens, TokenStream, make_tra
 
 PLACES = (
     "opening", "forward", "exchange", "sequence exchange", "backward", "prepare", "update", "committed", "batch_end",
-    "snapshot", "recovery", "movement", "validation", "train_end", "edit", "edit ready", "edited",
+    "snapshot", "recovery", "movement", "validation", "train_end",
 )  # fmt: skip
 """Where a worker can be killed, in the order of a step."""
 
@@ -138,8 +136,6 @@ class Killer(pl.Callback):
         self._around(elastic, "_move", version, before="movement")
         self._around(exchange, "_all_to_all", lambda: self._step, before="exchange")
         self._around(sequence_exchange, "_all_to_all", lambda: self._step, before="sequence exchange")
-        self._around(trainer.strategy, "edit_by_tables", step, before="edit", after="edited")
-        self._around(expert_editing, "agree", step, before="edit ready")
         saver = _saver(trainer)
         if saver is not None:
             self._around(saver, "save", step, after="snapshot")
@@ -318,7 +314,6 @@ def train_elastically(
     model: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     saving: dict[str, Any] | None = None,
-    edits: Sequence[dict[str, Any]] = (),
     callbacks: Callable[[Path], list[Any]] | None = None,
     global_batch: int = 12,
     validate: bool = False,
@@ -330,7 +325,6 @@ def train_elastically(
 
     Args:
         saving: options of a PartialExpertsCheckpoint; None: nothing is saved.
-        edits: of experts.
         validate: after every epoch of 96 // global_batch micro-batches.
         plateau: halve the learning rate after every validation but the first.
         stream: train on a stream without a state.
@@ -339,8 +333,6 @@ def train_elastically(
     extra = callbacks(folder) if callbacks is not None else []
     if saving is not None:
         extra.append(PartialExpertsCheckpoint(str(checkpoints_of(folder)), **{"timeout_s": 60.0, **saving}))
-    if edits:
-        extra.append(ExpertEdits(edits))
     witness = Witness(folder, worker)
     watchers = [Killer(kills, folder, worker), Diary(folder, worker), Holder(holds, folder)]
     trainer = make_trainer(

@@ -78,7 +78,6 @@ def test_one_rank_keeps_all_states_until_another_takes_some(tmp_path: Path, undi
         {"name": "adafactor", "lr": 0.05},
         {"name": "muon"},
         {"fused": True},
-        {"name": "schedule_free", "decay": "constant"},
     ],
 )
 def test_states_of_other_optimizers_survive_a_lost_rank(tmp_path: Path, optimizer: dict[str, Any]) -> None:

@@ -18,13 +18,11 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.callbacks.dynamic_k import DynamicK
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent_control import agent_alive, request_stop
-from moe_lightning.checkpoint.loader import Checkpoint, find_newest
-from moe_lightning.checkpoint.mending import find_usable
+from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.recovery_sources import arenas_name
 from moe_lightning.checkpoint.store import checkpoints, run_of
 from moe_lightning.errors import ConfigurationError
@@ -145,11 +143,8 @@ def test_partial_checkpoints_of_a_finished_run_lose_nothing_on_other_ranks(root:
         np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("order", "is_damaged"), [slow("sequential", False), ("load_aware_global", False), ("sequential", True)]
-)
-def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: str, is_damaged: bool) -> None:
-    """Also where a byte of a stale expert, whose file all kept checkpoints share, has flipped."""
+@pytest.mark.parametrize("order", [slow("sequential"), "load_aware_global"])
+def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: str) -> None:
     counts_path, k_path = tmp_path / "counts", tmp_path / "k"
     partial_saver = partial(saver, root, every_n_steps=1, k_snapshot=2, k_persist=1, order=order)
     with pytest.raises(RankFailure):
@@ -160,18 +155,7 @@ def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: 
     step, versions = checkpoint.manifest.step, checkpoint.expert_versions()
     per_step = {s: np.array(c) for s, c in map(json.loads, counts_path.read_text().splitlines())}
 
-    def tokens_after(versions: IntArray) -> Any:
-        return sum(counts * ((versions < s) & (s <= step)) for s, counts in per_step.items())
-
-    if is_damaged:
-        layer, expert = (int(n) for n in np.argwhere(versions == versions.min())[0])
-        flip_in(checkpoint, f"expert/{layer}/{expert}/exp_avg_sq/w_up")
-        whole, versions = tokens_after(versions), versions.copy()
-        versions[layer, expert] = 0
-        (sentence,) = find_usable(root).problems
-        assert f"expert {expert} of layer {layer} has no undamaged version left" in sentence
-        assert sentence.endswith(f"{int((tokens_after(versions) - whole).sum())} tokens are lost")
-    lost = tokens_after(versions)
+    lost: Any = sum(counts * ((versions < s) & (s <= step)) for s, counts in per_step.items())
     planned = per_step[1].sum(axis=1) * 20
 
     resumed = [partial_saver(), DynamicK(0.9), KChoices(k_path), Books()]
@@ -180,16 +164,6 @@ def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: 
     plt, lost_reported = json.loads((root / "books.json").read_text())
     assert lost_reported == np.asarray(lost).sum(axis=1).tolist()
     assert plt == pytest.approx(float((np.asarray(lost).sum(axis=1) / planned).mean()), rel=0.05)
-
-
-def flip_in(checkpoint: Checkpoint, key: str) -> None:
-    """Flip a bit of a tensor in its file, which other checkpoints may be linked to."""
-    (piece,) = checkpoint.stored(key)
-    with open(checkpoint.path / piece.at.file, "r+b") as file:
-        file.seek(piece.at.data_offset)
-        byte = file.read(1)
-        file.seek(piece.at.data_offset)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 class Books(pl.Callback):

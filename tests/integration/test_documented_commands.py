@@ -222,7 +222,6 @@ def test_every_snippet_is_run_here() -> None:
         "import StreamingDataset",
         "import LocalDataset",
         "ParityDoctor(",
-        "ExpertEdits(",
     )
     shown = [block for page in PAGES if page.name != "extending.md" for block in blocks(page, "python")]  # test_plugins
     assert all(sum(part in block for block in shown) for part in known)
@@ -237,14 +236,6 @@ def test_checkpoints_in_a_script(tmp_path: Path) -> None:
     assert "every_n_steps=2" in small
     run(small, {"L": L, "module": OwnModule(), "loader": DataLoader(RandomTokens(48), batch_size=12)})
     assert (tmp_path / "checkpoints" / "step-00000004" / "MANIFEST.json").is_file()
-
-
-def test_live_edits_in_a_script() -> None:
-    small = 'accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=6'
-    source = snippet("docs/checkpoints.md", "ExpertEdits(").replace("max_steps=6", small)
-    assert small in source
-    names = run(source, {"module": OwnModule(), "loader": DataLoader(RandomTokens(36), batch_size=6)})
-    assert [report.experts for report in names["edits"].reports] == [(6, 6), (6, 5)]
 
 
 def test_the_doctor_in_a_script(capsys: pytest.CaptureFixture[str]) -> None:

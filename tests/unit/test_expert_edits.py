@@ -13,17 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from moe_lightning import ExpertParallelStrategy, GPTModule
-from moe_lightning.algorithms.expert_edits import ExpertEdit, ScheduledEdit, layer_edits, least_loaded
-from moe_lightning.callbacks.expert_edits import ExpertEdits
+from moe_lightning import GPTModule
+from moe_lightning.algorithms.expert_edits import ExpertEdit, least_loaded
 from moe_lightning.checkpoint.files import read_file, write_file
 from moe_lightning.cli import expert_edits
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.expert_edits import edit_file, parse_edits
-from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.router import Router, RouterConfig
-from moe_lightning.strategies.expert_editing import read_history
 from tests.distributed.training import TINY, RandomTokens, quiet
 
 E = TINY["num_experts"]
@@ -178,129 +175,6 @@ def test_more_experts_than_memory_holds_are_refused(whole: Path, monkeypatch: py
     monkeypatch.setattr(expert_edits, "machine_memory", lambda: 3 * whole.stat().st_size)
     with pytest.raises(ConfigurationError, match=r"24 experts in place of 6 .* lower --fold"):
         edited(whole, "large.ckpt", fold=4)
-
-
-def rules(**words: Any) -> ScheduledEdit:
-    return ScheduledEdit(step=1, **words)
-
-
-def test_rules_choose_among_experts_that_no_name_mentions() -> None:
-    loads_LE = np.array([[3, 5, 7, 1, 2, 9], [1, 1, 1, 1, 1, 1]])
-    similarity_LEE = np.zeros((2, 6, 6))
-    similarity_LEE[0, 1, 4] = similarity_LEE[0, 4, 1] = 0.5
-    edits = [rules(layers=[0], prune_least=1, merge_similar=1, duplicate_most=1, duplicate=[5]), rules(prune=[0])]
-    first, second = layer_edits(edits, loads_LE, similarity_LEE)
-    assert first == ExpertEdit(prune=(0, 3), merge=((1, 4),), duplicate=(5, 2))
-    assert second == ExpertEdit(prune=(0,))
-
-
-@pytest.mark.parametrize(
-    ("edit", "sentence"),
-    [
-        (rules(layers=[2], prune=[0]), "names layer 2: use 0 to 1"),
-        (rules(prune=[0], merge_similar=3), "need 6 experts, and 5 of 6 are not named already"),
-    ],
-)
-def test_rules_that_cannot_be(edit: ScheduledEdit, sentence: str) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
-        layer_edits([edit], np.zeros((2, 6), dtype=np.int64), np.zeros((2, 6, 6)))
-
-
-@pytest.mark.parametrize(
-    ("options", "edits", "sentence"),
-    [
-        ({}, [{"step": 1, "layers": [0], "prune": [0]}], r"the layers would have \[5, 6\] experts"),
-        ({}, [{"step": 1, "prune": [0, 1, 2, 3, 4]}], "top_k=2 is more than the 1 experts"),
-        ({}, [{"step": 1, "prune": [0]}, {"step": 2, "prune": [5]}], "expert 5 is not in the layer"),
-        ({"dense": "fsdp"}, [{"step": 1, "prune": [0]}], "dense=fsdp or hsdp"),
-        ({}, [{"step": 0, "prune": [0]}], "step=0"),
-        ({}, [{"step": 1, "prun": [0]}], "did you mean 'prune'"),
-        ({}, [{"step": 1, "layers": [], "prune": [0]}], "the edit after step 1 changes no expert"),
-        ({}, [{"step": 1}], "the edit after step 1 changes no expert"),
-    ],
-)
-def test_live_edits_that_cannot_be(options: dict[str, Any], edits: list[dict[str, Any]], sentence: str) -> None:
-    quiet()
-    unseen = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    strategy, loader = ExpertParallelStrategy(**options), DataLoader(RandomTokens(8), batch_size=8)
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, strategy=strategy, **unseen)
-    with pytest.raises(ConfigurationError, match=sentence):
-        _fit(trainer, edits, loader)
-
-
-def _fit(trainer: pl.Trainer, edits: list[dict[str, Any]], loader: DataLoader[Any]) -> None:
-    trainer.callbacks.append(ExpertEdits(edits))  # type: ignore[attr-defined]
-    trainer.fit(GPTModule(TINY), loader)
-
-
-class OwnRouter(torch.nn.Module):
-    """Knows no configuration."""
-
-    adapter = None
-
-
-class RoutedByItsOwn(GPTModule):
-    def configure_model(self) -> None:
-        super().configure_model()
-        for layer in moe_layers(self):
-            layer.router = OwnRouter()
-
-
-def test_edits_of_layers_with_a_router_of_ones_own_are_refused() -> None:
-    quiet()
-    unseen = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    edits = ExpertEdits([{"step": 1, "prune": [0]}])
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=1, strategy=ExpertParallelStrategy(), callbacks=[edits], **unseen
-    )
-    with pytest.raises(ConfigurationError, match="a router of one's own cannot be combined with live edits"):
-        trainer.fit(RoutedByItsOwn(TINY), DataLoader(RandomTokens(8), batch_size=8))
-
-
-@pytest.mark.parametrize(
-    ("told", "sentence"),
-    [
-        (5, "not from 5"),
-        ({}, "expert_edits lacks built, num_experts"),
-        ({"built": E, "steps": 5, "num_experts": 5}, "expert_edits.steps=5 must be a list"),
-        ({"built": E, "steps": [2], "num_experts": 0}, "expert_edits.num_experts=0 must be an integer of at least 1"),
-        ({"built": E, "steps": [], "num_experts": 9}, "expert_edits names no step"),
-        ({"built": E, "steps": [2], "num_experts": 5, "more": 1}, "expert_edits has no 'more'"),
-        ({"built": E, "steps": [2], "num_experts": 1 << 40}, "num_experts=1099511627776, but it holds 6 experts a lay"),
-    ],
-)
-def test_checkpoints_that_tell_no_history_of_edits(told: Any, sentence: str) -> None:
-    with pytest.raises(CheckpointError, match=sentence):
-        read_history(told, E)
-
-
-def test_room_is_made_for_the_experts_that_a_file_has(whole: Path, tmp_path: Path) -> None:
-    checkpoint = read_file(whole)
-    checkpoint["expert_edits"] = {"built": E, "steps": [2], "num_experts": 10**9}
-    write_file(checkpoint, tmp_path / "forged.ckpt")
-    unseen = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=4, strategy=ExpertParallelStrategy(), **unseen)
-    with pytest.raises(CheckpointError, match="num_experts=1000000000, but it holds 6 experts a layer"):
-        trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(8), batch_size=8), ckpt_path=str(tmp_path / "forged.ckpt"))
-
-
-@pytest.mark.parametrize(
-    ("ends", "sentence"),
-    [
-        ({"max_steps": 2}, r"ends at trainer.max_steps=2, so the edits of experts after step 2, 3 are not made"),
-        ({"max_epochs": 1}, r"ends at step 3, so the edits of experts after step 3 are not made"),
-    ],
-)
-def test_edits_that_never_come_are_told(ends: dict[str, int], sentence: str) -> None:
-    unseen = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    edits = ExpertEdits([{"step": step, "prune_least": 1} for step in (1, 2, 3)])
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=ExpertParallelStrategy(), callbacks=[edits], **ends, **unseen
-    )
-    with pytest.warns(UserWarning, match=sentence) as told:
-        trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(24), batch_size=8))
-    assert sum("edits of experts" in str(each.message) for each in told) == 1
-    assert [report.step for report in edits.reports] == ([1] if "max_steps" in ends else [1, 2])
 
 
 def test_twins_have_one_score_until_they_learn() -> None:

@@ -131,8 +131,6 @@ def test_prediction_is_the_likeliest_token() -> None:
         ({"weight_decay": -0.1}, "weight_decay=-0.1 of OptimizerConfig must be a number of at least 0"),
         ({"warmup_steps": -1}, "warmup_steps=-1 of OptimizerConfig must be an integer of at least 0"),
         ({"decay": "exp"}, "decay='exp' of OptimizerConfig must be 'cosine' or 'linear' or 'constant'"),
-        ({"name": "schedule_free"}, "decay='cosine' lowers a rate that name='schedule_free' keeps"),
-        ({"name": "schedule_free", "decay": "constant", "betas": (0, 0.9)}, "leaves none of the average"),
         ({"name": "muon", "fused": True}, "fused=true is for name='adamw', not 'muon': drop one of them"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5 of OptimizerConfig must be a number of at least 0 and at most 1"),
     ],

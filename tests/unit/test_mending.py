@@ -21,9 +21,9 @@ from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.mending import find_usable, mended
 from moe_lightning.checkpoint.recovery_sources import storage_inventory
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import is_partial, parse_expert_key
+from moe_lightning.state.pieces import is_partial
 from moe_lightning.strategies.checkpoints import _leased
-from tests.unit.checkpoint_state import EXPERTS, assert_holds, node, whole_state
+from tests.unit.checkpoint_state import assert_holds, node, whole_state
 
 STEPS = {1: None, 2: [0, 1], 3: [2]}
 """Step of each checkpoint -> the experts that it wrote; the first wrote all of them."""
@@ -55,18 +55,12 @@ def flip(path: Path, position: int) -> None:
 
 
 def assert_honest(found: Found) -> Checkpoint:
-    """Every tensor is that of the version that the checkpoint states, or, of version 0, the mean of the others."""
+    """Every tensor is that of the version that the checkpoint states."""
     checkpoint = found.checkpoint
     assert checkpoint is not None
     for key, now in whole_state(checkpoint.step).items():
         version, actual = checkpoint.version(key), checkpoint.read(key)
-        if version:
-            assert torch.equal(actual, whole_state(version)[key] if is_partial(key) else now), key
-        else:
-            layer, expert, scope, name = parse_expert_key(key)
-            others = [f"expert/{layer}/{e}/{scope}/{name}" for e in range(EXPERTS) if e != expert]
-            mean = torch.stack([checkpoint.read(other) for other in others if checkpoint.version(other)]).mean(0)
-            torch.testing.assert_close(actual, mean)
+        assert torch.equal(actual, whole_state(version)[key] if is_partial(key) else now), key
     return checkpoint
 
 
@@ -111,15 +105,18 @@ def test_a_second_copy_of_the_same_version_costs_nothing(root: Path) -> None:
     assert "expert 3 of layer 0 is read in its version 1 from step-00000001" in found.problems[0]
 
 
-def test_an_expert_whose_only_file_is_damaged_begins_as_the_mean(root: Path) -> None:
-    key = "expert/0/3/weight/w1"
-    path, start, _ = places(root, 3, key)  # carried: one file for all three checkpoints
+def test_an_expert_whose_only_file_is_damaged_is_named(root: Path) -> None:
+    path, start, _ = places(root, 3, "expert/0/3/weight/w1")  # carried: one file for all three checkpoints
     flip(path, start)
     found = find_usable(root)
-    checkpoint = assert_honest(found)
-    assert checkpoint.step == 3
-    assert checkpoint.version(key) == 0
-    assert "expert 3 of layer 0 has no undamaged version left" in found.problems[-1]
+    assert found.checkpoint is None
+    sentence = "its checksum does not match, and no kept checkpoint has another version of expert 3 of layer 0"
+    assert found.problems[0] == f"{path} is damaged: {sentence}"
+    assert len(found.problems) == 3
+    with pytest.raises(CheckpointError, match=rf"{sentence}; restore it from a copy"):
+        mended(root / "step-00000003", report=lambda _: None)
+    with pytest.raises(CheckpointError, match=rf"holds no whole checkpoint, as .*{sentence} \(2 more problems\): name"):
+        _leased(root, report=lambda _: None)
 
 
 def test_an_older_checkpoint_gives_its_version(root: Path) -> None:
@@ -175,19 +172,15 @@ def test_one_checkpoint_is_mended_from_those_beside_it(root: Path) -> None:
 
 
 def test_a_recovery_reads_what_was_mended(root: Path) -> None:
-    key, lost = "expert/1/2/weight/w1", "expert/0/3/weight/w1"
-    for damaged in (key, lost):
-        flip(*places(root, 3, damaged)[:2])
+    key = "expert/1/2/weight/w1"
+    flip(*places(root, 3, key)[:2])
     storage = find_usable(root).checkpoint
     assert storage is not None
-    snapshot = MemoryCheckpoint(
-        3, [], versions=storage.expert_versions(), storage=storage, experts_on_storage=[(1, 2), (0, 3)]
-    )
+    snapshot = MemoryCheckpoint(3, [], versions=storage.expert_versions(), storage=storage, experts_on_storage=[(1, 2)])
     assert torch.equal(snapshot.read(key), whole_state(1)[key])
-    assert torch.equal(snapshot.read(lost), storage.read(lost))
-    assert snapshot.expert_versions()[0, 3] == 0
+    assert snapshot.expert_versions()[1, 2] == 1
     again = Checkpoint(storage.path, substitutes=json.loads(json.dumps(storage.substitutes)))
-    assert torch.equal(again.read(lost), storage.read(lost))
+    assert torch.equal(again.read(key), storage.read(key))
 
 
 def test_nobody_reads_a_newer_version_than_the_checkpoint_says(root: Path) -> None:
@@ -195,7 +188,8 @@ def test_nobody_reads_a_newer_version_than_the_checkpoint_says(root: Path) -> No
     (root / "step-00000003" / MANIFEST).rename(root / "step-00000003" / "kept")
     flip(*places(root, 2, "expert/0/2/weight/w1")[:2])
     (root / "step-00000003" / "kept").rename(root / "step-00000003" / MANIFEST)
-    assert mended(root / "step-00000002", report=lambda _: None).version("expert/0/2/weight/w1") == 0
+    with pytest.raises(CheckpointError, match="no kept checkpoint has another version of expert 2 of layer 0"):
+        mended(root / "step-00000002", report=lambda _: None)
 
 
 def test_a_damaged_run_record_is_told_by_the_checkpoints(root: Path) -> None:
@@ -215,10 +209,9 @@ def test_a_damaged_run_record_is_told_by_the_checkpoints(root: Path) -> None:
 
 
 @pytest.mark.parametrize("flips", [20, pytest.param(300, marks=pytest.mark.slow)])
-def test_every_flip_is_found_and_hardly_one_ends_the_run(root: Path, flips: int) -> None:
+def test_every_flip_is_found_and_only_a_shared_file_ends_the_run(root: Path, flips: int) -> None:
     files = sorted({p.stat().st_ino: p for p in root.rglob("*") if p.is_file() and p.stat().st_size}.values())
     dice = random.Random(20)
-    lost = 0
     for _ in range(flips):
         path = dice.choice(files)
         position = dice.randrange(path.stat().st_size)
@@ -226,11 +219,10 @@ def test_every_flip_is_found_and_hardly_one_ends_the_run(root: Path, flips: int)
         assert any(verdict.problem for verdict in verify_all(root)), (path, position)
         found = find_usable(root)
         if found.checkpoint is None:
-            lost += 1
+            assert all("no kept checkpoint has another version of expert" in problem for problem in found.problems)
         else:
             assert_honest(found)
         flip(path, position)
-    assert lost <= flips // 100
     assert find_usable(root).problems == ()
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from moe_lightning import (
     ConfigurationError,
-    ExpertEdits,
     FaultRecovery,
     LoadBalancer,
     MoELayer,
@@ -32,7 +31,6 @@ class OneLayer(pl.LightningModule):
         lambda path: PartialExpertsCheckpoint(path).setup,
         lambda path: FaultRecovery().setup,
         lambda path: FaultInjection(path, kill="rank=0,step=1").setup,
-        lambda path: ExpertEdits([{"step": 1, "prune": [0]}]).on_train_start,
         lambda path: RoutingReplay(path).on_fit_start,
         lambda path: LoadBalancer().on_train_start,
     ],

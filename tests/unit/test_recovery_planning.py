@@ -25,7 +25,7 @@ def planned(version: int, *, has_trained: bool, sources: RecoverySources | None 
         rank=0, node="0", live_version=version, sharded_dense=NAMES, owned_dense=NAMES[:1], experts=((0, 0),)
     )
     plan, _ = planner.plan(
-        [survivor], World.single(), num_layers=1, num_experts=1, edits=0, last_step=version, has_trained=has_trained
+        [survivor], World.single(), num_layers=1, num_experts=1, last_step=version, has_trained=has_trained
     )
     return plan.level
 

@@ -37,7 +37,7 @@ def test_a_newcomer_warms_up_before_it_says_that_it_is_ready(monkeypatch: pytest
     monkeypatch.setattr(elastic_worlds, "warm_up", lambda module, layers, of: done.append(f"warms {of} up"))
     monkeypatch.setattr(elastic_worlds, "drop_groups", lambda: None)
     worlds = ElasticWorlds(
-        Worlds(), state, MagicMock(), MagicMock(), lambda world: None, engine, device, "nccl", timedelta(seconds=1)
+        Worlds(), state, MagicMock(), lambda world: None, engine, device, "nccl", timedelta(seconds=1)
     )
     gc.unfreeze()
     worlds.is_newcomer = True
