@@ -36,8 +36,8 @@ from moe_lightning.algorithms.shadows import (
     shadow_quota,
     top_shadows,
 )
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import validated
 
 
 @validated

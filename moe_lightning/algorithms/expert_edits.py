@@ -13,8 +13,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import NonNegativeInt, PositiveInt, validated
 
 
 @dataclass(frozen=True, kw_only=True)

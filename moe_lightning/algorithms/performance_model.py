@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.algorithms.speeds import speeds_in_proportion
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import validated
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]

@@ -25,14 +25,13 @@ from moe_lightning.callbacks.parity_doctor import ParityDoctor
 from moe_lightning.callbacks.routing_recorder import RoutingRecorder
 from moe_lightning.callbacks.routing_replay import RoutingReplay
 from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.config import build_config
+from moe_lightning.config import build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.module import HuggingFaceModule
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import Router
 from moe_lightning.strategies.expert_editing import EditListener
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.values import validated
 
 
 @dataclass(frozen=True, kw_only=True)

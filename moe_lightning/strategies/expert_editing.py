@@ -26,7 +26,7 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.comm.world import World, agree
-from moe_lightning.config import build_config
+from moe_lightning.config import PositiveInt, build_config, validated
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer
@@ -36,7 +36,6 @@ from moe_lightning.state.expert_stacks import stacked_states
 from moe_lightning.strategies.expert_slots import grow, in_slots
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.worlds import Worlds
-from moe_lightning.values import PositiveInt, validated
 
 EDITS_KEY = "expert_edits"
 """In a checkpoint: the `EditHistory` of its run."""
