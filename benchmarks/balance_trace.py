@@ -21,10 +21,10 @@ from moe_lightning.algorithms.balancing import (
 from moe_lightning.algorithms.cluster import Cluster
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.arguments import Count, InputFile, option
+from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.routing import RoutingTrace, load_trace
 from moe_lightning.text_table import table
-from moe_lightning.values import NonNegativeInt
 
 _WIDTH = 2048
 _FLOPS = 11.5e12

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 from safetensors.torch import save_file
 
 from benchmarks.checkpoint_bubbles import bubble_table
@@ -40,7 +41,6 @@ from moe_lightning.cli.capacity import check_processes
 from moe_lightning.cli.measurement import interleaved, machine
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import table
-from moe_lightning.values import Range
 
 _LAYERS, _EXPERTS, _SCOPES = 4, 32, ("weight", "exp_avg", "exp_avg_sq")
 _DENSE_SHARE = 0.1
@@ -52,7 +52,7 @@ class Options:
 
     rounds: Count = option("rounds of each contender, in turns", 5)
     ranks: Count = option("processes with a state each", 2)
-    gigabytes: Annotated[float, Range(above=0, most=1e6)] = option("state of each rank", 0.5)
+    gigabytes: Annotated[float, Interval(gt=0, le=1e6)] = option("state of each rank", 0.5)
     lossless: bool = option("also lossless windows: bytes and stall of their steps, and a replay", False)
     pipeline: bool = option("also the share of snapshots that is copied in the bubbles of a pipeline", False)
     directory: OutputFolder | None = option("where to write (default: the temporary directory)", None)

@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
+
 from moe_lightning.arguments import Count, option
 from moe_lightning.cli.measurement import goal, machine
 from moe_lightning.cli.short_training import on_ranks
 from moe_lightning.text_table import table
-from moe_lightning.values import Range
 
 SHAPES: dict[str, dict[str, int]] = {
     "small": {
@@ -55,7 +56,7 @@ class Options:
     contenders: list[str] = option(
         "what to train: qlora and lora of this project, peft", CONTENDERS, choices=CONTENDERS
     )
-    ranks: Annotated[int, Range(least=1, most=64)] = option("processes of our own contenders", 1)
+    ranks: Annotated[int, Interval(ge=1, le=64)] = option("processes of our own contenders", 1)
     steps: Count = option("measured steps, after one that is not", 4)
     batch: Count = option("sequences of all ranks", 4)
     context: Count = option("tokens of a sequence", 128)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from moe_lightning.arguments import Count, InputFile, option
 from moe_lightning.cli.measurement import interleaved_medians, machine
+from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.forced_routing import ForcedRouting
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
 from moe_lightning.text_table import table
-from moe_lightning.values import NonNegativeInt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 
 from moe_lightning.arguments import Count, option
 from moe_lightning.cli.measurement import interleaved_medians, machine
@@ -24,7 +25,6 @@ from moe_lightning.data.instructions import InstructionData
 from moe_lightning.models.gpt_module import GPTModule
 from moe_lightning.modules.losses import auxiliary_loss
 from moe_lightning.text_table import table
-from moe_lightning.values import Range
 
 _MEDIAN, _SIGMA, _SHARE_OF_ANSWER = 85, 0.75, 0.55
 _MARKS = len("<|user|>\n\n<|assistant|>\n\0")
@@ -35,7 +35,7 @@ _LEAST = 1.8
 class Options:
     """Of this benchmark."""
 
-    conversations: Annotated[int, Range(least=1, most=1_000_000)] = option("lines of the file", 2000)
+    conversations: Annotated[int, Interval(ge=1, le=1_000_000)] = option("lines of the file", 2000)
     batch: Count = option("samples of a step", 8)
     rounds: Count = option("measured steps of each, in turns", 9)
     context: Count = option("tokens of a sample", 512)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from benchmarks import paper_lazarus, paper_moc, paper_pec, paper_prophet, paper_recovery, paper_reft
 from benchmarks.paper_table import MissingTrace, Reproduction, Sources
 from moe_lightning.arguments import InputFile, OutputFolder, option
+from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import shown
 
 ALL = "all"
 PAPERS: dict[str, Reproduction] = {

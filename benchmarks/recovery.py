@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
+
 from benchmarks.recovery_runs import (
     KILL_PHASES,
     drop_snapshots,
@@ -29,11 +31,11 @@ from benchmarks.recovery_worker import Task
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.cli.measurement import goal, machine, medians_of
 from moe_lightning.cli.short_training import failing_as_mistakes
+from moe_lightning.config import NonNegativeInt, Seconds
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import read_trace
 from moe_lightning.svg_pictures import phase_lines
 from moe_lightning.text_table import table
-from moe_lightning.values import NonNegativeInt, Range, Seconds
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -54,7 +56,7 @@ class Options:
     cost_rounds: Count = option("trainings of each kind, in turns, without a fault", 3)
     cost_steps: Count = option("measured steps of each", 60)
     trace: InputFile | None = option("spot trace: milliseconds,add|remove,node", None)
-    trace_start: Annotated[float, Range(least=0, most=1e9)] = option("where it begins, in its seconds", 1980.0)
+    trace_start: Annotated[float, Interval(ge=0, le=1e9)] = option("where it begins, in its seconds", 1980.0)
     trace_speed: Seconds = option("its seconds that pass in one", 30.0)
     trace_seconds: Seconds = option("how long it is replayed, in real seconds", 120.0)
     batch: Count = option("sequences of all ranks", 12)

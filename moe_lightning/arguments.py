@@ -15,13 +15,15 @@ from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
+from annotated_types import Interval
+
 from moe_lightning import __version__
+from moe_lightning.config import described, fits, shown
 from moe_lightning.mistakes import EXIT_MISTAKE, suggestion
-from moe_lightning.values import Range, described, fits, shown
 
 T = TypeVar("T")
 
-Count = Annotated[int, Range(least=1, most=1e6)]
+Count = Annotated[int, Interval(ge=1, le=1e6)]
 """Of measurements and of sizes: beyond lies what no machine measures in a year."""
 
 

@@ -1,17 +1,257 @@
-"""Frozen configurations from plain mappings, as YAML files and checkpoints hold them."""
+"""Typed options: annotations against values, constructors that check what they are given, and frozen configurations
+from plain mappings, as YAML files and checkpoints hold them.
+
+An annotation says all that can be said of one argument alone: its type and its range
+(`Annotated[float, Interval(gt=0)]`); numbers are finite and text is not empty. pydantic reads annotations; values are
+checked and never converted: "3" is no number, true is no 1. What several arguments must be together is left to the
+constructor's body.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+import numbers
+import os
 import re
-from collections.abc import Container, Mapping
-from typing import Any, TypeVar
+import types
+import typing
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from annotated_types import Interval
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import nearest
-from moe_lightning.values import described, fits, hints_of, shown
 
 T = TypeVar("T")
+
+TARGET = "_target_"
+"""Key of a mapping that stands for an object which is built later."""
+
+PositiveInt = Annotated[int, Interval(ge=1)]
+NonNegativeInt = Annotated[int, Interval(ge=0)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+Probability = Annotated[float, Interval(ge=0, lt=1)]
+"""Of dropping something: with 1 nothing would be left."""
+Coefficient = Annotated[float, Interval(ge=0, le=1e6)]
+"""Factor of a term of the loss, or of a random width: far below it lies all that trains, far above it float32's end."""
+Seconds = Annotated[float, Interval(gt=0, le=1e9)]
+"""A wait of at most 30 years: what clocks, stores and collectives can count down."""
+
+
+def require(value: Any, hint: Any, name: str, owner: str = "") -> None:
+    """Refuse a value that does not fit an annotation.
+
+    Args:
+        name: of the value, as users type it.
+        owner: what the name belongs to, where the name does not say it.
+
+    Raises:
+        ConfigurationError: the name, its value and what it must be.
+    """
+    if not fits(value, hint):
+        raise ConfigurationError(f"{name}={shown(value)}{owner and f' of {owner}'} must be {described(hint)}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """True if a value may be given where this annotation stands.
+
+    Mappings stand for the dataclasses that are made from them, and with `_target_` for any object. Annotations that say
+    nothing of values (Any, protocols, type variables) are fit by all.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if _is_built_later(value):
+        return True
+    if origin in (Union, types.UnionType):
+        return any(fits(value, option) for option in arguments)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return isinstance(value, hint | Mapping)
+    if (origin or hint) in (Path, os.PathLike):
+        return isinstance(value, str | os.PathLike) and value != ""
+    return bool(_validator(hint).isinstance_python(value))
+
+
+def _is_built_later(value: Any) -> bool:
+    return isinstance(value, Mapping) and TARGET in value
+
+
+def _is_a(*kinds: type, but: tuple[type, ...] = (str, bytes)) -> Callable[[Any, Any], bool]:
+    return lambda value, _: isinstance(value, kinds) and not isinstance(value, but)
+
+
+_TESTS: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
+    "int": _is_a(numbers.Integral, but=(bool,)),
+    "float": _is_a(numbers.Real, but=(bool,)),
+    "literal": lambda value, node: any(type(value) is type(word) and value == word for word in node["expected"]),
+    "list": _is_a(Sequence),
+    "tuple": _is_a(Sequence),
+    "set": _is_a(Sequence, Set),
+    "frozenset": _is_a(Sequence, Set),
+    "dict": _is_a(Mapping),
+    "generator": _is_a(Iterable, but=(str, bytes, Mapping)),
+}
+"""By the kind of a node of pydantic's schema, what it must be given: more than pydantic's strict mode takes (an integer
+of numpy, a list for a tuple), less than its lax mode does (text for a number, true for 1).
+"""
+
+
+@functools.cache
+def _validator(hint: Any) -> Any:
+    """pydantic's validator of an annotation: strict, but for what the tests above decide."""
+    import pydantic  # Here: it takes a tenth of a second, which commands that check no value do without.
+    from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+    def preceded(node: dict[str, Any], schema: Any, holds: Callable[[Any], bool]) -> Any:
+        def test(value: Any) -> Any:
+            if not holds(value):
+                raise ValueError
+            return value
+
+        return core_schema.no_info_before_validator_function(test, schema, ref=node.get("ref"))
+
+    def tested(node: Any) -> Any:
+        if isinstance(node, list | tuple):
+            return type(node)(map(tested, node))
+        if not isinstance(node, dict):
+            return node
+        kind = node.get("type")
+        if kind in ("is-instance", "dataclass"):
+            of_class = _is_a(node["cls"], *([Mapping] if kind == "dataclass" else []))
+            return preceded(
+                node, core_schema.any_schema(), lambda value: of_class(value, node) or _is_built_later(value)
+            )
+        whole: Any = {key: tested(part) for key, part in node.items() if key != "keys_schema"}
+        if kind in _TESTS:
+            return preceded(node, {**whole, "strict": False, "ref": None}, lambda value: _TESTS[kind](value, node))
+        return whole
+
+    try:
+        schema = pydantic.TypeAdapter(hint, config={"arbitrary_types_allowed": True}).core_schema
+    except (SchemaError, pydantic.PydanticUserError, pydantic.PydanticUndefinedAnnotation):  # a protocol, for one
+        return SchemaValidator(core_schema.any_schema())
+    return SchemaValidator(tested(schema), core_schema.CoreConfig(strict=True, allow_inf_nan=False, str_min_length=1))
+
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    str: "text",
+    type(None): "null",
+    None: "null",
+    Path: "a path",
+    os.PathLike: "a path",
+    dict: "a mapping",
+    list: "a list",
+}
+
+
+def described(hint: Any) -> str:
+    """An annotation in the words of a configuration file."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        limits = ", ".join(filter(None, map(_limits, arguments[1:])))
+        return f"{described(arguments[0]).replace('finite ', '')} {limits}".strip()
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(described(option) for option in arguments))
+    if origin is Literal:
+        return " or ".join(shown(option) for option in arguments)
+    if hint in _WORDS:
+        return _WORDS[hint]
+    if isinstance(origin, type):
+        return _described_container(origin, arguments)
+    if dataclasses.is_dataclass(hint):
+        return f"a mapping of {getattr(hint, '__name__', hint)}'s arguments"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _described_container(origin: type, arguments: tuple[Any, ...]) -> str:
+    if issubclass(origin, os.PathLike):
+        return "a path"
+    if issubclass(origin, Mapping):
+        return "a mapping"
+    if origin is tuple and Ellipsis not in arguments:
+        return f"a list of {len(arguments)}, each {' or '.join(dict.fromkeys(map(described, arguments)))}"
+    if issubclass(origin, Sequence | Iterable):
+        item = "" if arguments[0] is Any else f", each item {described(arguments[0])}"
+        return f"a list{item}"
+    return origin.__name__
+
+
+def shown(value: Any) -> str:
+    """A value as it would be typed."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float | list | tuple | dict):
+        return repr(value) if len(text := repr(value)) <= 100 else f"{text[:97]}..."
+    return f"an instance of {type(value).__name__}"
+
+
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Resolved annotations of the arguments of a function or class, ranges included; those are left out that name what
+    exists for type checkers only.
+    """
+    plain = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)
+    try:
+        return typing.get_type_hints(function if dataclasses.is_dataclass(function) else plain, include_extras=True)
+    except (NameError, TypeError, AttributeError):
+        return _resolved_one_by_one(plain)
+
+
+def _resolved_one_by_one(function: Callable[..., Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        holder = types.SimpleNamespace(__annotations__={name: annotation})
+        try:
+            found |= typing.get_type_hints(holder, getattr(function, "__globals__", {}), include_extras=True)
+        except (NameError, TypeError, AttributeError):
+            continue
+    return found
+
+
+def validated(cls: type[T]) -> type[T]:
+    """Class decorator: the constructor refuses arguments that do not fit their annotations, before it runs.
+
+    Raises (the constructor):
+        ConfigurationError: the argument's name, its value and what it must be.
+    """
+    plain = cls.__init__
+    signature = inspect.signature(plain)
+
+    @functools.cache
+    def hints() -> dict[str, Any]:
+        return hints_of(cls)
+
+    @functools.wraps(plain)
+    def checking(self: T, *args: Any, **kwargs: Any) -> None:
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError:  # an argument too many or too few: Python's own words are clear
+            given = {}
+        for name, value in given.items():
+            if name in hints() and value is not signature.parameters[name].default:
+                require(value, hints()[name], name, cls.__name__)
+        plain(self, *args, **kwargs)
+
+    cls.__init__ = checking  # type: ignore[assignment]
+    return cls
+
+
+def _limits(limit: Any) -> str:
+    """An interval, or one end of it, in words."""
+    words = {"of at least": "ge", "above": "gt", "at most": "le", "below": "lt"}
+    ends = {word: getattr(limit, name, None) for word, name in words.items()}
+    return " and ".join(f"{word} {_plain(end)}" for word, end in ends.items() if end is not None)
+
+
+def _plain(limit: float) -> str:
+    """A limit as a user would write it: whole numbers in full, others short."""
+    return str(int(limit)) if limit == int(limit) and abs(limit) < 1e10 else f"{limit:g}"
 
 
 def build_config(cls: type[T], values: T | Mapping[str, Any] | None, *, key: str | None = None) -> T:
@@ -37,9 +277,8 @@ def build_config(cls: type[T], values: T | Mapping[str, Any] | None, *, key: str
             hint = f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}"
             raise ConfigurationError(f"{key or cls.__name__} has no {name!r}: {hint}")
     for name, hint in hints_of(cls).items():
-        if name in values and not fits(values[name], hint):
-            what = f"{key}.{name}={shown(values[name])}" if key else f"{name}={shown(values[name])} of {cls.__name__}"
-            raise ConfigurationError(f"{what} must be {described(hint)}")
+        if name in values:
+            require(values[name], hint, f"{key}.{name}" if key else name, "" if key else cls.__name__)
     missing = [field.name for field in dataclasses.fields(cls) if _is_needed(field) and field.name not in values]  # type: ignore[arg-type]
     if missing:
         raise ConfigurationError(f"{key or cls.__name__} lacks {', '.join(missing)}: give each of them")

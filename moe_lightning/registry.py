@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 
 from typing_extensions import get_protocol_members
 
+from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import shown
 
 T = TypeVar("T", bound=Callable[..., Any])
 

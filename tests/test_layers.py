@@ -37,7 +37,6 @@ MAY_IMPORT = {
     "text_table": set[str](),
     "errors": set[str](),
     "config": set[str](),
-    "values": set[str](),
     "registry": set[str](),
     "mistakes": set[str](),
     "bounded_files": set[str](),
@@ -54,7 +53,7 @@ MAY_IMPORT["strategies"] = {
 MAY_IMPORT["callbacks"] = {*MAY_IMPORT, "strategies"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "callbacks", "__version__"}
 MAY_IMPORT |= {"conf": set(), "__init__": set(MAY_IMPORT)}
-SHARED = {"errors", "config", "values", "registry", "mistakes", "bounded_files"}
+SHARED = {"errors", "config", "registry", "mistakes", "bounded_files"}
 MAY_COMMUNICATE = {"comm", "elastic", "strategies", "fsdp_seams"}
 WITHOUT_LIGHTNING = {"algorithms", "kernels", "state", "comm", "modules", "checkpoint", *SHARED}
 UNSAFE_CALLS = {

@@ -30,8 +30,8 @@ from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.algorithms.shadow_plan import ShadowPlan, shadow_quota
 from moe_lightning.algorithms.shadow_search import search_shadows
 from moe_lightning.algorithms.shadows import fastermoe_best_shadows, fastermoe_shadows, no_shadows, top_shadows
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import validated
 
 
 @validated

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import validated
 
 
 @validated

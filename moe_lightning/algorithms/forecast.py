@@ -12,8 +12,8 @@ from typing import TypedDict
 import numpy as np
 
 from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import validated
 
 _WEIGHT_BITS = 16
 _FRACTION_BITS = 8

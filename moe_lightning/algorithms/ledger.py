@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.algorithms.selection import longest_turn
+from moe_lightning.config import NonNegativeInt, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import NonNegativeInt, validated
 
 
 class Source(IntEnum):

@@ -14,8 +14,8 @@ from math import prod
 from typing import Literal
 
 from moe_lightning.algorithms.dense_shards import Groups
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import validated
 
 Axis = Literal["pp", "dp", "cp", "tp"]
 

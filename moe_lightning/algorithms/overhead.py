@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import validated
 
 
 @validated

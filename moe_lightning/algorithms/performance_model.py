@@ -23,8 +23,8 @@ import numpy as np
 
 from moe_lightning.algorithms.pairs import BoolArray, FloatArray, IntArray, Pairs
 from moe_lightning.algorithms.speeds import speeds_in_proportion
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import validated
 
 ONE_COPY = 1 << 32
 """Fixed-point unit of copies of an expert, so that fractions of copies add up alike on every machine."""

@@ -33,8 +33,8 @@ from moe_lightning.algorithms.shadows import no_shadows, predict_plan
 from moe_lightning.algorithms.speeds import uneven
 from moe_lightning.callbacks.layer_planner import Decision, LayerPlanner
 from moe_lightning.callbacks.planning_threads import PlanningThreads
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import validated
 
 FIRST_REBALANCE = 8
 """Steps before the first new placement; the interval then doubles, since routing drifts most at the start."""

@@ -10,8 +10,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.config import validated
 from moe_lightning.mistakes import missing_for_logger
-from moe_lightning.values import validated
 
 
 @validated

@@ -20,11 +20,11 @@ from torch import nn
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.stream import StreamDropout
 from moe_lightning.strategies.stage_cut import is_gated
-from moe_lightning.values import validated
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 

@@ -23,6 +23,7 @@ from rich.table import Column
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.config import validated
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.text import TextData
@@ -31,7 +32,6 @@ from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import moe_layers
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.text_table import in_columns
-from moe_lightning.values import validated
 
 _WIDE = 100
 """Columns of a terminal from which on a bar is drawn beside the numbers."""

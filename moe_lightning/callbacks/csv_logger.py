@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.values import NonNegativeInt, PositiveInt, validated
+from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 
 
 class NotBegun:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import lightning.pytorch as pl
+from annotated_types import Interval
 from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -38,11 +39,11 @@ from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
+from moe_lightning.config import validated
 from moe_lightning.elastic import fault_effects
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import cap_nodes, read_trace
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.values import Range, validated
 
 _Texts = str | Sequence[str] | None
 
@@ -81,8 +82,8 @@ class FaultInjection(Callback):
         corrupt_arena: _Texts = None,
         fill_disk: _Texts = None,
         trace: str | None = None,
-        trace_speed: Annotated[float, Range(above=0, most=1e9)] = 60.0,
-        trace_start_s: Annotated[float, Range(least=0, most=1e9)] = 0.0,
+        trace_speed: Annotated[float, Interval(gt=0, le=1e9)] = 60.0,
+        trace_start_s: Annotated[float, Interval(ge=0, le=1e9)] = 0.0,
     ) -> None:
         given: dict[Kind, _Texts] = {
             "kill": kill,

@@ -19,13 +19,13 @@ from moe_lightning.algorithms.protection import PROTECTIONS, ProtectionLayout, c
 from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.recovery_table import log_table
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.leaving import WorldChanged
 from moe_lightning.strategies.peer_replay import replay_peer, verify_replay
 from moe_lightning.strategies.recovery_report import RecoveryListener, RecoveryReport
-from moe_lightning.values import validated
 
 
 @validated

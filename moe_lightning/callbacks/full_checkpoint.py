@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.values import PositiveInt, validated
+from moe_lightning.config import PositiveInt, validated
 
 
 @validated

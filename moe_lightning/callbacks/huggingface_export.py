@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.checkpoint.full_state import full_model_state
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.adapters import (
     merged_dense,
@@ -24,7 +25,6 @@ from moe_lightning.modules.experts import Experts
 from moe_lightning.state.row_blocks import cuts_of
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.stage_state import stages_of
-from moe_lightning.values import validated
 
 Form = Literal["merged", "adapter"]
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from annotated_types import Interval
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
@@ -32,12 +33,12 @@ from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.shadow_exchange import StepVisits
 from moe_lightning.comm.world import any_says
+from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.svg_pictures import time_line
-from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, Range, validated
 
 _DENSE_STEPS = range(2, 6)
 """Steps whose dense layers are timed: the first ones warm the machine up."""
@@ -104,8 +105,8 @@ class LoadBalancer(Callback):
         lag: PositiveInt = 1,
         ranks_per_node: PositiveInt | None = None,
         calibrate: bool = True,
-        bytes_per_s: Annotated[float, Range(above=0, most=1e18)] = 10e9,
-        flops_per_s: Annotated[float, Range(above=0, most=1e21)] = 1e12,
+        bytes_per_s: Annotated[float, Interval(gt=0, le=1e18)] = 10e9,
+        flops_per_s: Annotated[float, Interval(gt=0, le=1e21)] = 1e12,
         speeds: Literal["measured", "even"] | Sequence[float] = "measured",
         speeds_every: PositiveInt = 8,
         max_samples_per_rank: PositiveInt | None = None,

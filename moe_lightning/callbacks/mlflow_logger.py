@@ -14,9 +14,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import MLFlowLogger
 from typing_extensions import override
 
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import missing_for_logger, one_line
-from moe_lightning.values import validated
 
 _RUN_ID = "mlflow_run_id"
 _NOWHERE = "http://nowhere.invalid"  # nothing asks there

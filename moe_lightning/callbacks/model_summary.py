@@ -5,9 +5,9 @@ from __future__ import annotations
 from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 from typing_extensions import override
 
+from moe_lightning.config import validated
 from moe_lightning.models.size import whole_parameters
 from moe_lightning.seams import SummaryShown, SummaryTable
-from moe_lightning.values import validated
 
 _NOT_APPLICABLE = "n/a"
 

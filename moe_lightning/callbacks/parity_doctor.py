@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import lightning.pytorch as pl
 import torch
+from annotated_types import Interval
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
@@ -21,9 +22,9 @@ from moe_lightning.callbacks.doctor_reference import Batches, follow, one_proces
 from moe_lightning.callbacks.doctor_verdict import sentence, table
 from moe_lightning.comm.collect import all_gather_json, broadcast_object
 from moe_lightning.comm.world import World
+from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError, ParityError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.values import PositiveInt, Range, validated
 
 _FLOAT32, _LOWER = 1e-4, 0.05
 """Tolerances: of float32, and of products in 16 bits."""
@@ -54,9 +55,7 @@ class ParityDoctor(Callback):
         ParityError: on every rank, the runs part.
     """
 
-    def __init__(
-        self, steps: PositiveInt = 3, tolerance: Annotated[float, Range(above=0, below=1)] | None = None
-    ) -> None:
+    def __init__(self, steps: PositiveInt = 3, tolerance: Annotated[float, Interval(gt=0, lt=1)] | None = None) -> None:
         self._steps, self._tolerance = steps, tolerance
         self.comparison: Comparison | None = None
         self._recorder = Recorder(tolerance or _FLOAT32)

@@ -13,13 +13,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.callbacks.own_strategy import own_strategy
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.router import Router
 from moe_lightning.modules.routing_files import Piece, read_samples, write_piece
 from moe_lightning.modules.routing_replay import Choices, check_expert_ids, choosing, forced, routers_of
 from moe_lightning.modules.stream import SampleStream
 from moe_lightning.strategies.stage_state import StageState, stages_of
-from moe_lightning.values import validated
 
 
 @validated

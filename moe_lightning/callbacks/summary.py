@@ -20,11 +20,11 @@ from typing_extensions import override
 from moe_lightning.callbacks.telemetry import Telemetry, perplexity
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import absolute, place_of
+from moe_lightning.config import NonNegativeInt, validated
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.ngram import ngram_cross_entropy
 from moe_lightning.data.text import TextData
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import NonNegativeInt, validated
 
 
 @validated

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from annotated_types import Interval
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
@@ -28,10 +29,10 @@ from moe_lightning import seams
 from moe_lightning.callbacks.placement_table import PlacementTable
 from moe_lightning.callbacks.wandb_logger import log_histograms
 from moe_lightning.comm.exchange_clock import ExchangeClock
+from moe_lightning.config import validated
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
-from moe_lightning.values import Range, validated
 
 Reduction = Literal["same", "sum", "mean", "max"]
 
@@ -97,7 +98,7 @@ class Telemetry(Callback):
     def __init__(
         self,
         expert_load_path: str | None = None,
-        peak_flops_per_s: Annotated[float, Range(above=0, most=1e21)] | None = None,
+        peak_flops_per_s: Annotated[float, Interval(gt=0, le=1e21)] | None = None,
         placement_path: str | None = None,
     ) -> None:
         self._path = Path(expert_load_path) if expert_load_path else None

@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.callbacks.csv_logger import NotBegun
+from moe_lightning.config import validated
 from moe_lightning.mistakes import missing_for_logger
-from moe_lightning.values import validated
 
 
 @validated

@@ -26,7 +26,7 @@ from moe_lightning import seams
 from moe_lightning.callbacks.csv_logger import NotBegun
 from moe_lightning.callbacks.wandb_artifacts import RUN_ID, CheckpointUploads, resumed_artifact
 from moe_lightning.checkpoint.storage import Place
-from moe_lightning.values import validated
+from moe_lightning.config import validated
 
 _MOST_BINS = 512
 

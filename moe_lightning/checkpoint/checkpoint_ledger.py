@@ -12,8 +12,8 @@ from moe_lightning.algorithms.ledger import Ledger, Source
 from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.replay_window import ReplayWindow, plan_window
 from moe_lightning.checkpoint.plan import CheckpointPlan, Order, PartialPolicy
+from moe_lightning.config import NonNegativeInt, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import NonNegativeInt, validated
 
 _HISTORY = 64
 """Checkpoints whose token counts are kept; of an older version, the newest one that is remembered before it counts, so

@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from moe_lightning.checkpoint.object_storage import ObjectStorage
 from moe_lightning.checkpoint.storage import Place
+from moe_lightning.config import validated
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.values import validated
 
 T = TypeVar("T")
 

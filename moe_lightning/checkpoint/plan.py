@@ -25,9 +25,9 @@ from moe_lightning.algorithms.selection import (
     sequential_selection,
     window_slots,
 )
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.pieces import is_partial, parse_expert_key
-from moe_lightning.values import validated
 
 Order = Literal["sequential", "load_aware", "load_aware_global"]
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from moe_lightning.algorithms.selection import SCOPES, parse_scopes
 from moe_lightning.checkpoint.plan import Order
+from moe_lightning.config import Coefficient, PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import Coefficient, PositiveInt, validated
 
 
 @validated

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+from annotated_types import Interval
+
 from moe_lightning import mistakes
 from moe_lightning.arguments import Parser, add_options, read_options, value
 from moe_lightning.elastic.failure import Interrupted
-from moe_lightning.values import Range
 
-_Threads = Annotated[int, Range(least=1, most=1024)]
+_Threads = Annotated[int, Interval(ge=1, le=1024)]
 
 COMMANDS = {
     "calibrate": "this machine as moe-sim sees it, and its predictions beside real trainings",

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from annotated_types import Interval
 from numpy.typing import NDArray
 
 from moe_lightning.algorithms.balancing import STRATEGIES
@@ -49,7 +50,6 @@ from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import gpt_workload
 from moe_lightning.strategies import ExpertParallelStrategy
 from moe_lightning.text_table import table as text_table
-from moe_lightning.values import Range
 
 SAVE_EVERY = 4
 """Steps between snapshots where there are any; times are of so many steps together."""
@@ -119,7 +119,7 @@ class Options:
 
     ranks: list[Count] = option("numbers of ranks", [1, 2, 4])
     trace: InputFile | None = option("routing trace (.npz) for the skewed trainings (default: Zipf)", None)
-    steps: Annotated[int, Range(least=2 * SAVE_EVERY, most=1e6)] = option("measured steps of a training", 36)
+    steps: Annotated[int, Interval(ge=2 * SAVE_EVERY, le=1e6)] = option("measured steps of a training", 36)
     out: OutputFile = option("file for hardware.preset of moe-sim", Path("machine.json"))
     clock: Literal["step_s", "cpu_s"] = option("by which the file is", CLOCKS[0])
     no_check: bool = option("only calibrate, predict nothing", False)

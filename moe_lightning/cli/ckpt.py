@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
+from annotated_types import Interval
 from rich.console import Console
 from rich.table import Table
 
@@ -38,11 +39,11 @@ from moe_lightning.checkpoint.storage import Place, exists
 from moe_lightning.checkpoint.storages import place_of, storage_of
 from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
+from moe_lightning.config import NonNegativeInt, Probability
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.mistakes import sentence_of_memory
-from moe_lightning.values import NonNegativeInt, Probability, Range
 
-_Times = Annotated[int, Range(least=1, most=1024)]
+_Times = Annotated[int, Interval(ge=1, le=1024)]
 """GPUs that share experts, or copies of each: beyond, planning takes hours."""
 
 

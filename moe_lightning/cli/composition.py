@@ -19,9 +19,9 @@ from yaml import YAMLError
 
 from moe_lightning.bounded_files import read_text
 from moe_lightning.cli.validation import check_run_name
+from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import one_line, suggestion
-from moe_lightning.values import shown
 
 CONFIG_DIR = Path(__file__).parent.parent / "conf"
 CONFIG_NAME = "train"

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from moe_lightning.cli.instantiation import check_arguments
+from moe_lightning.config import TARGET, fits, shown
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
 from moe_lightning.elastic.settings import ElasticSettings
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import TARGET, fits, shown
 
 _LAST_PORT = 65535
 

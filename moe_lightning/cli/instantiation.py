@@ -16,9 +16,9 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from moe_lightning.cli.limits import limits_of
+from moe_lightning.config import TARGET, hints_of, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import one_line, suggestion
-from moe_lightning.values import TARGET, described, fits, hints_of, shown
 
 _REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, ArithmeticError)
 _FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the data
@@ -112,8 +112,8 @@ def _check_call(node: Mapping[str, Any], key: str) -> None:
             )
         if (name in _FILLED_LATER and value == _FILLED_LATER[name]) or _is_default(value, parameters.get(name)):
             continue
-        if name in hints and not fits(value, hints[name]):
-            raise ConfigurationError(f"{typed(_child(key, name))}={shown(value)} must be {described(hints[name])}")
+        if name in hints:
+            require(value, hints[name], typed(_child(key, name)))
 
 
 def _arguments(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from moe_lightning.values import Coefficient, Fraction, NonNegativeInt, PositiveInt, Range
+from annotated_types import Interval
 
-_Limit = Annotated[int, Range(least=-1)]  # -1: none
+from moe_lightning.config import Coefficient, Fraction, NonNegativeInt, PositiveInt
+
+_Limit = Annotated[int, Interval(ge=-1)]  # -1: none
 _Share = NonNegativeInt | Fraction
 
 _LIMITS: dict[str, dict[str, Any]] = {
@@ -28,7 +30,7 @@ _LIMITS: dict[str, dict[str, Any]] = {
         "num_sanity_val_steps": _Limit | None,
         "overfit_batches": _Share,
         "reload_dataloaders_every_n_epochs": NonNegativeInt,
-        "val_check_interval": PositiveInt | Annotated[float, Range(above=0, most=1)] | str | None,
+        "val_check_interval": PositiveInt | Annotated[float, Interval(gt=0, le=1)] | str | None,
     },
 }
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import suggestion
-from moe_lightning.values import shown
 
 _WRITTEN_AS_YAML = re.compile(r"([A-Za-z_][\w.]*):(?!//)\s*(.*)", re.DOTALL)
 _KEY = re.compile(r"[A-Za-z_][\w.]*")

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_lightning.cli.capacity import check_processes
+from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import shown
 
 _CPU_RANKS = 2
 _RANKS_OF_A_CORE = 4

@@ -16,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_lightning.bounded_files import open_text
+from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import shown
 
 _UNCHANGEABLE = ("model", "data.tokenizer", "data._target_", "optimizer._target_", "module._target_")
 _FREE_OF_MODEL = (

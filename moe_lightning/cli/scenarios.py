@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_lightning.config import build_config
+from moe_lightning.config import TARGET, build_config, fits, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
@@ -15,7 +15,6 @@ from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import make_routing
 from moe_lightning.simulate.scenario import Scenario
 from moe_lightning.simulate.workload import Workload, gpt_workload
-from moe_lightning.values import TARGET, fits, shown
 
 _MOST_MODEL_BYTES = 10**18
 """Of its training: beyond the largest clusters."""

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from annotated_types import Interval
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -30,6 +31,7 @@ from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes, dott
 from moe_lightning.cli.overrides import read_settings, refuse_option
 from moe_lightning.cli.scenarios import given, scenario_of
 from moe_lightning.cli.vocabulary import SIM
+from moe_lightning.config import NonNegativeInt, PositiveInt, fits, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import suggestion
 from moe_lightning.simulate.event_loop import simulate
@@ -39,13 +41,12 @@ from moe_lightning.simulate.recommend import FailingCluster, recommend
 from moe_lightning.simulate.routing import Exponent, RoutingKind
 from moe_lightning.simulate.scenario import Report
 from moe_lightning.text_table import table
-from moe_lightning.values import NonNegativeInt, PositiveInt, Range, described, fits, shown
 
 CONFIG_NAME = "simulate"
 
 _TYPES: dict[str, Any] = {
-    "nodes": Annotated[int, Range(least=1, most=1e5)],
-    "hours": Annotated[float, Range(above=0, most=1e6)],
+    "nodes": Annotated[int, Interval(ge=1, le=1e5)],
+    "hours": Annotated[float, Interval(gt=0, le=1e6)],
     "seed": NonNegativeInt,
     "compare": list[str] | None,
     "rank_batch": PositiveInt | None,
@@ -161,8 +162,7 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
     for key, hint in _TYPES.items():
         *groups, name = key.split(".")
         value = config[groups[0]][name] if groups else config[name]
-        if not fits(value, hint):
-            raise ConfigurationError(f"{key}={shown(value)} must be {described(hint)}")
+        require(value, hint, key)
     if config["nodes"] * config["hours"] > _MOST_NODE_HOURS:
         raise ConfigurationError(
             f"nodes={config['nodes']} for hours={config['hours']} are more than {_MOST_NODE_HOURS:g} hours of nodes, "
@@ -191,7 +191,7 @@ def _check_extent(config: Mapping[str, Any]) -> None:
         "weibull": ("node_mtbf_hours", config["nodes"] * config["hours"]),
     }.get(str(failures["kind"]), ("", 0.0))
     value = failures.get(key)
-    if fits(value, Annotated[float, Range(above=0)]) and amount / value > _MOST_FAILURES:
+    if fits(value, Annotated[float, Interval(gt=0)]) and amount / value > _MOST_FAILURES:
         raise ConfigurationError(
             f"failures.{key}={shown(value)} makes about {amount / value:.3g} failures, more than {_MOST_FAILURES:g}, "
             f"which would take days to simulate: raise it, or lower nodes={config['nodes']} or hours={config['hours']}"

@@ -6,18 +6,20 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
+
 from moe_lightning.cli.instantiation import check_arguments
+from moe_lightning.config import TARGET, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import suggestion
-from moe_lightning.values import TARGET, Range, described, fits, shown
 
 _GROUPS = ("model", "optimizer", "data", "strategy", "trainer", "module")
 COLLECTIONS = ("callbacks", "logger", "elastic")
 """Groups of which a run may have nothing."""
 _PLAIN: dict[str, Any] = {
     "run_dir": str,
-    "ranks": Annotated[int, Range(least=-1)] | Literal["auto", "-1"] | list[int],
-    "seed": Annotated[int, Range(least=0, most=2**32 - 1)],
+    "ranks": Annotated[int, Interval(ge=-1)] | Literal["auto", "-1"] | list[int],
+    "seed": Annotated[int, Interval(ge=0, le=2**32 - 1)],
     "resume": bool | str,
     "resume_overrides": bool,
     "task": Literal["train", "validate"],
@@ -62,8 +64,7 @@ def check_top_level(config: Mapping[str, Any]) -> None:
     """
     check_run_name(config["run_name"])
     for name, hint in _PLAIN.items():
-        if not fits(config[name], hint):
-            raise ConfigurationError(f"{name}={shown(config[name])} must be {described(hint)}")
+        require(config[name], hint, name)
     check_groups(config)
     for name in _GROUPS:
         if TARGET not in config[name]:

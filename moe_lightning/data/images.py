@@ -12,14 +12,15 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.images_sources import ImageFolder, ImageSource, Shapes, read_image_folder
 from moe_lightning.data.step_data import StepDataModule
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -154,12 +155,12 @@ class ImageData(StepDataModule):
         image_size: PositiveInt = 192,
         global_batch_size: PositiveInt = 32,
         num_workers: NonNegativeInt = 0,
-        val_fraction: Annotated[float, Range(above=0, below=1)] = 0.1,
+        val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1,
         val_samples: PositiveInt | None = None,
         crop_scale: tuple[float, float] = (0.08, 1.0),
         flip: bool = True,
-        center_crop: Annotated[float, Range(above=0, most=1)] = 0.875,
-        num_shapes: Annotated[int, Range(least=4)] = 4096,
+        center_crop: Annotated[float, Interval(gt=0, le=1)] = 0.875,
+        num_shapes: Annotated[int, Interval(ge=4)] = 4096,
         seed: NonNegativeInt = 0,
     ) -> None:
         super().__init__(global_batch_size=global_batch_size, num_workers=num_workers, seed=seed)

@@ -19,19 +19,20 @@ from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from moe_lightning.bounded_files import check_written, decoded, open_regular, read_bytes
+from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.chat import ChatFormat, chat_format
 from moe_lightning.data.packing import Packed
 from moe_lightning.data.step_data import StepDataModule
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.losses import IGNORED_TARGET
-from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 _SAMPLE = 256
 """Conversations whose windows are looked at before training."""
@@ -176,7 +177,7 @@ class InstructionData(StepDataModule):
         global_batch_size: PositiveInt = 32,
         end_token: str | None = None,
         num_workers: NonNegativeInt = 0,
-        val_fraction: Annotated[float, Range(above=0, below=1)] = 0.05,
+        val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.05,
         val_samples: PositiveInt | None = None,
         seed: NonNegativeInt = 0,
         packing: bool = False,

@@ -25,8 +25,8 @@ from torch.utils.data import Sampler
 from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.parts import cut
 from moe_lightning.algorithms.speeds import shares, uneven
+from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import PositiveInt, validated
 
 
 def mixed_seed(*words: int) -> int:

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from moe_lightning import seams
+from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.accumulation import factors_of
 from moe_lightning.data.step_loader import StepLoader, batches_of, kept_options, reason_in_batches
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.data.stream_reader import Mark, Read, StreamReader
-from moe_lightning.values import NonNegativeInt, PositiveInt, validated
 
 
 class StreamSampler(StepSampler):

@@ -7,16 +7,17 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.corpus import Corpus, document_starts, prepare_corpus
 from moe_lightning.data.packing import IntArray, Packed
 from moe_lightning.data.sources import TokenSpan
 from moe_lightning.data.step_data import StepDataModule
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 
 class _MappedTokens(Dataset[tuple[Tensor, Tensor]]):
@@ -135,7 +136,7 @@ class TextData(StepDataModule):
         context_length: PositiveInt = 128,
         global_batch_size: PositiveInt = 32,
         num_workers: NonNegativeInt = 0,
-        val_fraction: Annotated[float, Range(above=0, below=1)] = 0.05,
+        val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.05,
         val_samples: PositiveInt | None = None,
         tokenizer: str = "bytes",
         cache_dir: str | Path | None = None,

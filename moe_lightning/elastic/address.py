@@ -7,8 +7,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Self
 
+from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import shown
 
 _UNIX = "unix:"
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+from annotated_types import Interval
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from moe_lightning.config import build_config
+from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.elastic import processes
 from moe_lightning.elastic.address import Address, interface_towards
 from moe_lightning.elastic.clock import OwnClock
@@ -30,7 +31,6 @@ from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed,
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask, new_token
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 _POLL_S = 0.01
 _MOST_REPEATS = 3  # of one crash in a row
@@ -62,7 +62,7 @@ class ElasticLauncher:
     settings: ElasticSettings = field(default_factory=ElasticSettings)
     module: str = WORKER_MODULE
     max_restarts: NonNegativeInt = 20
-    cool_down_s: Annotated[float, Range(least=0, most=1e9)] = 1.0
+    cool_down_s: Annotated[float, Interval(ge=0, le=1e9)] = 1.0
     lighthouse: str | None = None
     secret_file: str | Path | None = None
     num_nodes: PositiveInt = 1

@@ -20,6 +20,7 @@ from typing import Self
 
 from moe_lightning.arguments import Parser
 from moe_lightning.comm.private_folder import PrivateFolder
+from moe_lightning.config import validated
 from moe_lightning.elastic.address import Address
 from moe_lightning.elastic.formation import RECONNECT_S
 from moe_lightning.elastic.membership import LOOPBACK
@@ -27,7 +28,6 @@ from moe_lightning.elastic.roster import Roster
 from moe_lightning.elastic.secret import create_secret
 from moe_lightning.elastic.server import ControlServer
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import validated
 
 _LONGEST_PATH = 100  # bytes of a folder whose socket has a path that Unix sockets can have
 _BACKLOG = 1024

@@ -18,7 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from annotated_types import Interval
+
 from moe_lightning.arguments import OutputFolder, Parser, add_options, option, read_options, shortened
+from moe_lightning.config import NonNegativeInt, PositiveInt
 from moe_lightning.elastic.elastic_launcher import ElasticLauncher
 from moe_lightning.elastic.failure import Interrupted
 from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE, leave
@@ -26,7 +29,6 @@ from moe_lightning.elastic.settings import ELASTIC_VARIABLE, ElasticSettings
 from moe_lightning.elastic.work import work
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.mistakes import report
-from moe_lightning.values import NonNegativeInt, PositiveInt, Range
 
 _PROGRAM, _MODULE = "elastic", "moe_lightning.elastic.run"
 
@@ -35,7 +37,7 @@ _PROGRAM, _MODULE = "elastic", "moe_lightning.elastic.run"
 class Options:
     """Of the command line."""
 
-    ranks: Annotated[int, Range(least=1, most=1024)] = option("workers of this machine", 2)
+    ranks: Annotated[int, Interval(ge=1, le=1024)] = option("workers of this machine", 2)
     nodes: PositiveInt = option("machines that run this command", 1)
     lighthouse: str | None = option("of the rendezvous host, for several machines", None, metavar="HOST:PORT")
     secret_file: Path | None = option("a copy of the rendezvous host's", None, metavar="FILE")

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Self
 
+from annotated_types import Interval
+
+from moe_lightning.config import PositiveInt, Seconds, validated
 from moe_lightning.elastic.membership import MEMBERSHIPS, Membership
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import PositiveInt, Range, Seconds, validated
 
 BEAT_S = 0.5
 """How often every client of the rendezvous host says that it is there, at least."""
@@ -54,7 +56,7 @@ class ElasticSettings:
         ConfigurationError: a value is out of range.
     """
 
-    heartbeat_timeout_s: Annotated[Seconds, Range(least=0.1)] = 0.5
+    heartbeat_timeout_s: Annotated[Seconds, Interval(ge=0.1)] = 0.5
     silence_timeout_s: Seconds = 5.0
     rendezvous_timeout_s: Seconds = 40.0
     hang_timeout_s: Seconds = 10.0

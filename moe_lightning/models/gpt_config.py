@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from moe_lightning.config import build_config
+from annotated_types import Interval
+
+from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, Probability, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import Activation
 from moe_lightning.modules.router import RouterConfig
-from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, Probability, Range, validated
 
 
 @validated
@@ -64,7 +65,7 @@ class GPTConfig:
     qk_norm: bool = False
     tie_embeddings: bool = True
     dropout: Probability = 0.0
-    rope_theta: Annotated[float, Range(above=0, most=1e9)] = 10000.0
+    rope_theta: Annotated[float, Interval(gt=0, le=1e9)] = 10000.0
     init_std: Coefficient = 0.02
 
     def __post_init__(self) -> None:

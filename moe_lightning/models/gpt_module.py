@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
+from annotated_types import Interval
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moe_lightning.config import build_config
+from moe_lightning.config import Coefficient, Fraction, NonNegativeInt, Probability, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.adafactor import Adafactor, by_expert
 from moe_lightning.models.gpt import GPT
@@ -25,7 +26,6 @@ from moe_lightning.models.size import ModelSize, model_size
 from moe_lightning.modules.context import ContextParallel
 from moe_lightning.modules.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
 from moe_lightning.modules.tensor_parallel import parted_logits
-from moe_lightning.values import Coefficient, Fraction, NonNegativeInt, Probability, Range, validated
 
 
 @validated
@@ -50,9 +50,9 @@ class OptimizerConfig:
     """
 
     name: Literal["adamw", "muon", "adafactor"] = "adamw"
-    lr: Annotated[float, Range(above=0, most=1e3)] = 3e-4
+    lr: Annotated[float, Interval(gt=0, le=1e3)] = 3e-4
     betas: tuple[Probability, Probability] = (0.9, 0.95)
-    eps: Annotated[float, Range(above=0, most=1)] = 1e-8
+    eps: Annotated[float, Interval(gt=0, le=1)] = 1e-8
     weight_decay: Coefficient = 0.1
     momentum: Probability = 0.95
     fused: bool = False

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_lightning.config import build_config
+from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.modules.router import RouterConfig
-from moe_lightning.values import NonNegativeInt, PositiveInt, validated
 
 
 @validated

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moe_lightning.config import build_config
+from moe_lightning.config import NonNegativeInt, PositiveInt, Probability, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import Batch, OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.blocks import DroppingLayerNorm
@@ -33,7 +34,6 @@ from moe_lightning.models.sparse_layers import SparseLayers
 from moe_lightning.models.upcycling import UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.modules.losses import mean_over_targets
 from moe_lightning.modules.router import RouterConfig
-from moe_lightning.values import NonNegativeInt, PositiveInt, Probability, Range, validated
 
 _MODEL_TYPE = "swinv2"
 _HEAD = "classifier."
@@ -67,7 +67,7 @@ class SwinConfig:
         ConfigurationError: values that do not fit each other or the checkpoint.
     """
 
-    num_classes: Annotated[int, Range(least=2, most=1e6)]
+    num_classes: Annotated[int, Interval(ge=2, le=1e6)]
     pretrained: str | None = None
     image_size: PositiveInt = 192
     patch_size: PositiveInt | None = None
@@ -75,7 +75,7 @@ class SwinConfig:
     embed_dim: PositiveInt | None = None
     depths: tuple[PositiveInt, ...] | None = None
     num_heads: tuple[PositiveInt, ...] | None = None
-    mlp_ratio: Annotated[float, Range(above=0, most=1e6)] | None = None
+    mlp_ratio: Annotated[float, Interval(gt=0, le=1e6)] | None = None
     drop_path_rate: Probability | None = None
     num_experts: PositiveInt = 8
     moe_every: PositiveInt = 2

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.architecture import Architecture, ExpertReader
 from moe_lightning.models.huggingface.blocks import DroppingLayerNorm, SparseBlock
@@ -24,7 +25,6 @@ from moe_lightning.modules.experts import Activation
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
 from moe_lightning.modules.stream import StreamDropout
-from moe_lightning.values import validated
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",

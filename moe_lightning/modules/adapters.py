@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor, nn
 
-from moe_lightning.config import build_config
+from moe_lightning.config import PositiveInt, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.router import Router
 from moe_lightning.state.frozen_base import BASE_DIGEST, digest_of
-from moe_lightning.values import PositiveInt, Range, validated
 
 Target = Literal["experts", "attention", "dense", "router"]
 
@@ -45,7 +45,7 @@ class AdapterConfig:
 
     kind: Literal["lora", "qlora"] = "lora"
     rank: PositiveInt = 16
-    alpha: Annotated[float, Range(above=0, most=1e6)] = 32.0
+    alpha: Annotated[float, Interval(gt=0, le=1e6)] = 32.0
     targets: Sequence[Target] = ("experts",)
 
     def __post_init__(self) -> None:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
+from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.kernels.interface import ExpertSort, is_gated
 from moe_lightning.modules.quantized import quantise, quantised_grouped_mm, quantised_sizes
 from moe_lightning.state.frozen_base import BASE_DIGEST, digest_of
-from moe_lightning.values import PositiveInt, validated
 
 Activation = Literal["gelu", "swiglu", "gelu_tanh", "swiglu_clamped"]
 

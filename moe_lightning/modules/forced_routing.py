@@ -12,13 +12,14 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_lightning.algorithms.pairs import FloatArray
+from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_routing_trace
-from moe_lightning.values import PositiveInt, Range, validated
 
 
 @validated
@@ -39,7 +40,7 @@ class ForcedRouting:
     """
 
     kind: Literal["uniform", "zipf", "drift", "trace"] = "uniform"
-    exponent: Annotated[float, Range(least=0, most=100)] = 1.0
+    exponent: Annotated[float, Interval(ge=0, le=100)] = 1.0
     period: PositiveInt = 200
     path: str | None = None
 

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning.comm.dispatcher import Dispatched, Dispatcher
-from moe_lightning.config import build_config
+from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.ended_world import EndedWorld
 from moe_lightning.modules.experts import VACANT, Activation, Experts
 from moe_lightning.modules.feed_forward import FeedForward
 from moe_lightning.modules.losses import RealTokens, load_balancing_loss, router_z_loss
 from moe_lightning.modules.router import ROUTERS, RouterConfig, Routing, TokenRouter
-from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, validated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,16 @@ from typing import Annotated, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.config import build_config
+from moe_lightning.config import Coefficient, PositiveInt, Probability, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.expert_limits import drop_overflow, limit_to_best_groups
 from moe_lightning.modules.forced_routing import ForcedRouting, Popularity, sample_experts
 from moe_lightning.modules.stream import SampleStream
 from moe_lightning.registry import Registry
-from moe_lightning.values import Coefficient, PositiveInt, Probability, Range, validated
 
 
 @validated
@@ -65,7 +65,7 @@ class RouterConfig:
     score: Literal["softmax", "sigmoid"] = "softmax"
     softmax_after_top_k: bool = False
     normalize_top_k: bool = True
-    scale: Annotated[float, Range(above=0, most=1e6)] = 1.0
+    scale: Annotated[float, Interval(gt=0, le=1e6)] = 1.0
     noisy_top_k: bool = False
     jitter: Probability = 0.0
     num_groups: PositiveInt = 1
@@ -74,7 +74,7 @@ class RouterConfig:
     aux_loss_scope: Literal["global", "local"] = "global"
     z_loss_coef: Coefficient = 0.0
     bias_update_rate: Coefficient = 0.0
-    capacity_factor: Annotated[float, Range(above=0, most=1e6)] | None = None
+    capacity_factor: Annotated[float, Interval(gt=0, le=1e6)] | None = None
     drop_policy: Literal["probability", "position"] = "probability"
     forced: ForcedRouting | None = None
 

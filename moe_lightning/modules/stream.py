@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
+from moe_lightning.config import Probability, validated
 from moe_lightning.kernels import torch_kernels
-from moe_lightning.values import Probability, validated
 
 
 class SampleStream:

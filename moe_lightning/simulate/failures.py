@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
 import numpy as np
+from annotated_types import Interval
 
 from moe_lightning.bounded_files import MOST_BYTES, check_regular, open_text
+from moe_lightning.config import NonNegativeInt, PositiveInt, shown, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import NonNegativeInt, PositiveInt, Range, shown, validated
 
 _MILLISECONDS = re.compile(r"\s*[0-9]{1,15}\s*")
 _LONGEST_LINE = 100
@@ -56,14 +57,14 @@ class Failures:
     """
 
     kind: FailureKind = "none"
-    node_mtbf_hours: Annotated[float, Range(above=0, most=1e9)] = 10_000.0
-    shape: Annotated[float, Range(least=0.1, most=100)] = 1.0
-    period_s: Annotated[float, Range(above=0, most=1e9)] = 300.0
+    node_mtbf_hours: Annotated[float, Interval(gt=0, le=1e9)] = 10_000.0
+    shape: Annotated[float, Interval(ge=0.1, le=100)] = 1.0
+    period_s: Annotated[float, Interval(gt=0, le=1e9)] = 300.0
     simultaneous: PositiveInt = 1
-    repair_s: Annotated[float, Range(above=0, most=1e9)] | None = None
+    repair_s: Annotated[float, Interval(gt=0, le=1e9)] | None = None
     min_nodes: NonNegativeInt = 0
     path: str | None = None
-    start_s: Annotated[float, Range(least=0, most=1e9)] = 0.0
+    start_s: Annotated[float, Interval(ge=0, le=1e9)] = 0.0
 
     def __post_init__(self) -> None:
         if (self.kind == "trace") != (self.path is not None):

@@ -15,21 +15,21 @@ from statistics import NormalDist
 from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval
 from numpy.typing import NDArray
 
 from moe_lightning.bounded_files import read_text
-from moe_lightning.config import build_config, build_variant
+from moe_lightning.config import Fraction, build_config, build_variant, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import Fraction, Range, validated
 
-Rate = Annotated[float, Range(above=0, most=1e20)]
+Rate = Annotated[float, Interval(gt=0, le=1e20)]
 """Bytes or operations per second, or a number of bytes."""
-Cost = Annotated[float, Range(least=0, most=1e6)]
+Cost = Annotated[float, Interval(ge=0, le=1e6)]
 """Seconds of what a step does many times."""
-Share = Annotated[float, Range(above=0, most=1)]
-Speed = Annotated[float, Range(least=0.02, most=50)]
+Share = Annotated[float, Interval(gt=0, le=1)]
+Speed = Annotated[float, Interval(ge=0.02, le=50)]
 """Speed of a rank, relative to others."""
-Duration = Annotated[float, Range(least=0, most=1e10)]
+Duration = Annotated[float, Interval(ge=0, le=1e10)]
 
 
 @validated
@@ -65,7 +65,7 @@ class Hardware:
             machine has.
     """
 
-    ranks_per_node: Annotated[int, Range(least=1, most=1024)] = 8
+    ranks_per_node: Annotated[int, Interval(ge=1, le=1024)] = 8
     flops_per_s: Rate
     utilization: Share = 0.3
     expert_utilization: Share = 0.3

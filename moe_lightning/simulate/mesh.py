@@ -18,16 +18,18 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Literal, get_args
 
+from annotated_types import Interval
+
 from moe_lightning.algorithms.dense_shards import hybrid_shard_size
 from moe_lightning.algorithms.mesh_shape import MeshShape
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.workload import Workload
-from moe_lightning.values import Range, validated
 
 Dense = Literal["ddp", "zero1", "fsdp", "hsdp"]
 DENSE: tuple[Dense, ...] = get_args(Dense)
-Size = Annotated[int, Range(least=1, most=1e5)]
+Size = Annotated[int, Interval(ge=1, le=1e5)]
 
 _MICRO_BATCHES_PER_STAGE = 4
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
+
 from moe_lightning.algorithms.balancing import STRATEGIES, Strategy
 from moe_lightning.algorithms.placement_rules import PLACEMENT_RULES
 from moe_lightning.algorithms.protection import PROTECTIONS, Parities, ProtectionLayout, protected_by
 from moe_lightning.algorithms.selection import parse_scopes
-from moe_lightning.config import build_variant
+from moe_lightning.config import NonNegativeInt, PositiveInt, build_variant, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.values import NonNegativeInt, PositiveInt, Range, validated
 
 Layout = Literal["replicated", "groups"]
 Saving = Literal["none", "blocking", "async"]
 Sharding = Literal["baseline", "full"]
-Delay = Annotated[float, Range(least=0, most=1e9)]
+Delay = Annotated[float, Interval(ge=0, le=1e9)]
 
 
 @validated
@@ -68,7 +69,7 @@ class Policy:
     strategy: str = "packed"
     placement: str | None = None
     by_speed: bool = False
-    slots: Annotated[int, Range(least=1, most=1e5)] | None = None
+    slots: Annotated[int, Interval(ge=1, le=1e5)] | None = None
     min_replicas: PositiveInt = 2
     rebalance_every: NonNegativeInt = 200
     saving: Saving = "async"
@@ -77,13 +78,13 @@ class Policy:
     k_persist: PositiveInt | None = None
     scopes: str = "full"
     lossless: bool = False
-    plt_threshold: Annotated[float, Range(above=0, below=1)] | None = None
+    plt_threshold: Annotated[float, Interval(gt=0, lt=1)] | None = None
     plt_lookahead: bool = True
     sharding: Sharding = "full"
     live_recovery: bool = True
     memory_recovery: bool = True
     protection: str = "none"
-    protection_group: Annotated[int, Range(least=2)] = 6
+    protection_group: Annotated[int, Interval(ge=2)] = 6
     protection_copies: PositiveInt = 1
     memory_interval_steps: PositiveInt | None = None
     detect_s: Delay = 15.0

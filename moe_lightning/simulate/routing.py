@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import numpy as np
+from annotated_types import Interval
 
 from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.config import require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_routing_trace
-from moe_lightning.values import Range, described, fits, shown
 
 RoutingKind = Literal["uniform", "zipf", "trace"]
-Exponent = Annotated[float, Range(least=0, most=100)]
+Exponent = Annotated[float, Interval(ge=0, le=100)]
 _SCALE = 1 << 20
 
 
@@ -75,8 +76,7 @@ def make_routing(
         raise ConfigurationError(
             f"routing.kind={kind} with routing.path={shown(path)}: give a path with kind=trace, and only with it"
         )
-    if not fits(exponent, Exponent):
-        raise ConfigurationError(f"routing.exponent={shown(exponent)} must be {described(Exponent)}")
+    require(exponent, Exponent, "routing.exponent")
     if path is not None:
         return trace_routing(Path(path), num_experts=num_experts, num_layers=num_layers)
     weights = (1.0 + np.arange(num_experts)) ** (-exponent if kind == "zipf" else 0.0)

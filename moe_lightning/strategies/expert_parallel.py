@@ -28,6 +28,7 @@ from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.comm.pipeline import ScheduleName
 from moe_lightning.comm.world import World
+from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
 from moe_lightning.data.accumulation import follow_schedule
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.kernels import BackendName
@@ -59,7 +60,6 @@ from moe_lightning.strategies.step_data import StepData, begin_batch, require_ac
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.tensor_parts import check_parts
 from moe_lightning.strategies.world_ddp import WorldDDPStrategy
-from moe_lightning.values import NonNegativeInt, PositiveInt, Seconds, validated
 
 
 @validated

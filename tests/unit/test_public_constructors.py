@@ -16,8 +16,8 @@ import pytest
 from torch import nn
 
 import moe_lightning
+from moe_lightning.config import hints_of
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.values import hints_of
 from tests.sweep.values import VALUES
 from tests.test_layers import PACKAGE
 

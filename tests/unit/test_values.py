@@ -5,25 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import pytest
+from annotated_types import Interval
 
-from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.router import RouterConfig
-from moe_lightning.values import (
+from moe_lightning.config import (
     Fraction,
     PositiveInt,
     Probability,
-    Range,
     described,
     fits,
     hints_of,
     shown,
     validated,
 )
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.router import RouterConfig
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
         ("", str, False),
         ("", Path, False),
         (0, PositiveInt, False),
-        (math.nan, Annotated[float, Range(most=1)], False),
+        (math.nan, Annotated[float, Interval(le=1)], False),
         (1.0, Probability, False),
         (1, Fraction, True),
         (None, PositiveInt | None, True),
@@ -75,6 +76,18 @@ if TYPE_CHECKING:
         (None, RouterConfig, False),
         ({"top_k": 1}, RouterConfig, True),
         (3, np.ndarray, False),
+        (np.ones(2), Literal["a"], False),
+        (np.ones(2), tuple[float, float], False),
+        (np.array(1.0), float, False),
+        (np.True_, float, False),
+        (10**400, float, False),
+        (["a", 1], frozenset[str], False),
+        (["a"], frozenset[str], True),
+        (60, timedelta, False),
+        ("ab", Sequence[Any], False),
+        ([{"_target_": "x.Y"}], Sequence[np.ndarray], True),
+        ([{"top_k": 1}], Sequence[RouterConfig], True),
+        ((RouterConfig(), 3), tuple[RouterConfig, RouterConfig], False),
     ],
 )
 def test_fits(value: object, hint: Any, does: bool) -> None:
@@ -117,7 +130,7 @@ class Pump:
 class Pipe:
     """The same, frozen."""
 
-    length: Annotated[float, Range(above=0)] = 1.0
+    length: Annotated[float, Interval(gt=0)] = 1.0
 
 
 def test_constructors_take_what_fits() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.config import build_config
+from moe_lightning.config import PositiveInt, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, SupervisedModule
 from moe_lightning.models.huggingface.architecture import Architecture, SparseArchitecture
@@ -26,7 +26,6 @@ from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture,
 from moe_lightning.modules.adapters import AdapterConfig
 from moe_lightning.modules.context import ContextParallel
 from moe_lightning.modules.tensor_parallel import Plan
-from moe_lightning.values import PositiveInt, validated
 
 _UPCYCLED = {"gpt2": "recipes=upcycle_gpt2", "swinv2": "model=swinv2_upcycled data=images"}
 _DENSE = {
