@@ -19,7 +19,7 @@ from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.expert_limits import drop_overflow, limit_to_best_groups
 from moe_lightning.modules.forced_routing import ForcedRouting, Popularity, sample_experts
-from moe_lightning.modules.stream import SampleStream
+from moe_lightning.modules.stream import NoiseSource, SampleStream
 from moe_lightning.registry import Registry
 from moe_lightning.values import Coefficient, PositiveInt, Probability, Range, validated
 
@@ -294,14 +294,15 @@ class Router(nn.Module):
         """float32 [T, E] of float32 rows, differentiable."""
         config = self.config
         if self.training and config.jitter:
-            noise_TD = self.stream.uniform(3 * self.tag, x_TD.shape[0], x_TD.shape[1], x_TD.device)
+            noise_TD = self.stream.uniform(NoiseSource.JITTER.key(self.tag), x_TD.shape[0], x_TD.shape[1], x_TD.device)
             x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
         logits_TE = self._alike(F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float()))
         if self.adapter is not None:
             logits_TE = logits_TE + self.adapter(x_TD)
         if self.training and self.noise_weight is not None:
             std_TE = F.softplus(F.linear(x_TD, self.noise_weight.float()))
-            noise_TE = self.stream.normal(3 * self.tag + 1, logits_TE.shape[0], self.num_experts, x_TD.device)
+            key = NoiseSource.SELECTION.key(self.tag)
+            noise_TE = self.stream.normal(key, logits_TE.shape[0], self.num_experts, x_TD.device)
             logits_TE = logits_TE + noise_TE * std_TE
         return logits_TE
 
@@ -312,7 +313,8 @@ class Router(nn.Module):
         if config.forced is not None:
             if self._popularity is None:
                 self._popularity = Popularity(config.forced, self.num_experts, self.tag)
-            uniform_T1 = self.stream.uniform(3 * self.tag + 1, scores_TE.shape[0], 1, scores_TE.device)
+            key = NoiseSource.SELECTION.key(self.tag)
+            uniform_T1 = self.stream.uniform(key, scores_TE.shape[0], 1, scores_TE.device)
             return sample_experts(self._popularity.at(self.stream.step), uniform_T1[:, 0], config.top_k)
         selection_TE = scores_TE.detach()
         if self.has_selection_bias:
