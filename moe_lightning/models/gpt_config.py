@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from moe_lightning.config import build_config
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import Activation
+from moe_lightning.modules.options import option
 from moe_lightning.modules.router import RouterConfig
 from moe_lightning.values import Coefficient, NonNegativeInt, PositiveInt, Probability, Range, validated
 
@@ -63,7 +64,7 @@ class GPTConfig:
     bias: bool = True
     qk_norm: bool = False
     tie_embeddings: bool = True
-    dropout: Probability = 0.0
+    dropout: Probability = option(0.0, changes_function=False, draws_noise="in training")
     rope_theta: Annotated[float, Range(above=0, most=1e9)] = 10000.0
     init_std: Coefficient = 0.02
 
