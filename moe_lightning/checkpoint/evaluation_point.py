@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import Block, is_partial, parse_expert_key
+from moe_lightning.state.pieces import Block, is_expert_key, parse_expert_key
 
 _ITERATE = "z"
 
@@ -57,7 +57,7 @@ class EvaluationPoint:
 
 def _iterate_key(key: str) -> str:
     """Of the iterate of a weight."""
-    if not is_partial(key):
+    if not is_expert_key(key):
         return f"{key.rpartition('/')[0]}/{_ITERATE}"
     layer, expert, _, name = parse_expert_key(key)
     return f"expert/{layer}/{expert}/{_ITERATE}/{name}"

@@ -23,7 +23,7 @@ from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.checkpoint.store import checkpoints, directories, has_manifest, read_manifest
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import DTYPES, Block, Piece, by_key, is_partial, parse_expert_key
+from moe_lightning.state.pieces import DTYPES, Block, Piece, by_key, is_expert_key, parse_expert_key
 
 _ASKED_FOR_LATER = ("ledger", "trainer")
 """Objects."""
@@ -118,7 +118,7 @@ class Checkpoint(CheckpointSource):
 
         if len(self.stored(key)) != 1:
             return []
-        return [other for other in self._stored if other != key and is_partial(other) and is_peer(other)]
+        return [other for other in self._stored if other != key and is_expert_key(other) and is_peer(other)]
 
     @property
     @override
