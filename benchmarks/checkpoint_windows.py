@@ -42,7 +42,7 @@ def window_stalls(
     """
     written = {key: StatePiece.of(key, tensor) for key, tensor in state.items()}
     experts = _experts(written)
-    layers = 1 + max(parse_expert_key(key)[0] for key, piece in written.items() if piece.is_replaceable)
+    layers = 1 + max(parse_expert_key(key)[0] for key, piece in written.items() if piece.is_expert_key)
     tokens = np.tile(np.arange(experts), (layers, ranks))  # as many of every rank have each turn
     window = plan_window(first, tokens, ranks * -(-experts // _STEPS))
     stalls = []
@@ -98,7 +98,7 @@ def window_table(medians: Mapping[str, float], place: Place) -> str:
 
 def _experts(pieces: Mapping[str, StatePiece]) -> int:
     """Of a layer."""
-    return len({parse_expert_key(key)[1] for key, piece in pieces.items() if piece.is_replaceable})
+    return len({parse_expert_key(key)[1] for key, piece in pieces.items() if piece.is_expert_key})
 
 
 def _step_of(piece: Piece) -> int:

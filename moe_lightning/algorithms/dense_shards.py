@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
 from typing import Self
@@ -85,10 +85,6 @@ class Part:
             numbers |= {kind: int(index), f"{kind}s": int(count)}
         return cls(**numbers)
 
-    def in_stage(self, stage: int, stages: int) -> Self:
-        """The same of another stage."""
-        return replace(self, stage=stage, stages=stages)
-
     def speaks_to(self, other: Part) -> bool:
         """Whether a tensor that has no tensor index comes from this part, not from that of another tensor index."""
         return self.tensor == other.tensor % self.tensors
@@ -130,11 +126,6 @@ class RowCut:
     def part(self) -> Part:
         """This rank's."""
         return self.parts[self.index]
-
-    def of_all(self) -> list[Part]:
-        """The part of every rank."""
-        found = {rank: part for part, ranks in zip(self.parts, self.holders, strict=True) for rank in ranks}
-        return [found[rank] for rank in range(len(found))]
 
     def names(self) -> tuple[str, ...]:
         """Of the parts."""

@@ -64,7 +64,7 @@ class ParityDoctor(Callback):
         self._states: list[dict[str, Tensor]] = []
         self._batches: list[Any] = []
         self._remarks: list[str] = []
-        self._world = World.single()
+        self._world, self._is_own = World.single(), False
 
     # ------------------------------------------------------------------ before
 

@@ -74,7 +74,8 @@ class Telemetry(Callback):
       moe/rank_imbalance_ratio: their means over the layers
     * moe/layerNN/dropped_fraction of assignments, moe/layerNN/auxiliary_loss (mean)
     * comm/exchange_ms (maximum) of a step in token exchanges, waits for slower ranks included
-    * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in one dispatch (sum)
+    * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in the last
+      micro-batch's dispatch, without combine and backward pass (sum over ranks)
 
     Numbers of MoE layers are those of the step's last micro-batch. W&B also gets moe/layerNN/expert_load, a histogram
     over the experts, which it draws as a heat map over time. Every logger's configuration gets the model's numbers of

@@ -24,7 +24,7 @@ from moe_lightning.checkpoint.storage import Place, Storage
 from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.checkpoint.store import Heading, directories, has_manifest, headings, part_name, previous_of
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import Piece, is_partial, is_replayed
+from moe_lightning.state.pieces import Piece, is_expert_key, is_replayed
 
 _PART = re.compile(r"part-\d+\.json")
 
@@ -115,7 +115,7 @@ def _assemble(root: Place, held: Place, parts: list[Part]) -> Manifest:
     if previous is not None:
         path, manifest = previous
         required = {piece.key for piece in manifest.stored if not is_replayed(piece.key)}
-        carried = [p for p in manifest.stored if is_partial(p.key) and p.key not in fresh_keys]
+        carried = [p for p in manifest.stored if is_expert_key(p.key) and p.key not in fresh_keys]
         for name in {piece.at.file for piece in carried}:
             files[name] = _carry_over(path, manifest.files[name], held / name)
         stored += carried

@@ -40,7 +40,7 @@ def broadcast_dense(state: State, world: World, source: int, *, but: Collection[
     tensors = [
         piece.tensor
         for piece in state.pieces(transient=True)
-        if not piece.is_replaceable and len(piece.holders) == everyone and piece.tensor.numel()
+        if not piece.is_expert_key and len(piece.holders) == everyone and piece.tensor.numel()
         if (name := piece.key.removeprefix("dense/").rpartition("/")[0]) not in but
         if not (piece.is_moment and name in kept)
     ]

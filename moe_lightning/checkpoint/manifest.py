@@ -20,7 +20,16 @@ import xxhash
 
 from moe_lightning.checkpoint.schema import LARGEST, check_file, check_pieces, check_places, check_record, read_object
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import DTYPES, OBJECT, WEIGHTS, Piece, by_key, is_partial, parse_expert_key, replay_key
+from moe_lightning.state.pieces import (
+    DTYPES,
+    OBJECT,
+    WEIGHTS,
+    Piece,
+    by_key,
+    is_expert_key,
+    parse_expert_key,
+    replay_key,
+)
 
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
@@ -183,7 +192,7 @@ def _check_blocks(key: str, pieces: list[Piece]) -> None:
 def _check_experts(keys: Iterable[str], extra: Mapping[str, Any]) -> None:
     tensors: dict[int, dict[int, set[tuple[str, str]]]] = defaultdict(lambda: defaultdict(set))
     for key in keys:
-        if is_partial(key):
+        if is_expert_key(key):
             layer, expert, scope, name = parse_expert_key(key)
             tensors[layer][expert].add((scope, name))
     for layer in range(int(extra.get("num_layers", 0))):
@@ -201,7 +210,7 @@ def _check_experts(keys: Iterable[str], extra: Mapping[str, Any]) -> None:
 def _check_replay(found: Mapping[str, list[Piece]], extra: Mapping[str, Any]) -> None:
     """The weights of every step of a window at which an expert is frozen."""
     first = int(extra.get("replayed_from", LARGEST))
-    for key in filter(is_partial, found):
+    for key in filter(is_expert_key, found):
         layer, expert, scope, name = parse_expert_key(key)
         for step in range(first, found[key][0].version) if scope in WEIGHTS else ():
             if replay_key(layer, expert, step, name) not in found:

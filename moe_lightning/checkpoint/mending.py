@@ -21,7 +21,7 @@ from moe_lightning.checkpoint.loader import Checkpoint, Damage, Found, unreadabl
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.store import checkpoints, run_record_problem
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import is_partial, parse_expert_key
+from moe_lightning.state.pieces import is_expert_key, parse_expert_key
 
 _MOST_TOLD = 3
 
@@ -78,7 +78,9 @@ def _mend(checkpoint: Checkpoint, paths: Sequence[Place]) -> tuple[Checkpoint, l
     """A checkpoint of which everything can be read, and what was wrong with it and what that costs."""
     damages = checkpoint.damages()
     for damage in damages:
-        if not all(is_partial(key) for key in damage.keys) or (damage.keys and checkpoint.first_step < checkpoint.step):
+        if not all(is_expert_key(key) for key in damage.keys) or (
+            damage.keys and checkpoint.first_step < checkpoint.step
+        ):
             raise CheckpointError(damage.problem)
     lost = sorted({key for damage in damages for key in damage.keys})
     if not lost:

@@ -19,7 +19,7 @@ from moe_lightning.checkpoint.arena_location import ARENAS
 from moe_lightning.checkpoint.schema import is_whole
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import Piece, expert_of, is_partial
+from moe_lightning.state.pieces import Piece, expert_of, is_expert_key
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def protected_tables(table: SnapshotIndex) -> list[SnapshotIndex]:
 def _inventory_of(table: SnapshotIndex, kind: SnapshotKind, **parity: Any) -> SnapshotInventory:
     experts = []
     for unit, indices in sorted((u, i) for u, i in units_of(table.placed).items() if u is not None):
-        versions = [table.placed[index].version for index in indices if is_partial(table.placed[index].key)]
+        versions = [table.placed[index].version for index in indices if is_expert_key(table.placed[index].key)]
         if not versions:
             continue  # weights alone are nothing to restore from
         experts.append(HeldExpert(*unit, min(versions), max(versions)))

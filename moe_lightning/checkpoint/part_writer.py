@@ -18,7 +18,7 @@ from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import storage_of
 from moe_lightning.checkpoint.store import claim, part_name, previous_of
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import Location, Piece, is_partial
+from moe_lightning.state.pieces import Location, Piece, is_expert_key
 
 
 def carried_keys(path: Place, manifest: Manifest, damaged: Collection[str] = ()) -> set[str]:
@@ -29,7 +29,7 @@ def carried_keys(path: Place, manifest: Manifest, damaged: Collection[str] = ())
         path: the checkpoint's directory.
         damaged: names of files that are known to be damaged.
     """
-    stored = [piece for piece in manifest.stored if is_partial(piece.key)]
+    stored = [piece for piece in manifest.stored if is_expert_key(piece.key)]
     files = {name: manifest.files[name] for name in {piece.at.file for piece in stored}}
     lost = {name for name, r in files.items() if name in damaged or not _is_there(path / r.path, r.nbytes)}
     return {p.key for p in stored} - {p.key for p in stored if p.at.file in lost}
@@ -121,7 +121,7 @@ def _due_groups(
             held = carried_keys(path, manifest, damaged)
     groups: dict[str, list[Piece]] = {}
     for piece in table.placed:
-        if piece.due > written_until or not is_partial(piece.key) or piece.key not in held:
+        if piece.due > written_until or not is_expert_key(piece.key) or piece.key not in held:
             groups.setdefault(piece.group, []).append(piece)
     return groups
 

@@ -27,7 +27,7 @@ from moe_lightning.algorithms.selection import (
 )
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.state.pieces import is_partial, parse_expert_key
+from moe_lightning.state.pieces import is_expert_key, parse_expert_key
 
 Order = Literal["sequential", "load_aware", "load_aware_global"]
 
@@ -59,7 +59,7 @@ class CheckpointPlan:
     def groups(self, keys: Iterable[str]) -> dict[str, str]:
         """The file group of every expert key; state that is always written has a file of its own."""
         found = {}
-        for key in filter(is_partial, keys):
+        for key in filter(is_expert_key, keys):
             layer, expert, scope, _ = parse_expert_key(key)
             partial = scope in self.scopes
             found[key] = f"experts-slot{self.slots[layer, expert]:03d}" if partial else "experts-always"
@@ -67,7 +67,7 @@ class CheckpointPlan:
 
     def _chosen(self, keys: Iterable[str], mask: BoolArray) -> set[str]:
         chosen = set()
-        for key in filter(is_partial, keys):
+        for key in filter(is_expert_key, keys):
             layer, expert, scope, _ = parse_expert_key(key)
             if scope not in self.scopes or mask[layer, expert]:
                 chosen.add(key)

@@ -15,14 +15,14 @@ from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.checkpoint.plain_values import load_plain
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, is_partial, parse_expert_key, replay_key
+from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, is_expert_key, parse_expert_key, replay_key
 
 
 def oldest_versions(pieces: Iterable[Piece]) -> dict[tuple[int, int], int]:
     """By (layer, expert): the oldest version among its tensors."""
     versions: dict[tuple[int, int], int] = {}
     for piece in pieces:
-        if is_partial(piece.key):
+        if is_expert_key(piece.key):
             layer, expert, _, _ = parse_expert_key(piece.key)
             versions[layer, expert] = min(piece.version, versions.get((layer, expert), piece.version))
     return versions
@@ -60,7 +60,7 @@ class CheckpointSource(ABC):
         Raises:
             CheckpointError: no such key, or it is an object.
         """
-        key_then = self.key_at(key, self.first_step) if is_partial(key) else key
+        key_then = self.key_at(key, self.first_step) if is_expert_key(key) else key
         return self.read(key_then).to(DTYPES[self._tensor_pieces(key)[0].dtype])
 
     @property

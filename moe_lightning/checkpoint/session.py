@@ -102,7 +102,7 @@ class CheckpointSession:
         self._writers = state.expert_writers()
         self._room = None if experts_move else state.load_of(self._writers)
         rows = state.all_rows() if experts_move else {}
-        self._ever = {key: p for key, p in self._pieces.items() if not (rows and p.is_replaceable)} | rows
+        self._ever = {key: p for key, p in self._pieces.items() if not (rows and p.is_expert_key)} | rows
         if settings.lossless and experts:
             self._ever |= most_frozen_pieces(self._ever, experts, self.k_snapshot, computed_in)
             self.predicted_bytes = round(sum(state.window_bytes(self.k_snapshot, computed_in)) / world.size)
@@ -269,7 +269,7 @@ class CheckpointSession:
         if self._room is not None and not state.load_of(writers) <= self._room:
             return None
         self._state, self._writers = state, writers
-        dense = {key: piece for key, piece in self._pieces.items() if not piece.is_replaceable}
+        dense = {key: piece for key, piece in self._pieces.items() if not piece.is_expert_key}
         self._pieces = {**state.experts_of(writers), **dense}
         return state.owners(writers)
 

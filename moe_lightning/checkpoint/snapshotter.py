@@ -172,9 +172,9 @@ class Snapshotter:
         carried: list[Piece] = []
         for live in state:
             key, known = live.key, older.get(live.key)
-            group = groups.get(key, "experts" if live.is_replaceable else "dense")
+            group = groups.get(key, "experts" if live.is_expert_key else "dense")
             piece = describe(live, version=step, group=group)
-            left_out = fresh is not None and live.is_replaceable and key not in fresh
+            left_out = fresh is not None and live.is_expert_key and key not in fresh
             has_turn = not left_out if persist is None else key in persist
             due = step if has_turn or known is None else known.due
             if left_out and known is not None and (known.dtype, known.block) == (piece.dtype, piece.block):

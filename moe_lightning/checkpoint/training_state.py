@@ -115,7 +115,7 @@ class TrainingState(State):
         shared: dict[str, list[StatePiece]] = defaultdict(list)
         for piece in self.pieces():
             name, _, scope = piece.key.rpartition("/")
-            if piece.is_replaceable:
+            if piece.is_expert_key:
                 continue
             if scope == "buffer" or len(piece.holders) < self.world_size:
                 whole.append(piece)
@@ -189,7 +189,7 @@ class TrainingState(State):
                     key = checkpoint.key_at(f"expert/{layer}/{expert}/{scope}/{name}", checkpoint.first_step)
                     _restore(checkpoint, key, parameter.data[slot])
         for piece in self.pieces():
-            if not piece.is_replaceable and not piece.is_moment:
+            if not piece.is_expert_key and not piece.is_moment:
                 _restore(checkpoint, piece.key, piece.tensor, piece.block)
 
     @torch.no_grad()
@@ -202,7 +202,7 @@ class TrainingState(State):
         numbers = range(len(self.optimizers))
         self.adopt({f"optimizer/{n}": checkpoint.read_object(f"optimizer/{n}") for n in numbers}, checkpoint.shapes())
         for piece in self.pieces():
-            if not piece.is_replaceable:
+            if not piece.is_expert_key:
                 _restore(checkpoint, piece.key, piece.tensor, piece.block)
 
     @torch.no_grad()

@@ -44,7 +44,7 @@ def file_group(piece: StatePiece, window: ReplayWindow) -> str:
     expert = expert_of(piece.key)
     if expert is None:
         return "dense"
-    return f"experts-slot{window.turns[expert]:03d}" if piece.is_replaceable else "replay"
+    return f"experts-slot{window.turns[expert]:03d}" if piece.is_expert_key else "replay"
 
 
 def most_frozen_pieces(
@@ -61,7 +61,7 @@ def most_frozen_pieces(
     found: dict[str, StatePiece] = {}
     by_layer: dict[tuple[int, str], list[StatePiece]] = {}
     for key, piece in written.items():
-        if piece.is_replaceable and parse_expert_key(key)[2] in WEIGHTS:
+        if piece.is_expert_key and parse_expert_key(key)[2] in WEIGHTS:
             layer, _, _, name = parse_expert_key(key)
             by_layer.setdefault((layer, name), []).append(piece)
     for pieces in by_layer.values():

@@ -18,6 +18,7 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 from yaml import YAMLError
 
 from moe_lightning.bounded_files import read_text
+from moe_lightning.cli import model_bases
 from moe_lightning.cli.validation import check_run_name
 from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
@@ -75,6 +76,7 @@ def _missing(key: str) -> str:
     return f"{key} is needed here: give {key}=VALUE"
 
 
+model_bases.register()
 OmegaConf.register_new_resolver("as_folder_name", as_folder_name, replace=True)
 
 

@@ -16,30 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_lightning.bounded_files import open_text
-from moe_lightning.config import shown
+from moe_lightning.cli.instantiation import located
+from moe_lightning.config import TARGET, shown
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.modules.options import is_resumable
 
 _UNCHANGEABLE = ("model", "data.tokenizer", "data._target_", "optimizer._target_", "module._target_")
-_FREE_OF_MODEL = (
-    "dropout",
-    "drop_path_rate",
-    "gradient_checkpointing",
-    *(
-        f"router.{name}"
-        for name in (
-            "aux_loss_coef",
-            "aux_loss_scope",
-            "bias_update_rate",
-            "capacity_factor",
-            "drop_policy",
-            "forced",
-            "jitter",
-            "top_k",
-            "z_loss_coef",
-        )
-    ),
-)
-"""No checkpoint holds anything that depends on them."""
 _ON_REQUEST = ("optimizer", "data", "seed")
 _FREE_OF_DATA = ("num_workers", "cache_dir", "val_samples", "seed", "context_length")  # the last two are set elsewhere
 _UNTOLD = (
@@ -58,16 +40,17 @@ _MOST_BYTES = 1 << 24  # of a configuration
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A key whose value is another one than the run was trained with."""
+    """A key whose value is another one than the run was trained with.
+
+    Attributes:
+        key, former, given: the key with both values.
+        is_possible: the checkpoint fits both values.
+    """
 
     key: str
     former: Any
     given: Any
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether the checkpoint fits both values."""
-        return not _is_below(self.key, _UNCHANGEABLE) or _is_below(self.key, _below("model", _FREE_OF_MODEL))
+    is_possible: bool = True
 
     @property
     def is_on_request(self) -> bool:
@@ -85,10 +68,19 @@ def changes(former: Mapping[str, Any], given: Mapping[str, Any]) -> list[Change]
     before = dict(_leaves(former))
     places = str(former.get("run_dir")), str(given.get("run_dir"))
     return [
-        Change(key=key, former=before[key], given=value)
+        Change(key=key, former=before[key], given=value, is_possible=_is_possible(key, given))
         for key, value in _leaves(given)
         if key in before and not _is_below(key, _UNTOLD) and _moved(before[key], *places) != value
     ]
+
+
+def _is_possible(key: str, given: Mapping[str, Any]) -> bool:
+    """True if a checkpoint fits any value of the key."""
+    if not _is_below(key, _UNCHANGEABLE):
+        return True
+    group, *path = key.split(".")
+    model = given.get("model", {})
+    return group == "model" and TARGET in model and is_resumable(located(model[TARGET], "model"), path)  # type: ignore[arg-type]
 
 
 def check_changes(found: list[Change], *, overrides: bool) -> None:

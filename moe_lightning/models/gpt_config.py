@@ -10,6 +10,7 @@ from annotated_types import Interval
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, Probability, build_config, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import Activation
+from moe_lightning.modules.options import option
 from moe_lightning.modules.router import RouterConfig
 
 
@@ -64,7 +65,7 @@ class GPTConfig:
     bias: bool = True
     qk_norm: bool = False
     tie_embeddings: bool = True
-    dropout: Probability = 0.0
+    dropout: Probability = option(0.0, changes_function=False, draws_noise="in training")
     rope_theta: Annotated[float, Interval(gt=0, le=1e9)] = 10000.0
     init_std: Coefficient = 0.02
 

@@ -33,6 +33,7 @@ from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.sparse_layers import SparseLayers
 from moe_lightning.models.upcycling import UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.modules.losses import mean_over_targets
+from moe_lightning.modules.options import option
 from moe_lightning.modules.router import RouterConfig
 
 _MODEL_TYPE = "swinv2"
@@ -76,12 +77,12 @@ class SwinConfig:
     depths: tuple[PositiveInt, ...] | None = None
     num_heads: tuple[PositiveInt, ...] | None = None
     mlp_ratio: Annotated[float, Interval(gt=0, le=1e6)] | None = None
-    drop_path_rate: Probability | None = None
+    drop_path_rate: Probability | None = option(None, changes_function=False, draws_noise="in training")
     num_experts: PositiveInt = 8
     moe_every: PositiveInt = 2
     num_dense_layers: NonNegativeInt = 0
     router: RouterConfig = field(default_factory=RouterConfig)
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = option(False, changes_function=False)
 
     def __post_init__(self) -> None:
         for name in ("depths", "num_heads"):

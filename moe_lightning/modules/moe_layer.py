@@ -316,7 +316,9 @@ def _flat_mask(is_token: Tensor, x: Tensor) -> Tensor:
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """The MoE layers of a model in the order of its modules: layer l is entry l."""
+    """Return the MoE layers of a model in the order of its modules: those of this rank, in a pipeline of its stages
+    only, so that an entry's index is the layer's number in the whole model only without one.
+    """
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 

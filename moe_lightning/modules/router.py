@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal, Protocol
 
 import torch
@@ -20,14 +20,17 @@ from moe_lightning.config import Coefficient, PositiveInt, Probability, build_co
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.expert_limits import drop_overflow, limit_to_best_groups
 from moe_lightning.modules.forced_routing import ForcedRouting, Popularity, sample_experts
-from moe_lightning.modules.stream import SampleStream
+from moe_lightning.modules.options import effects, option
+from moe_lightning.modules.stream import NoiseSource, SampleStream
 from moe_lightning.registry import Registry
 
 
 @validated
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How tokens choose experts. The defaults are a dropless softmax router with the global load-balancing loss.
+    """Choice of experts for tokens. The defaults are a dropless softmax router with the global load-balancing loss.
+
+    A new option is one field here: `option` declares its effects, and configurations take its key from the field.
 
     Attributes:
         name: of the router: "linear", or one that somebody has registered in `ROUTERS`. A router with settings of its
@@ -60,23 +63,25 @@ class RouterConfig:
         forced: follow a given popularity of experts instead of the scores.
     """
 
-    name: str = "linear"
-    top_k: PositiveInt = 2
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    softmax_after_top_k: bool = False
-    normalize_top_k: bool = True
-    scale: Annotated[float, Interval(gt=0, le=1e6)] = 1.0
-    noisy_top_k: bool = False
-    jitter: Probability = 0.0
+    name: str = option("linear", is_fused=True)  # its class shows what it does otherwise
+    top_k: PositiveInt = option(2, is_resumable=True, is_fused=True)
+    score: Literal["softmax", "sigmoid"] = option("softmax", is_fused=True)
+    softmax_after_top_k: bool = option(False, is_fused=True)
+    normalize_top_k: bool = option(True, is_fused=True)
+    scale: Annotated[float, Interval(gt=0, le=1e6)] = option(1.0, is_fused=True)
+    noisy_top_k: bool = option(False, draws_noise="in training")
+    jitter: Probability = option(0.0, changes_function=False, draws_noise="in training")
     num_groups: PositiveInt = 1
     top_groups: PositiveInt = 1
-    aux_loss_coef: Coefficient = 0.01
-    aux_loss_scope: Literal["global", "local"] = "global"
-    z_loss_coef: Coefficient = 0.0
-    bias_update_rate: Coefficient = 0.0
-    capacity_factor: Annotated[float, Interval(gt=0, le=1e6)] | None = None
-    drop_policy: Literal["probability", "position"] = "probability"
-    forced: ForcedRouting | None = None
+    aux_loss_coef: Coefficient = option(0.01, changes_function=False, is_fused=True)
+    aux_loss_scope: Literal["global", "local"] = option("global", changes_function=False, is_fused=True)
+    z_loss_coef: Coefficient = option(0.0, changes_function=False, is_fused=True)
+    bias_update_rate: Coefficient = option(0.0, changes_function=False, is_fused=True)
+    capacity_factor: Annotated[float, Interval(gt=0, le=1e6)] | None = option(
+        None, changes_function=False, is_fused=True
+    )
+    drop_policy: Literal["probability", "position"] = option("probability", changes_function=False, is_fused=True)
+    forced: ForcedRouting | None = option(None, changes_function=False, draws_noise="always")
 
     def __post_init__(self) -> None:
         ROUTERS.find(self.name, "name")
@@ -276,17 +281,16 @@ class Router(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Nothing stands between rows, logits, scores and choice that `kernels.route` does not have."""
+        """True if nothing stands between rows, logits, scores and choice that `kernels.route` does not serve."""
         config, kind = self.config, type(self)
+        acts = ("always", "never", "in training") if self.training else ("always", "never")
         return (
             kind.logits is Router.logits
             and kind.choose is Router.choose
             and self.chooser is None
             and self.adapter is None
             and self._twins_E is None
-            and config.forced is None
-            and config.num_groups == 1
-            and not (self.training and (config.jitter or config.noisy_top_k))
+            and all(getattr(config, n) == default for n, (default, draws) in _UNFUSED.items() if draws in acts)
             and not (config.softmax_after_top_k and self.has_selection_bias)
         )
 
@@ -294,14 +298,15 @@ class Router(nn.Module):
         """float32 [T, E] of float32 rows, differentiable."""
         config = self.config
         if self.training and config.jitter:
-            noise_TD = self.stream.uniform(3 * self.tag, x_TD.shape[0], x_TD.shape[1], x_TD.device)
+            noise_TD = self.stream.uniform(NoiseSource.JITTER.key(self.tag), x_TD.shape[0], x_TD.shape[1], x_TD.device)
             x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
         logits_TE = self._alike(F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float()))
         if self.adapter is not None:
             logits_TE = logits_TE + self.adapter(x_TD)
         if self.training and self.noise_weight is not None:
             std_TE = F.softplus(F.linear(x_TD, self.noise_weight.float()))
-            noise_TE = self.stream.normal(3 * self.tag + 1, logits_TE.shape[0], self.num_experts, x_TD.device)
+            key = NoiseSource.SELECTION.key(self.tag)
+            noise_TE = self.stream.normal(key, logits_TE.shape[0], self.num_experts, x_TD.device)
             logits_TE = logits_TE + noise_TE * std_TE
         return logits_TE
 
@@ -312,7 +317,8 @@ class Router(nn.Module):
         if config.forced is not None:
             if self._popularity is None:
                 self._popularity = Popularity(config.forced, self.num_experts, self.tag)
-            uniform_T1 = self.stream.uniform(3 * self.tag + 1, scores_TE.shape[0], 1, scores_TE.device)
+            key = NoiseSource.SELECTION.key(self.tag)
+            uniform_T1 = self.stream.uniform(key, scores_TE.shape[0], 1, scores_TE.device)
             return sample_experts(self._popularity.at(self.stream.step), uniform_T1[:, 0], config.top_k)
         selection_TE = scores_TE.detach()
         if self.has_selection_bias:
@@ -371,5 +377,12 @@ class Router(nn.Module):
         if self._twins_E is not None:
             self.find_twins()
 
+
+_UNFUSED = {
+    field.name: (field.default, effects(RouterConfig)[field.name].draws_noise)
+    for field in fields(RouterConfig)
+    if not effects(RouterConfig)[field.name].is_fused
+}
+"""Options that `kernels.route` serves at their defaults only: the default, and when the option draws noise."""
 
 ROUTERS: Registry[RouterFactory] = Registry("router", RouterFactory, {"linear": Router}, makes=TokenRouter)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -17,6 +18,24 @@ from torch import Tensor, nn
 from moe_lightning import kernels as ops
 from moe_lightning.config import Probability, validated
 from moe_lightning.kernels import torch_kernels
+
+
+class NoiseSource(IntEnum):
+    """Sources of keyed noise inside a module. A new one is one line at the end: `NAME = auto()`."""
+
+    JITTER = 0  # of the router's input
+    SELECTION = auto()  # of the router's logits, or of the choice that forced routing makes instead
+    DROPOUT = auto()
+    DROP_PATH = auto()  # stochastic depth
+
+    def key(self, tag: int) -> int:
+        """Return the tag of draws from this source in the module with this tag; no two pairs have the same.
+
+        The first four keep the numbers that recorded losses depend on.
+        """
+        if self <= NoiseSource.DROPOUT:
+            return 3 * tag + self
+        return -1 - tag if self is NoiseSource.DROP_PATH else (self << 32) + tag
 
 
 class SampleStream:
@@ -114,7 +133,8 @@ class StreamDropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         rows = x.reshape(-1, x.shape[-1])
-        return ops.keyed_dropout(rows, self.p, self.stream.draw(3 * self.tag + 2, len(rows))).view_as(x)
+        draw = self.stream.draw(NoiseSource.DROPOUT.key(self.tag), len(rows))
+        return ops.keyed_dropout(rows, self.p, draw).view_as(x)
 
 
 def attach_stream(model: nn.Module, stream: SampleStream) -> None:

@@ -130,13 +130,13 @@ class StatePiece:
         return cls(key=key, tensor=tensor, block=Block.of(tensor.shape), holders=holders)
 
     @property
-    def is_replaceable(self) -> bool:
-        """Whether an older version may stand in for it in a checkpoint."""
-        return is_partial(self.key)
+    def is_expert_key(self) -> bool:
+        """True if the piece belongs to an expert: a checkpoint may hold an older version of it."""
+        return is_expert_key(self.key)
 
     @property
     def is_moment(self) -> bool:
-        """Whether it is a state of an optimizer, not a value of the module."""
+        """True if the piece is no value of the module, see the function `is_moment`."""
         return is_moment(self.key)
 
     @property
@@ -276,8 +276,8 @@ def by_key(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     return dict(found)
 
 
-def is_partial(key: str) -> bool:
-    """Whether a checkpoint may carry the key over from an older one."""
+def is_expert_key(key: str) -> bool:
+    """True for `expert/{layer}/{expert}/{scope}/{name}`, which a checkpoint may carry over from an older one."""
     return key.startswith("expert/")
 
 
@@ -293,12 +293,14 @@ def is_replayed(key: str) -> bool:
 
 def expert_of(key: str) -> tuple[int, int] | None:
     """(layer, expert) of what comes and goes with an expert; None of everything else."""
-    return parse_expert_key(key)[:2] if is_partial(key) or is_replayed(key) else None
+    return parse_expert_key(key)[:2] if is_expert_key(key) or is_replayed(key) else None
 
 
 def is_moment(key: str) -> bool:
-    """Whether a tensor's key is that of a state of an optimizer, not of a value of the module."""
-    scope = key.split("/", 4)[3] if is_partial(key) else key.rpartition("/")[2]
+    """True unless the scope of the key is one of `WEIGHTS`: for the optimizer's states under any name, and for every
+    key without a scope, such as that of an object, since states have the names that the optimizer chooses.
+    """
+    scope = key.split("/", 4)[3] if is_expert_key(key) else key.rpartition("/")[2]
     return scope not in WEIGHTS
 
 

@@ -19,7 +19,7 @@ from moe_lightning.algorithms.dense_shards import RowCut, TensorCut
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.frozen_base import frozen_base
-from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_partial, parse_expert_key
+from moe_lightning.state.pieces import DTYPES, WEIGHTS, Shapes, StatePiece, dtype_name, is_expert_key, parse_expert_key
 from moe_lightning.state.row_blocks import blocks_of, cut_of, is_cut, local, whole_shape
 
 Groups = Sequence[Sequence[nn.Parameter]]
@@ -209,7 +209,7 @@ class State:
         """Scope -> (dtype, shape) of the states that belong to parameters of this rank, whose stacks may be longer."""
         found: dict[nn.Parameter, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
         for key, (dtype, shape) in shapes.items():
-            if is_partial(key):
+            if is_expert_key(key):
                 layer, _, scope, name = parse_expert_key(key)
                 parameter = self.stacks[layer].parameters.get(name) if layer < len(self.stacks) else None
                 shape = shape if parameter is None else (parameter.shape[0], *shape)

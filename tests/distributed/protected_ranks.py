@@ -19,7 +19,7 @@ from moe_lightning.checkpoint.snapshot_set import packed_bytes_of
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.world import World
-from moe_lightning.state.pieces import is_partial, parse_expert_key
+from moe_lightning.state.pieces import is_expert_key, parse_expert_key
 from tests.distributed.harness import connect
 from tests.unit.checkpoint_state import EXPERTS, LAYERS, expert_keys, state_of, whole_state
 
@@ -112,7 +112,7 @@ def assert_holds(source: MemoryCheckpoint, versions: dict[int, int], experts: se
     randoms = source.keys("rng/")
     assert source.keys() == sorted([*whole_state(0), *randoms])
     for key, then in whole_state(source.step).items():
-        if not is_partial(key):
+        if not is_expert_key(key):
             expected = then
         elif parse_expert_key(key)[:2] in experts:
             expected = whole_state(versions[parse_expert_key(key)[1]])[key]

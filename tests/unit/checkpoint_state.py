@@ -12,7 +12,7 @@ from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena_location import arena_path
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.state.pieces import StatePiece, is_partial
+from moe_lightning.state.pieces import StatePiece, is_expert_key
 
 LAYERS, EXPERTS = 2, 4
 SHAPES = {"weight/w1": (6, 5), "exp_avg/w1": (6, 5), "weight/b": (5,)}
@@ -48,13 +48,13 @@ def state_of(rank: int, world_size: int, step: int) -> dict[str, torch.Tensor | 
         if key == "dense/embedding/weight":
             bounds = [r * 11 // world_size for r in range(world_size + 1)]
             mine[key] = StatePiece.of(key, tensor).rows(bounds[rank], bounds[rank + 1])
-        elif (int(key.split("/")[2]) if is_partial(key) else i) % world_size == rank:
+        elif (int(key.split("/")[2]) if is_expert_key(key) else i) % world_size == rank:
             mine[key] = tensor
     return mine
 
 
 def expert_keys(experts: Collection[int]) -> set[str]:
-    return {key for key in whole_state(0) if is_partial(key) and int(key.split("/")[2]) in experts}
+    return {key for key in whole_state(0) if is_expert_key(key) and int(key.split("/")[2]) in experts}
 
 
 class Node:
@@ -135,7 +135,7 @@ def assert_holds(checkpoint: Checkpoint, versions: dict[int, int]) -> None:
     step."""
     step = checkpoint.manifest.step
     for key, expected in whole_state(step).items():
-        if is_partial(key):
+        if is_expert_key(key):
             version = versions[int(key.split("/")[2])]
             expected = whole_state(version)[key]
             assert checkpoint.version(key) == version, key

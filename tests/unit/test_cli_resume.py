@@ -13,7 +13,12 @@ from moe_lightning.errors import ConfigurationError
 FORMER: dict[str, Any] = {
     "run_dir": "/old/outputs/x",
     "resume": True,
-    "model": {"d_model": 64, "dropout": 0.0, "router": {"top_k": 2, "noisy_top_k": False}},
+    "model": {
+        "_target_": "moe_lightning.models.gpt_config.GPTConfig",
+        "d_model": 64,
+        "dropout": 0.0,
+        "router": {"top_k": 2, "noisy_top_k": False, "forced": None},
+    },
     "data": {"source": "a.txt", "tokenizer": "bytes", "num_workers": 0, "seed": 1},
     "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]},
     "trainer": {"max_steps": 10, "default_root_dir": "/old/outputs/x"},
@@ -59,6 +64,28 @@ def test_what_must_be_asked_for(key: str, value: Any) -> None:
     ):
         check_changes(found, overrides=False)
     check_changes(found, overrides=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "option"),
+    [
+        ("models.gpt_config.GPTConfig", "router.top_k"),
+        ("models.gpt_config.GPTConfig", "router.jitter"),
+        ("models.gpt_config.GPTConfig", "router.forced.kind"),
+        ("models.swin.SwinConfig", "drop_path_rate"),
+        ("models.huggingface.module.HuggingFaceConfig", "router.z_loss_coef"),
+    ],
+)
+def test_options_that_leave_the_trained_function_may_change(model: str, option: str) -> None:
+    def config(value: int) -> dict[str, Any]:
+        node: Any = value
+        for name in reversed(option.split(".")):
+            node = {name: node}
+        return {"model": {"_target_": f"moe_lightning.{model}", **node}}
+
+    (change,) = changes(config(1), config(2))
+    check_changes([change], overrides=False)
+    assert change.key == f"model.{option}"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,10 @@ from omegaconf import OmegaConf
 
 from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.instantiation import check_arguments, located
+from moe_lightning.cli.model_bases import node_of
 from moe_lightning.models.gpt_config import GPTConfig
+from moe_lightning.modules.options import pretrained_options
+from moe_lightning.modules.router import RouterConfig
 from tests.documented import PLUGINS
 from tests.unit.gpt_size import count_parameters
 
@@ -74,12 +77,17 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
-def composed_model(name: str) -> dict[str, Any]:
-    """The arguments of a model's configuration."""
+def composed_node(name: str) -> dict[str, Any]:
+    """The node of a model's configuration."""
     with initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3"):
         node = OmegaConf.to_container(compose("train", [f"model={name}"]).model)
     assert isinstance(node, dict)
-    values = {str(key): value for key, value in node.items() if key != "_target_"}
+    return {str(key): value for key, value in node.items()}
+
+
+def composed_model(name: str) -> dict[str, Any]:
+    """The arguments of a model's configuration."""
+    values = {key: value for key, value in composed_node(name).items() if key != "_target_"}
     values["router"] = {key: value for key, value in values["router"].items() if key != "_target_"}
     return values
 
@@ -88,9 +96,27 @@ def _model(name: str) -> GPTConfig:
     return GPTConfig(**composed_model(name))
 
 
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_models_state_only_what_differs_from_the_defaults(name: str) -> None:
+    stated: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "model" / f"{name}.yaml"), resolve=False)
+    router = stated.get("model", stated).get("router", {})
+    assert not {*router.items()} & {*node_of(RouterConfig()).items()}
+    if "_gpt" in stated["defaults"]:
+        base = node_of(GPTConfig())
+        assert [key for key, value in stated.items() if key in base and value == base[key]] == []
+
+
+@pytest.mark.parametrize("option", pretrained_options(RouterConfig))
+def test_pretrained_routers_have_a_key_for_every_option_that_they_take(option: str) -> None:
+    assert composed_model("huggingface")["router"][option] is None
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_keys_are_the_arguments(path: Path) -> None:
-    nodes = list(_nodes(OmegaConf.to_container(OmegaConf.load(path), resolve=False)))
+    stated: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    if path.parent.name == "model":
+        stated = composed_node(path.stem)
+    nodes = list(_nodes(stated))
     assert nodes or path.stem == "none"
     for node in nodes:
         target = located(node["_target_"], str(path))

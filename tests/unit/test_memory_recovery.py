@@ -20,7 +20,7 @@ from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots, fetch
 from moe_lightning.checkpoint.node_inventory import local_inventory
 from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import is_partial
+from moe_lightning.state.pieces import is_expert_key
 from tests.unit.checkpoint_state import EXPERTS, LAYERS, node, whole_state
 
 ALL = {(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)}
@@ -41,7 +41,7 @@ def assert_state(found: MemoryCheckpoint, step: int, versions: list[int]) -> Non
     assert found.step == step
     assert found.expert_versions().tolist() == [versions] * LAYERS
     for key, then in whole_state(step).items():
-        expected = whole_state(versions[int(key.split("/")[2])])[key] if is_partial(key) else then
+        expected = whole_state(versions[int(key.split("/")[2])])[key] if is_expert_key(key) else then
         assert torch.equal(found.read(key), expected), key
         out = torch.empty_like(expected)
         found.read_into(key, out)

@@ -21,7 +21,7 @@ from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.mending import find_usable, mended
 from moe_lightning.checkpoint.recovery_sources import storage_inventory
 from moe_lightning.errors import CheckpointError
-from moe_lightning.state.pieces import is_partial
+from moe_lightning.state.pieces import is_expert_key
 from moe_lightning.strategies.checkpoints import _leased
 from tests.unit.checkpoint_state import assert_holds, node, whole_state
 
@@ -60,7 +60,7 @@ def assert_honest(found: Found) -> Checkpoint:
     assert checkpoint is not None
     for key, now in whole_state(checkpoint.step).items():
         version, actual = checkpoint.version(key), checkpoint.read(key)
-        assert torch.equal(actual, whole_state(version)[key] if is_partial(key) else now), key
+        assert torch.equal(actual, whole_state(version)[key] if is_expert_key(key) else now), key
     return checkpoint
 
 

@@ -152,7 +152,13 @@ def found(name: str) -> object:
 def gone(name: str, what: str = "is gone") -> str:
     package = name.split(".")[0]
     version = {"lightning": lightning, "torch": torch, "torchmetrics": torchmetrics}[package].__version__
-    return f"{name} {what} in {package} {version}; it was there in {SEEN[package]}: mend its seam in {SEAMS.name}"
+    files = " or ".join(path.name for path in SEAMS)
+    return f"{name} {what} in {package} {version}; it was there in {SEEN[package]}: mend its seam in {files}"
+
+
+def test_a_name_that_is_gone_is_told_with_the_files_of_its_seam() -> None:
+    with pytest.raises(LookupError, match=r"^torch\.nowhere is gone in torch .*: mend its seam in seams\.py or fsdp_"):
+        found("torch.nowhere")
 
 
 @pytest.mark.parametrize("name", METHODS)

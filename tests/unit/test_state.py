@@ -57,7 +57,7 @@ def test_every_piece_has_its_key_and_holders() -> None:
     assert {key: piece.holders for key, piece in pieces.items()} == experts | {
         f"dense/{k}": h for k, h in dense.items()
     }
-    assert {key for key, piece in pieces.items() if piece.is_replaceable} == set(experts)
+    assert {key for key, piece in pieces.items() if piece.is_expert_key} == set(experts)
     moments = {key for key, piece in pieces.items() if piece.is_moment}
     assert moments == {key for key in pieces if "exp_avg" in key}
     assert torch.equal(pieces["expert/0/0/master/w"].tensor, module.experts[2])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.stream import SampleStream, StreamDropout, attach_stream
+from moe_lightning.modules.stream import NoiseSource, SampleStream, StreamDropout, attach_stream
 
 CPU = torch.device("cpu")
 
@@ -131,3 +131,12 @@ def test_modules_share_the_stream_and_differ_by_tag() -> None:
     assert (first.tag, second.tag) == (0, 1)
     x = torch.ones(50, 8)
     assert not torch.equal(first(x), second(x))
+
+
+def test_no_two_draws_of_a_model_have_the_same_key() -> None:
+    keys = [source.key(tag) for source in NoiseSource for tag in range(1000)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_keys_are_those_that_recorded_losses_depend_on() -> None:
+    assert [source.key(5) for source in list(NoiseSource)[:4]] == [15, 16, 17, -6]

@@ -14,19 +14,8 @@ from moe_lightning.models.huggingface.blocks import SparseBlock
 from moe_lightning.models.huggingface.families import FAMILIES, MODEL_BLOCK, Family
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.modules.options import pretrained_options
 from moe_lightning.modules.router import RouterConfig
-
-TRAINING_OPTIONS = (
-    "aux_loss_coef",
-    "aux_loss_scope",
-    "z_loss_coef",
-    "bias_update_rate",
-    "jitter",
-    "capacity_factor",
-    "drop_policy",
-    "forced",
-)
-"""Options of a pretrained router that do not change what it computes once it is trained."""
 
 
 class ExpertReader(Protocol):
@@ -100,10 +89,11 @@ class SparseArchitecture(Architecture):
         self.reader = self.family.layout
         self._arguments = self.family.describe(config)
         options = {name: value for name, value in (router or {}).items() if value is not None}
+        free = pretrained_options(RouterConfig)
         for name in options:
-            if name not in TRAINING_OPTIONS:
+            if name not in free:
                 raise ConfigurationError(
-                    f"router.{name} is fixed by the pretrained model: only {', '.join(TRAINING_OPTIONS)} can be set"
+                    f"router.{name} is fixed by the pretrained model: only {', '.join(free)} can be set"
                 )
         if options.get("bias_update_rate") and not self._arguments.get("selection_bias"):
             raise ConfigurationError(

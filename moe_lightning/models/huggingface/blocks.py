@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
-from moe_lightning.modules.stream import SampleStream
+from moe_lightning.modules.stream import NoiseSource, SampleStream
 
 IS_TOKEN = "is_token"
 """Keyword of the model's forward pass, bool [B, L]: False where an input is padding that no expert gets."""
@@ -96,7 +96,6 @@ class DroppingLayerNorm(nn.LayerNorm):
         branch = super().forward(input)
         if not self.training or self.p == 0.0:
             return branch
-        # Negative tags are nobody else's: routers and dropouts count upwards.
-        uniform_B1 = self.stream.uniform(-1 - self.tag, branch.shape[0], 1, branch.device)
+        uniform_B1 = self.stream.uniform(NoiseSource.DROP_PATH.key(self.tag), branch.shape[0], 1, branch.device)
         kept_B = (uniform_B1[:, 0] >= self.p).to(branch.dtype) / (1.0 - self.p)
         return branch * kept_B.view(-1, *[1] * (branch.ndim - 1))

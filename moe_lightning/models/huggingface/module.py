@@ -25,6 +25,8 @@ from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.modules.adapters import AdapterConfig
 from moe_lightning.modules.context import ContextParallel
+from moe_lightning.modules.options import option, options_of
+from moe_lightning.modules.router import RouterConfig
 from moe_lightning.modules.tensor_parallel import Plan
 
 _UPCYCLED = {"gpt2": "recipes=upcycle_gpt2", "swinv2": "model=swinv2_upcycled data=images"}
@@ -47,9 +49,8 @@ class HuggingFaceConfig:
     Attributes:
         pretrained: folder of the checkpoint: config.json and safetensors files.
         context_length: most tokens in a sequence; the data are cut to it.
-        router: training options of the routers of a pretrained MoE: aux_loss_coef (by default what the checkpoint
-            says, brought to the scale of our loss), aux_loss_scope, z_loss_coef, bias_update_rate, jitter,
-            capacity_factor, drop_policy, forced. None: as in the checkpoint.
+        router: options of `RouterConfig` for the routers of a pretrained MoE: those that do not change the trained
+            function. None: as in the checkpoint, whose aux_loss_coef is brought to the scale of our loss.
         overrides: values to set in the checkpoint's configuration, such as dropout probabilities. nn.Dropout gives up
             the same loss on any number of ranks, so set them to 0 where that matters.
         gradient_checkpointing: recompute layers in the backward pass instead of keeping their activations.
@@ -63,9 +64,9 @@ class HuggingFaceConfig:
 
     pretrained: str
     context_length: PositiveInt = 1024
-    router: Mapping[str, Any] = field(default_factory=dict)
+    router: Mapping[str, Any] = options_of(RouterConfig)
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = option(False, changes_function=False)
     upcycling: UpcyclingConfig | None = None
     adapter: AdapterConfig | None = None
 
