@@ -9,6 +9,7 @@ from benchmarks.paper_table import MissingTrace, Reproduction, Sources
 from moe_lightning.arguments import InputFile, OutputFolder, option
 from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.plots import require, svg
 
 ALL = "all"
 PAPERS: dict[str, Reproduction] = {
@@ -38,6 +39,7 @@ def run(options: Options) -> int:
             f"figure={shown(options.figure)} is no reproduction: use {ALL} or one of {list(PAPERS)}"
         )
     if options.plots is not None:
+        require()
         options.plots.mkdir(parents=True, exist_ok=True)
     sources = Sources(routing=options.routing, spot=options.spot)
     sources.check()
@@ -51,9 +53,9 @@ def run(options: Options) -> int:
             left_out.append(name)
             continue
         print(f"== {name}\n{table.text()}\n", flush=True)
-        if options.plots is not None and table.chart:
+        if options.plots is not None and table.chart is not None:
             path = options.plots / f"{name}.svg"
-            path.write_text(table.chart)
+            path.write_text(svg(table.chart()))
     if left_out:
         print(f"left out for want of a recorded trace (--routing, --spot): {', '.join(left_out)}")
     return 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from benchmarks.paper_recovery import NODES, SLOTS, workload
 from benchmarks.paper_table import PaperTable, Row, Sources
-from moe_lightning.charts import line_chart
+from moe_lightning.plots import line_chart
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event, Failures, read_trace
 from moe_lightning.simulate.hardware import Hardware, preset
@@ -129,7 +129,7 @@ def _table(
         which: [(span.start_s / 60, span.samples_per_s) for span in report.spans]
         for which, report in found["GPT-L"].items()
     }
-    chart = line_chart(lines, f"{title}, GPT-L", "minutes", "samples/s", steps=True)
+    chart = partial(line_chart, lines, f"{title}, GPT-L", "minutes", "samples/s", steps=True)
     return PaperTable(title=title, rows=tuple(rows), assumptions=(*_ASSUMED, *notes), chart=chart)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 
 from benchmarks.paper_pec import layer_modules
@@ -25,7 +26,7 @@ from moe_lightning.algorithms.sharding import (
     equal_expert_writers,
     shard_checkpoint,
 )
-from moe_lightning.charts import bar_chart, line_chart
+from moe_lightning.plots import bar_chart, line_chart
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import preset
 from moe_lightning.simulate.mesh import Mesh
@@ -75,7 +76,7 @@ def sizes(_: Sources) -> PaperTable:
         title="MoC Fig. 2, 10a and Table 3: GPT-350M-16E",
         rows=tuple(rows),
         assumptions=("2 B weights, 12 B optimizer with the fp32 copies, which are always saved whole",),
-        chart=bar_chart(bars, "MoC Fig. 10a: checkpoint of all ranks", "GB"),
+        chart=partial(bar_chart, bars, "MoC Fig. 10a: checkpoint of all ranks", "GB"),
     )
 
 
@@ -102,7 +103,7 @@ def sharding(_: Sources) -> PaperTable:
         title="MoC Fig. 10b-d: the busiest rank's checkpoint",
         rows=tuple(rows),
         assumptions=("the optimizer is sharded by ZeRO in both; the embedding may be cut into two units",),
-        chart=bar_chart(bars, "MoC Fig. 10b-d: busiest rank", "GB"),
+        chart=partial(bar_chart, bars, "MoC Fig. 10b-d: busiest rank", "GB"),
     )
 
 
@@ -248,7 +249,7 @@ def scaling(_: Sources) -> PaperTable:
             "one expert of each of 24 layers on every GPU; 2048 stands for more than 1024 GPUs",
             "printed: hidden from 1024 (base-async) and from 64 (MoC) on A800, base-async never on H100",
         ),
-        chart=line_chart(lines, "MoC Fig. 13: iteration with a checkpoint", "GPUs", "seconds"),
+        chart=partial(line_chart, lines, "MoC Fig. 13: iteration with a checkpoint", "GPUs", "seconds"),
     )
 
 
@@ -289,7 +290,7 @@ def tensor_parallel(_: Sources) -> PaperTable:
             "experts lie over all GPUs, one each, where the paper does not say whether tensor parallelism cuts them",
             "printed in words alone: base-async hidden from 1024 GPUs, MoC-async the most efficient on all of them",
         ),
-        chart=line_chart(lines, "MoC Fig. 13b: iteration with a checkpoint, TP 4", "GPUs", "seconds"),
+        chart=partial(line_chart, lines, "MoC Fig. 13b: iteration with a checkpoint, TP 4", "GPUs", "seconds"),
     )
 
 
@@ -330,7 +331,7 @@ def lost_tokens(_: Sources) -> PaperTable:
         assumptions=(
             "uniform routing; a fault takes half of the experts' nodes; 15 faults, interval 10 of 20000 iterations",
         ),
-        chart=bar_chart(bars, "MoC Fig. 15a: PLT after 15 faults, K_persist 1", "%"),
+        chart=partial(bar_chart, bars, "MoC Fig. 15a: PLT after 15 faults, K_persist 1", "%"),
     )
 
 

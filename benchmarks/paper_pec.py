@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from benchmarks.paper_table import PaperTable, Row, Sources
 from moe_lightning.algorithms.checkpoint_size import (
@@ -16,7 +17,7 @@ from moe_lightning.algorithms.checkpoint_size import (
 )
 from moe_lightning.algorithms.selection import sequential_selection
 from moe_lightning.algorithms.sharding import Module, equal_expert_writers, shard_checkpoint
-from moe_lightning.charts import bar_chart
+from moe_lightning.plots import bar_chart
 
 _WIDTH, _LAYERS, _EXPERTS = 768, 12, 8
 _RANKS = 8
@@ -41,7 +42,7 @@ def sizes(_: Sources) -> PaperTable:
         width=_WIDTH, num_layers=_LAYERS, num_experts=_EXPERTS, tied=False, causal_mask_buffers=True
     )
     full = checkpoint_size(saved, accounting=PEC_ACCOUNTING).total_bytes
-    partial = {k: checkpoint_size(saved, accounting=PEC_ACCOUNTING, k=k).total_bytes for k in (1, 2, 4, 8)}
+    by_k = {k: checkpoint_size(saved, accounting=PEC_ACCOUNTING, k=k).total_bytes for k in (1, 2, 4, 8)}
     # The dense GPT-2 of the same width has one feed-forward layer where this one has eight experts.
     dense = [TensorSpec(name=t.name, shape=t.shape, buffer=t.buffer) for t in saved]
     dense_bytes = checkpoint_size(dense, accounting=PEC_ACCOUNTING).total_bytes
@@ -63,7 +64,7 @@ def sizes(_: Sources) -> PaperTable:
     adps, edps = (max(plan.bottleneck_bytes for plan in plans[adaptive]) for adaptive in (True, False))
     rows = (
         Row(what="parameters, tied", printed=323, ours=parameter_count(tied) / 1e6, unit="M"),
-        Row(what="size saved at K = 1", printed=54.2, ours=100 * (1 - partial[1] / full), unit="%"),
+        Row(what="size saved at K = 1", printed=54.2, ours=100 * (1 - by_k[1] / full), unit="%"),
         Row(what="full over dense", printed=2.18, ours=full / dense_bytes, unit="x"),
         Row(what="baseline's rank saved at K = 1", printed=15, ours=100 * (1 - pec_rank / whole_rank), unit="%"),
         Row(what="busiest rank saved by ADPS", printed=76.9, ours=100 * (1 - adps / whole_rank), unit="%"),
@@ -75,7 +76,7 @@ def sizes(_: Sources) -> PaperTable:
             why="printed for time; ours are bytes of the expert on the embedding's rank",
         ),
     )
-    bars = {f"K={k}": {"experts": (size - dense_part) / 1e9, "dense": dense_part / 1e9} for k, size in partial.items()}
+    bars = {f"K={k}": {"experts": (size - dense_part) / 1e9, "dense": dense_part / 1e9} for k, size in by_k.items()}
     return PaperTable(
         title="PEC 4: checkpoint of a GPT-MoE with 8 experts",
         rows=rows,
@@ -83,7 +84,7 @@ def sizes(_: Sources) -> PaperTable:
             "untied output matrix, fp32 weights and Adam (12 B a parameter), causal masks saved as fp32 buffers",
             "8 ranks, one expert of every layer on each; modules are not cut",
         ),
-        chart=bar_chart(bars, "PEC: bytes of a checkpoint", "GB"),
+        chart=partial(bar_chart, bars, "PEC: bytes of a checkpoint", "GB"),
     )
 
 

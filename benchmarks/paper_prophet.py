@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -12,7 +13,7 @@ from benchmarks.paper_table import PaperTable, Row, Sources
 from moe_lightning.algorithms.balancing import STRATEGIES, evaluate, plan_shadows
 from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.algorithms.shadow_plan import QuotaRule
-from moe_lightning.charts import bar_chart
+from moe_lightning.plots import bar_chart
 from moe_lightning.simulate.hardware import Hardware, preset
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import RoutingScenario, load_trace, trace_routing
@@ -105,7 +106,10 @@ def _speedups(
             bars.setdefault(f"{name} k={top_k}", {})[f"{system}, paper"] = value
             bars[f"{name} k={top_k}"][f"{system}, ours"] = ours
     return PaperTable(
-        title=title, rows=tuple(rows), assumptions=_ASSUMED, chart=bar_chart(bars, f"{title}", "speed-up over DS-MoE")
+        title=title,
+        rows=tuple(rows),
+        assumptions=_ASSUMED,
+        chart=partial(bar_chart, bars, f"{title}", "speed-up over DS-MoE"),
     )
 
 
@@ -148,7 +152,7 @@ def figure_10(sources: Sources) -> PaperTable:
         title="Pro-Prophet Fig. 10 and 12: HPWNV nodes, over the better baseline",
         rows=tuple(rows),
         assumptions=(*_ASSUMED, "1024 tokens a GPU; on 32 GPUs two groups of 16, each with all experts"),
-        chart=bar_chart(bars, "Pro-Prophet Fig. 10", "speed-up"),
+        chart=partial(bar_chart, bars, "Pro-Prophet Fig. 10", "speed-up"),
     )
 
 

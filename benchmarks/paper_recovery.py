@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -17,7 +18,7 @@ from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.recovery_probability import block_recovery, recovery_probabilities
 from moe_lightning.algorithms.replica_placement import NODE_RULES
-from moe_lightning.charts import line_chart
+from moe_lightning.plots import line_chart
 from moe_lightning.simulate.hardware import preset
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.routing import hottest, load_trace, make_routing
@@ -152,7 +153,7 @@ def recovery(sources: Sources) -> PaperTable:
             "10 nodes of 6 slots, f = 2, layers 0 to 11 of the trace, each with its hottest experts",
             "all layers must survive the same failed set; all sets of a size are equally likely",
         ),
-        chart=line_chart(shown, "recovery probability, GPT-L step 200", "failed nodes", "probability"),
+        chart=partial(line_chart, shown, "recovery probability, GPT-L step 200", "failed nodes", "probability"),
     )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from benchmarks.paper_table import PaperTable, Row, Sources
 from moe_lightning.algorithms.protection import arc_layout
 from moe_lightning.algorithms.survival import protected_survival, time_to, unprotected_survival
-from moe_lightning.charts import line_chart
+from moe_lightning.plots import line_chart
 
 _DEVICES, _GROUP = 3072, 6
 _HARDWARE_RATE, _SOFTWARE_RATE = 1e-4, 1e-5
@@ -46,7 +46,7 @@ def survival(_: Sources) -> PaperTable:
         title="REFT Fig. 8: survival of parameters, shape 1.3",
         rows=rows,
         assumptions=("k = 3072 devices, groups of 6, t in days, snapshot processes survive (P_re = 1)",),
-        chart=line_chart(lines, "REFT Fig. 8", "days", "probability"),
+        chart=partial(line_chart, lines, "REFT Fig. 8", "days", "probability"),
     )
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_routing_trace
 from moe_lightning.simulate.failures import read_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _CLOSE = 0.05
 
@@ -64,13 +68,13 @@ class PaperTable:
         title: paper and item.
         rows: values.
         assumptions: what the paper leaves open, one line each.
-        chart: a picture as SVG text.
+        chart: draws a picture; None: there is none.
     """
 
     title: str
     rows: tuple[Row, ...]
     assumptions: tuple[str, ...] = ()
-    chart: str = ""
+    chart: Callable[[], Figure] | None = None
 
     def text(self) -> str:
         width = max(len(row.what) for row in self.rows)

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Interval
 
@@ -33,9 +33,12 @@ from moe_lightning.cli.measurement import goal, machine, medians_of
 from moe_lightning.cli.short_training import failing_as_mistakes
 from moe_lightning.config import NonNegativeInt, Seconds
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.plots import phase_lines, require, svg
 from moe_lightning.simulate.failures import read_trace
-from moe_lightning.svg_pictures import phase_lines
 from moe_lightning.text_table import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -96,7 +99,7 @@ def run(options: Options) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1))
     if options.svg is not None:
-        options.svg.write_text(picture({**results.get("kill", {}), **results.get("restart", {})}))
+        options.svg.write_text(svg(picture({**results.get("kill", {}), **results.get("restart", {})})))
     return 0
 
 
@@ -119,6 +122,8 @@ def _checked(options: Options) -> Options:
         read_trace(options.trace)  # what is wrong with it is told before anything is measured
     if options.svg is not None and not {"kill", "restart"} & set(options.parts):
         raise ConfigurationError("--svg shows recoveries: measure kill or restart with it")
+    if options.svg is not None:
+        require()
     return options
 
 
@@ -247,8 +252,8 @@ def _trace(task: Task, options: Options) -> dict[str, dict[str, float]]:
 _MEASURE = {"kill": _kills, "restart": _restarts, "cost": _costs, "trace": _trace}
 
 
-def picture(rows: Mapping[str, Rows]) -> str:
-    """Medians of the phases, a lane for each way to recover, as SVG."""
+def picture(rows: Mapping[str, Rows]) -> Figure:
+    """Medians of the phases, a lane for each way to recover."""
     lanes = {}
     for name, measured in rows.items():
         medians = medians_of(measured)

@@ -13,15 +13,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.uneven_worker import CONTENDERS, SPEEDS, Contender, Scenario
 from moe_lightning.arguments import Count, OutputFile, option
-from moe_lightning.charts import bar_chart, line_chart
 from moe_lightning.cli.measurement import goal, machine
 from moe_lightning.cli.short_training import ModelOptions, on_ranks, own_cores
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.plots import bar_chart, line_chart, require, svg
 from moe_lightning.text_table import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _RANKS = 2
 _LEAST_STEPS = 24
@@ -59,6 +62,8 @@ def run(options: Options) -> int:
         raise ConfigurationError(
             f"--slots {options.slots} of {_RANKS} ranks cannot hold {options.experts} experts: use more"
         )
+    if options.picture is not None or options.episode_picture is not None:
+        require()
     with tempfile.TemporaryDirectory(prefix="moe-uneven-") as folder:
         rows = _measure(Path(folder), options, cores)
     if options.json is not None:
@@ -68,9 +73,9 @@ def run(options: Options) -> int:
     print(format_table(found))
     print("\n".join(goals(found)))
     if options.picture is not None:
-        options.picture.write_text(picture(found))
+        options.picture.write_text(svg(picture(found)))
     if options.episode_picture is not None and "episode" in options.scenarios:
-        options.episode_picture.write_text(episode_picture(rows))
+        options.episode_picture.write_text(svg(episode_picture(rows)))
     return 0
 
 
@@ -143,8 +148,8 @@ def goals(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
     return lines
 
 
-def picture(found: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
-    """SVG: what each rank does in a step without its exchanges and waits, with even speeds and with measured ones."""
+def picture(found: Mapping[tuple[str, str], Mapping[str, float]]) -> Figure:
+    """Time of each rank in a step without its exchanges and waits, with even speeds and with measured ones."""
     groups = {
         f"{scenario}, {contender}": {f"rank {rank}": 1e3 * row[f"own_s_{rank}"] for rank in range(_RANKS)}
         for (scenario, contender), row in found.items()
@@ -153,8 +158,8 @@ def picture(found: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
     return bar_chart(groups, "own time of each rank in a step", "ms")
 
 
-def episode_picture(rows: Sequence[Mapping[str, Any]]) -> str:
-    """SVG: the steps of the first round's episode."""
+def episode_picture(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Steps of the first round's episode."""
     lines = {
         str(row["contender"]): [(float(step), 1e3 * seconds) for step, seconds in enumerate(row["step_s"][0])][2:]
         for row in rows

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from annotated_types import Interval
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from moe_lightning import seams
@@ -34,11 +35,12 @@ from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.shadow_exchange import StepVisits
 from moe_lightning.comm.world import any_says
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.plots import svg, time_line
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.strategies.steps import Steps
-from moe_lightning.svg_pictures import time_line
 
 _DENSE_STEPS = range(2, 6)
 """Steps whose dense layers are timed: the first ones warm the machine up."""
@@ -76,7 +78,8 @@ class LoadBalancer(Callback):
             them; without it plans come from the next two arguments and so are alike in every run.
         bytes_per_s, flops_per_s: nominal bandwidth of a rank and speed of its expert computation.
         speeds, speeds_every, max_samples_per_rank, stragglers: see `SpeedPolicy`.
-        timeline_path: SVG of the last step as the performance model sees it, written when training ends; None: none.
+        timeline_path: SVG of the last step as the performance model sees it, written when training ends;
+            None: none. It needs the extra `plots`; without it a warning says so.
 
     Attributes:
         planner: what decides; None before training starts and in a world of one rank.
@@ -232,8 +235,13 @@ class LoadBalancer(Callback):
         self._unfollow()
         expected = self.planner.predicted_step() if self.planner is not None else None
         if self._timeline_path is not None and expected is not None and trainer.is_global_zero:
+            try:
+                picture = svg(time_line(expected, f"step {trainer.global_step}"))
+            except ConfigurationError as error:
+                rank_zero_warn(f"{self._timeline_path} is not drawn: {error}")
+                return
             self._timeline_path.parent.mkdir(parents=True, exist_ok=True)
-            self._timeline_path.write_text(time_line(expected, f"step {trainer.global_step}"))
+            self._timeline_path.write_text(picture)
 
     @override
     def state_dict(self) -> dict[str, Any]:

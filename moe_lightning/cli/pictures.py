@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moe_lightning.arguments import InputFile, OutputFolder, option
 from moe_lightning.modules.routing_trace import read_loads
-from moe_lightning.svg_pictures import heat_map
+from moe_lightning.plots import heat_map, svg
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,6 @@ def run(options: Options) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     for layer, shares_SE in enumerate(shares_LSE):
         path = options.out / f"layer{layer:02d}.svg"
-        path.write_text(heat_map(shares_SE, steps, f"load of the experts of MoE layer {layer}"))
+        path.write_text(svg(heat_map(shares_SE, steps, f"load of the experts of MoE layer {layer}")))
         print(path)
     return 0

@@ -12,13 +12,16 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_lightning.arguments import OutputFolder, option
-from moe_lightning.charts import bar_chart, line_chart
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_loads
+from moe_lightning.plots import bar_chart, heat_map, line_chart, phase_lines, svg
 from moe_lightning.strategies.recovery_report import PHASES
-from moe_lightning.svg_pictures import heat_map, phase_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Metrics = Mapping[str, Mapping[int, float]]  # {name: {step: value}}, steps ascending
 
@@ -49,13 +52,13 @@ def run(options: Options) -> int:
     out = options.out or options.run / "pictures"
     out.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
-        (out / f"{name}.svg").write_text(picture)
+        (out / f"{name}.svg").write_text(svg(picture))
         print(out / f"{name}.svg")
     return 0
 
 
-def draw(directory: Path) -> Iterator[tuple[str, str]]:
-    """Names and SVG texts of the pictures of a run.
+def draw(directory: Path) -> Iterator[tuple[str, Figure]]:
+    """Names and pictures of a run.
 
     Raises:
         ConfigurationError: it has neither metrics nor loads, or a file that cannot be read.
@@ -121,7 +124,7 @@ def read_all_metrics(files: list[Path]) -> Metrics:
     return {name: dict(sorted(values.items())) for name, values in found.items()}
 
 
-def balance_pictures(metrics: Metrics) -> Iterator[tuple[str, str]]:
+def balance_pictures(metrics: Metrics) -> Iterator[tuple[str, Figure]]:
     """Name and picture of the imbalance, where it was logged."""
     lines = {title: list(_over_layers(metrics, area, name).items()) for title, (area, name) in _IMBALANCES.items()}
     lines = {title: line for title, line in lines.items() if line}
@@ -137,7 +140,7 @@ def _over_layers(metrics: Metrics, area: str, name: str) -> dict[int, float]:
     return {step: statistics.fmean(values[step] for values in layers) for step in sorted(steps)}
 
 
-def checkpoint_pictures(metrics: Metrics) -> Iterator[tuple[str, str]]:
+def checkpoint_pictures(metrics: Metrics) -> Iterator[tuple[str, Figure]]:
     """Names and pictures of what checkpoints cost, where it was logged."""
     times, sizes = _bars(metrics, _TIMES, 1.0), _bars(metrics, _SIZES, 1e6)
     if times:

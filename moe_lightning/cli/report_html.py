@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
-_LEAST_SCALE = 0.72
-"""Below it the pictures' letters cannot be read."""
-
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c1f24; --soft: #5b6470; --line: #d9dde3; --card: #f5f7fa;
   --accent: #3b6fb6; }
@@ -34,11 +31,10 @@ dl.cards dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums;
 figure { margin: 1rem 0; }
 figcaption { font-size: 0.9rem; }
 .wide { overflow-x: auto; }
+figure.picture { display: inline-block; width: 49%; min-width: min(100%, 27rem); vertical-align: top; }
 figure svg { display: block; width: 100%; height: auto; }
-figure svg > rect:first-of-type { fill: var(--paper); }
 figure svg text { fill: var(--ink); }
-figure svg text[fill="white"] { fill: #ffffff; }
-figure svg line { stroke: var(--line); }
+figure svg .paper path { fill: none !important; }
 table { width: max-content; min-width: 100%; border-collapse: collapse; font-size: 0.9rem;
   font-variant-numeric: tabular-nums; }
 th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
@@ -46,10 +42,7 @@ td { max-width: 22rem; overflow-wrap: anywhere; }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
 pre { overflow-x: auto; padding: 0.8rem; border-radius: 0.5rem; background: var(--card); font-size: 0.8rem; }
 summary { cursor: pointer; color: var(--accent); }
-.legend span { display: none; }
-@media (max-width: 40rem) { figure svg { min-width: 0 !important; } figure svg text { font-size: 20px; }
-  figure svg .legend, figure svg .unit { display: none; }
-  .legend span { display: inline-block; margin-right: 0.8rem; font-size: 0.85rem; }
+@media (max-width: 40rem) { figure.picture { width: 100%; }
   table { width: 100%; } td, th { padding: 0.3rem; overflow-wrap: anywhere; white-space: normal; } }
 @media print { details > * { display: block; } nav { display: none; } }
 """
@@ -83,19 +76,10 @@ def missing(text: str) -> str:
     return f'<p class="missing">{escaped(text)}</p>'
 
 
-def figure(picture: str, title: str, caption: str) -> str:
-    """An SVG picture as wide as the page, named for those who cannot see it; on a phone its letters are larger."""
-    width = re.search(r'width="(\d+)"', picture)
-    least_px = _LEAST_SCALE * int(width[1]) if width else 0.0
-    named = f'<svg role="img" aria-label="{escaped(title)}" style="min-width: {least_px:.0f}px" '
-    named += picture.strip().removeprefix("<svg ")
-    return f'<figure><div class="wide">{named}</div><figcaption>{escaped(caption)}</figcaption></figure>'
-
-
-def legend(lines: Sequence[tuple[str, str]]) -> str:
-    """Names of lines and their colors, for screens on which a picture's own would be too small."""
-    boxes = (f'<span><b style="color: {color}">■</b> {escaped(name)}</span>' for name, color in lines)
-    return f'<div class="legend">{"".join(boxes)}</div>'
+def figure(picture: str, title: str, caption: str, more: str = "") -> str:
+    """An SVG picture, named for those who cannot see it, with what is said of it and what belongs to it."""
+    named = f'<svg role="img" aria-label="{escaped(title)}" {picture.strip().removeprefix("<svg ")}'
+    return f'<figure class="picture">{named}<figcaption>{escaped(caption)}</figcaption>{more}</figure>'
 
 
 def cards(numbers: Sequence[tuple[str, str]]) -> str:

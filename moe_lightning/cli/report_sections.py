@@ -13,21 +13,20 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from moe_lightning.charts import line_chart, line_color
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.cli.plot import Metrics, balance_pictures, checkpoint_pictures, metrics_files, recovery_lanes
-from moe_lightning.cli.report_html import Section, figure, folded, legend, listing, missing, paragraph, table
+from moe_lightning.cli.report_html import Section, figure, folded, listing, missing, paragraph, table
 from moe_lightning.cli.run_directory import checkpoints as checkpoints_in
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.modules.routing_trace import read_loads
-from moe_lightning.svg_pictures import grid, heat_map, phase_lines
+from moe_lightning.plots import grid, heat_map, line_chart, phase_lines, svg
 
 _LOSS = re.compile(r"(.*[/_])?loss(_step|_epoch)?")
 _MAX_POINTS = 600
 _MAX_ROWS = 50
-_MAX_CELLS = 100_000
-"""Of the pictures of a section together: more make a page that browsers open slowly."""
-_LEAST_COLUMNS = 24
+_MAX_LAYERS = 16
+"""Layers with a picture of their own."""
+_MAX_SAMPLES = 120
 _MIB = 2**20
 _TELEMETRY = "callbacks=default and logger=default record it (or give a Trainer the callback Telemetry and a CSVLogger)"
 _WORDS = {
@@ -73,12 +72,11 @@ def loads(directory: Path) -> Section:
             f"Share of a layer's assignments that each of its experts got; {100 / shares_LSE.shape[2]:.3g} % is even."
         )
     ]
-    num_layers, samples, num_experts = shares_LSE.shape
-    columns = min(samples, max(_LEAST_COLUMNS, _MAX_CELLS // (num_layers * num_experts)))
-    shown = max(1, min(num_layers, _MAX_CELLS // (columns * num_experts)))
+    num_layers, samples, _ = shares_LSE.shape
+    shown = min(num_layers, _MAX_LAYERS)
     if shown < num_layers:
         parts.append(paragraph(f"{shown} of {num_layers} MoE layers are shown, evenly spread over the model."))
-    groups = np.array_split(np.arange(samples), columns)
+    groups = np.array_split(np.arange(samples), min(samples, _MAX_SAMPLES))
     for layer in np.linspace(0, num_layers - 1, shown).round().astype(int).tolist():
         shares_SE = shares_LSE[layer]
         means_SE = np.stack([shares_SE[group].mean(axis=0) for group in groups])
@@ -86,7 +84,7 @@ def loads(directory: Path) -> Section:
         busiest = int(shares_SE.mean(axis=0).argmax())
         caption = f"Busiest on average: expert {busiest}, {100 * shares_SE[:, busiest].mean():.3g} %."
         picture = heat_map(means_SE, [steps[0], *(steps[group[-1]] for group in groups[1:])], title)
-        parts.append(figure(picture, f"heat map of the loads of the {title}", caption))
+        parts.append(figure(svg(picture), f"heat map of the loads of the {title}", caption))
     return Section(name="loads", title="Expert loads", parts=parts)
 
 
@@ -133,17 +131,18 @@ def placements(directory: Path, metrics: Metrics) -> Section:
 def _placed(last: Mapping[int, tuple[int, NDArray[np.int64]]]) -> Iterator[str]:
     """Pictures of the last placements: ranks and experts of each layer, or of large clusters the replicas alone."""
     counts_LE = [replicas_EN.sum(axis=1) for _, replicas_EN in last.values()]
-    if sum(replicas_EN.size for _, replicas_EN in last.values()) > _MAX_CELLS:
+    if len(last) > _MAX_LAYERS:
         if len({len(counts_E) for counts_E in counts_LE}) == 1:
             title = "replicas of the experts, all ranks together"
             picture = grid(np.stack(counts_LE).astype(float), title, "layer", "expert", "replicas")
-            yield figure(picture, title, "The table placement.csv names the ranks.")
+            yield figure(svg(picture), title, "The table placement.csv names the ranks.")
         return
     for layer, (step, replicas_EN) in last.items():
         title = f"replicas of the experts of MoE layer {layer}, from step {step} on"
         most = int(replicas_EN.sum(axis=1).max())
         caption = f"{replicas_EN.shape[0]} experts on {replicas_EN.shape[1]} ranks, at most {most} replicas of one."
-        yield figure(grid(replicas_EN.T.astype(float), title, "rank", "expert", "replicas"), title, caption)
+        picture = grid(replicas_EN.T.astype(float), title, "rank", "expert", "replicas")
+        yield figure(svg(picture), title, caption)
 
 
 def recoveries(directory: Path, metrics: Metrics) -> Section:
@@ -161,7 +160,9 @@ def recoveries(directory: Path, metrics: Metrics) -> Section:
     lanes = recovery_lanes(metrics)
     if lanes:
         title = "recoveries: from the fault as a survivor saw it until training goes on"
-        parts.append(figure(phase_lines(lanes, title), title, "Seconds of each phase; one lane for each recovery."))
+        parts.append(
+            figure(svg(phase_lines(lanes, title)), title, "Seconds of each phase; one lane for each recovery.")
+        )
     if rows:
         shown = rows[-_MAX_ROWS:]
         caption = f"The last {len(shown)} of {len(rows)}; steps lost are those that ran again."
@@ -196,7 +197,8 @@ def checkpoints(directory: Path, metrics: Metrics) -> Section:
         if age_LE.size and not ages:
             title = f"age of the experts in {name}"
             caption = "Steps since an expert was saved; 0 is as new as the checkpoint."
-            ages.append(figure(grid(age_LE.astype(float), title, "layer", "expert", "steps"), title, caption))
+            picture = grid(age_LE.astype(float), title, "layer", "expert", "steps")
+            ages.append(figure(svg(picture), title, caption))
     if rows:
         head = ["checkpoint", "step", "state (MiB)", "of it new (MiB)", "experts"]
         parts += [*ages, table(head, rows, f"The newest {len(rows)} in the run directory.")]
@@ -257,14 +259,14 @@ def _named(metrics: Metrics, *names: str) -> dict[str, Mapping[int, float]]:
 def _chart(lines: Mapping[str, Mapping[int, float]], title: str, unit: str, caption: str) -> str:
     """Lines over steps, and their numbers below for those who read tables."""
     points = {name: _thinned(list(values.items()), _MAX_POINTS) for name, values in lines.items()}
-    picture = figure(line_chart(points, title, "step", unit), f"{title} over steps, {unit}", caption)
-    picture += legend([(f"{name}, {unit}", line_color(index)) for index, name in enumerate(points)])
     rows = [
         [name, f"{step:,.0f}", f"{value:.6g}"]
         for name, line in points.items()
         for step, value in _thinned(line, max(1, _MAX_ROWS // len(points)))
     ]
-    return picture + folded(f"Numbers of: {title}", table(["metric", "step", unit], rows, "Averages of neighbours."))
+    numbers = folded(f"Numbers of: {title}", table(["metric", "step", unit], rows, "Averages of neighbors."))
+    picture = svg(line_chart(points, title, "step", unit))
+    return figure(picture, f"{title} over steps, {unit}", caption, numbers)
 
 
 def _thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
@@ -274,7 +276,7 @@ def _thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[flo
 
 
 def _pictures(found: Any) -> list[str]:
-    return [figure(picture, name.replace("_", " "), _WORDS.get(name, "")) for name, picture in found]
+    return [figure(svg(picture), name.replace("_", " "), _WORDS.get(name, "")) for name, picture in found]
 
 
 def _mib(nbytes: int) -> str:

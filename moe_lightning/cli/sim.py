@@ -24,9 +24,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moe_lightning import __version__, mistakes
+from moe_lightning import __version__, mistakes, plots
 from moe_lightning.arguments import output_file
-from moe_lightning.charts import line_chart
 from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes, dotted, known_keys, unknown_key
 from moe_lightning.cli.overrides import read_settings, refuse_option
 from moe_lightning.cli.scenarios import given, scenario_of
@@ -223,6 +222,8 @@ def _simulate(config: Mapping[str, Any]) -> int:
     for key in _OUTPUTS:
         if config[key]:
             _output(config, key)  # before anything is simulated
+    if config["picture"]:
+        plots.require()
     names = [str(config["policy"]["name"]), *(str(name) for name in config["compare"] or [])]
     if config["mesh"]["search"]:
         raise ConfigurationError("mesh.search=true is for moe-sim recommend: say that, or give the axes of the mesh")
@@ -268,8 +269,8 @@ def _leave(config: Mapping[str, Any], reports: Mapping[str, Report], mesh: MeshR
             ]
             for name, report in reports.items()
         }
-        chart = line_chart(lines, "throughput", "hours", "samples/s", steps=True)
-        _output(config, "picture").write_text(chart)
+        chart = plots.line_chart(lines, "throughput", "hours", "samples/s", steps=True)
+        _output(config, "picture").write_text(plots.svg(chart))
     if config["csv"]:
         with _output(config, "csv").open("w", newline="") as file:
             writer = csv.writer(file)
