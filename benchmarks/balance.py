@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.padded_dispatch import PADDED
 from moe_lightning.algorithms.balancing import STRATEGIES, Strategy
-from moe_lightning.algorithms.pairs import FloatArray
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
+from moe_lightning.arrays import FloatArray
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.cli.measurement import goal, machine, medians_of
 from moe_lightning.cli.short_training import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from fractions import Fraction
 
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 
 
 def least_time(tokens: IntArray, replicas: IntArray, speeds: IntArray) -> Fraction:

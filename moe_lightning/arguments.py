@@ -19,7 +19,7 @@ from annotated_types import Interval
 
 from moe_lightning import __version__
 from moe_lightning.config import described, fits, shown
-from moe_lightning.mistakes import EXIT_MISTAKE, suggestion
+from moe_lightning.user_errors import EXIT_MISTAKE, suggestion
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from annotated_types import Interval
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.mistakes import nearest
+from moe_lightning.user_errors import nearest
 
 T = TypeVar("T")
 

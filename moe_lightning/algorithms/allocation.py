@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 from moe_lightning.errors import ConfigurationError
 
 AllocationPolicy = Literal["eq1", "waterfill"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 
 _FAR = np.iinfo(np.int64).max
 

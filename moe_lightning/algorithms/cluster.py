@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.algorithms.speeds import Pace
+from moe_lightning.arrays import IntArray, Pairs
 from moe_lightning.errors import ConfigurationError
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 
 
 @dataclass(frozen=True, kw_only=True)

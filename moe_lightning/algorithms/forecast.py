@@ -11,7 +11,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.algorithms.selection import longest_turn
+from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.config import NonNegativeInt, validated
 from moe_lightning.errors import ConfigurationError
 

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import BoolArray, FloatArray, IntArray, Pairs
 from moe_lightning.algorithms.speeds import speeds_in_proportion
+from moe_lightning.arrays import BoolArray, FloatArray, IntArray, Pairs
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 

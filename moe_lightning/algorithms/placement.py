@@ -8,8 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import IntArray, Pairs
-from moe_lightning.algorithms.parts import cut
+from moe_lightning.arrays import IntArray, Pairs, cut
 from moe_lightning.errors import ConfigurationError
 
 __all__ = ["IntArray", "Pairs", "Placement", "dispatch_groups", "parse_placements", "uniform_placement"]

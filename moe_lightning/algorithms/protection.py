@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Protocol
 
-from moe_lightning.algorithms.parts import cut
+from moe_lightning.arrays import cut
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.registry import Registry
 

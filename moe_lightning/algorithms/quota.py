@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.algorithms.quota_flow import SLACK, relieve, with_slack
 from moe_lightning.algorithms.speeds import Pace
+from moe_lightning.arrays import IntArray, Pairs
 from moe_lightning.errors import ConfigurationError
 
 _ONE = 1 << 20

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.speeds import Pace
+from moe_lightning.arrays import IntArray
 
 SLACK = 128
 """1 over the part of a bound within which moving single tokens does not pay."""

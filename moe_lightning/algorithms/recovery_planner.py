@@ -35,8 +35,8 @@ from moe_lightning.algorithms.inventory import (
     StorageInventory,
     without_snapshots,
 )
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.recovery_plan import Decode, Expert, Origin, Read, RecoveryPlan
+from moe_lightning.arrays import IntArray
 
 __all__ = [
     "Decode",

@@ -17,7 +17,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 from moe_lightning.errors import ConfigurationError
 
 MAX_EXACT_NODES = 20

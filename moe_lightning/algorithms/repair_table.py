@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import Pairs
+from moe_lightning.arrays import Pairs
 
 _Found = TypeVar("_Found")
 

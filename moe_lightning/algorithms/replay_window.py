@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import BoolArray, IntArray
+from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.errors import ConfigurationError
 
 

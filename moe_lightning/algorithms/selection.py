@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import BoolArray, IntArray
+from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.errors import ConfigurationError
 
 SCOPES = ("weight", "master", "exp_avg", "exp_avg_sq")

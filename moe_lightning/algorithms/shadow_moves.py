@@ -15,7 +15,6 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.algorithms.performance_model import (
     BlockCosts,
     BlockTimes,
@@ -33,6 +32,7 @@ from moe_lightning.algorithms.shadow_plan import ShadowPlan, choose_homes
 from moe_lightning.algorithms.shadow_totals import CopyTotals
 from moe_lightning.algorithms.shadows import plan_volumes
 from moe_lightning.algorithms.speeds import Pace
+from moe_lightning.arrays import BoolArray, IntArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

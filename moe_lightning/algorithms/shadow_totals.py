@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.algorithms.performance_model import ONE_COPY, TransferMethod
+from moe_lightning.arrays import BoolArray, IntArray
 
 
 class CopyTotals:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import FloatArray, IntArray, Pairs
 from moe_lightning.algorithms.performance_model import BlockCosts, BlockTimes, pair_volumes, predict_block, total_copies
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.quota import balanced_quota, balanced_split
 from moe_lightning.algorithms.shadow_plan import ShadowPlan, choose_homes
+from moe_lightning.arrays import FloatArray, IntArray, Pairs
 
 
 def predict_plan(

@@ -20,9 +20,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import IntArray
-from moe_lightning.algorithms.parts import cut
 from moe_lightning.algorithms.selection import Selection
+from moe_lightning.arrays import IntArray, cut
 from moe_lightning.errors import ConfigurationError
 
 

@@ -15,8 +15,8 @@ from itertools import chain
 import numpy as np
 
 from moe_lightning.algorithms.cluster import Cluster
-from moe_lightning.algorithms.pairs import IntArray, Pairs
 from moe_lightning.algorithms.replica_placement import ONE_TOKEN
+from moe_lightning.arrays import IntArray, Pairs
 
 _Change = tuple[Callable[[int, int], None], int, int]
 """`put` or `take`, an expert and a rank."""

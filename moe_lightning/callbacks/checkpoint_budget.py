@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from moe_lightning.algorithms.ledger import worst_case_plt
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.selection import parse_scopes
+from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.dynamic_k import DynamicK
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.plan import Order

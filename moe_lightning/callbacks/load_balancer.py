@@ -20,9 +20,9 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.algorithms.allocation import AllocationPolicy
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.performance_model import BlockCosts
 from moe_lightning.algorithms.placement import Placement
+from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.balance_metrics import layer_metrics, movement_metrics, tell_errors
 from moe_lightning.callbacks.balance_planner import BalancePlanner, BalancePolicy
 from moe_lightning.callbacks.balanced_ranks import balanced_ranks, min_replicas

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.mistakes import missing_for_logger, one_line
+from moe_lightning.user_errors import missing_for_logger, one_line
 
 _RUN_ID = "mlflow_run_id"
 _NOWHERE = "http://nowhere.invalid"  # nothing asks there

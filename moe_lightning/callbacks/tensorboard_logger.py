@@ -17,7 +17,7 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.callbacks.csv_logger import NotBegun
 from moe_lightning.config import validated
-from moe_lightning.mistakes import missing_for_logger
+from moe_lightning.user_errors import missing_for_logger
 
 
 @validated

@@ -21,7 +21,7 @@ from moe_lightning.checkpoint.manifest import MANIFEST, Manifest
 from moe_lightning.checkpoint.reader import oldest_versions
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.store import read_manifest
-from moe_lightning.mistakes import one_line
+from moe_lightning.user_errors import one_line
 
 RUN_ID = "wandb_run_id"
 """The file of a run's folder that holds the id of its W&B run."""

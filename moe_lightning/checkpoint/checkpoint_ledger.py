@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from moe_lightning.algorithms.ledger import Ledger, Source
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.replay_window import ReplayWindow, plan_window
+from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.plan import CheckpointPlan, Order, PartialPolicy
 from moe_lightning.config import NonNegativeInt, validated
 from moe_lightning.errors import ConfigurationError

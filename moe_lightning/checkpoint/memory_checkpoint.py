@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.snapshot_index import digest_of

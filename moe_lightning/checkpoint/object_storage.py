@@ -29,11 +29,11 @@ from typing import Any
 import torch
 import xxhash
 
-from moe_lightning.bounded_files import MOST_BYTES, too_large
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
 from moe_lightning.checkpoint.storage import Place, Stat, exists
 from moe_lightning.checkpoint.sweeping import is_written_by_saves
 from moe_lightning.errors import CheckpointError
+from moe_lightning.files import MOST_BYTES, too_large
 
 _STAGING = re.compile(r"step-(\d{8,})-w(\d+)-(.+)")
 _BEGUN = ".begun"

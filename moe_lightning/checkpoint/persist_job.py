@@ -17,7 +17,7 @@ from moe_lightning.checkpoint.store import headings
 from moe_lightning.checkpoint.triple_buffer import newest_common
 
 _PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 5.0
+_LONGEST_JOB_PAUSE_S = 5.0
 
 
 @dataclass
@@ -102,7 +102,7 @@ def others_went_on(root: Place, job: Job) -> bool:
     often, as it looks at more than the parts that are waited for.
     """
     now = time.monotonic()
-    if now - job.asked_at < min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(job.asked, 10)):
+    if now - job.asked_at < min(_LONGEST_JOB_PAUSE_S, _PAUSE_S * 2 ** min(job.asked, 10)):
         return False
     job.asked, job.asked_at = job.asked + 1, now
     agreed = Agreement.read(root)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_lightning.bounded_files import open_regular
 from moe_lightning.checkpoint.sealing import check_archive
 from moe_lightning.errors import CheckpointError
+from moe_lightning.files import open_regular
 
 _EXPANDED_BYTES = 1 << 30
 """Limit for all expanded tensors of an archive that is smaller itself."""

@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.algorithms.selection import (
     SCOPES,
     Selection,
@@ -25,6 +24,7 @@ from moe_lightning.algorithms.selection import (
     sequential_selection,
     window_slots,
 )
+from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.pieces import is_expert_key, parse_expert_key

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_lightning.bounded_files import check_regular, open_regular, read_bytes
 from moe_lightning.checkpoint.durable import directory_lock, identity_of, sync_directory, write_durably
 from moe_lightning.checkpoint.lease import lease, unread
 from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
 from moe_lightning.checkpoint.storage import Place, Stat
 from moe_lightning.checkpoint.sweeping import delete_staging
 from moe_lightning.errors import CheckpointError
+from moe_lightning.files import check_regular, open_regular, read_bytes
 
 _STAGING = re.compile(r"\.staging-(?:w(\d+)-)?(.+)-(\d{8,})")
 _SWEPT = ".swept-"

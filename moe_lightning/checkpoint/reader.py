@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.plain_values import load_plain
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.errors import CheckpointError

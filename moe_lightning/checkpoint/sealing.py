@@ -19,8 +19,8 @@ from typing import IO, Any
 
 import xxhash
 
-from moe_lightning.bounded_files import open_regular
 from moe_lightning.errors import CheckpointError, MissingCheckpointError
+from moe_lightning.files import open_regular
 
 _SEAL = b"moe-lightning xxh3 "
 _COMMENT_BYTES = len(_SEAL) + 16

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from moe_lightning.algorithms.overhead import AdaptiveConfiguration, adapt
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.protection import ProtectionLayout
 from moe_lightning.algorithms.replay_window import ReplayWindow
+from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.agent_control import AgentHandle, AgentStatus, read_status
 from moe_lightning.checkpoint.arena import arena_bytes, capacity_of
 from moe_lightning.checkpoint.arena_location import ARENAS, arena_directory, arena_path

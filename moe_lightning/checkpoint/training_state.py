@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.replay_window import window_bytes
 from moe_lightning.algorithms.selection import full_selection
 from moe_lightning.algorithms.sharding import Module, ShardPlan, balanced_expert_writers, shard_checkpoint
+from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.checkpoint_ledger import CheckpointLedger
 from moe_lightning.checkpoint.plan import Order
 from moe_lightning.checkpoint.reader import CheckpointSource

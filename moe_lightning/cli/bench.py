@@ -12,7 +12,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from moe_lightning import mistakes
+from moe_lightning import user_errors
 from moe_lightning.arguments import Parser, add_options, read_options, value
 from moe_lightning.elastic.failure import Interrupted
 
@@ -51,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moe-bench: {stop}", file=sys.stderr)
         return 128 + stop.signal
     except Exception as error:
-        sentence = mistakes.sentence_of(error)
+        sentence = user_errors.sentence_of(error)
         if sentence is None:
             raise
         print(f"moe-bench: error: {sentence}", file=sys.stderr)
-        return mistakes.EXIT_MISTAKE
+        return user_errors.EXIT_MISTAKE
 
 
 def benchmarks() -> dict[str, str]:

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_lightning.algorithms.expert_edits import least_loaded
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
+from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint import cleaning, inspect
 from moe_lightning.checkpoint.files import FileSummary, newest_file, summarise_file
 from moe_lightning.checkpoint.manifest import Manifest
@@ -41,7 +41,7 @@ from moe_lightning.checkpoint.store import has_manifest
 from moe_lightning.cli.expert_loads import ENGINES, form_of, measured_counts, plan_serving, write_form
 from moe_lightning.config import NonNegativeInt, Probability
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.mistakes import sentence_of_memory
+from moe_lightning.user_errors import sentence_of_memory
 
 _Times = Annotated[int, Interval(ge=1, le=1024)]
 """GPUs that share experts, or copies of each: beyond, planning takes hours."""

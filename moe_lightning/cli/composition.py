@@ -17,12 +17,12 @@ from omegaconf import Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from moe_lightning.bounded_files import read_text
 from moe_lightning.cli import model_bases
 from moe_lightning.cli.validation import check_run_name
 from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.mistakes import one_line, suggestion
+from moe_lightning.files import read_text
+from moe_lightning.user_errors import one_line, suggestion
 
 CONFIG_DIR = Path(__file__).parent.parent / "conf"
 CONFIG_NAME = "train"

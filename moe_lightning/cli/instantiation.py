@@ -18,7 +18,7 @@ from hydra.utils import instantiate
 from moe_lightning.cli.limits import limits_of
 from moe_lightning.config import TARGET, hints_of, require, shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.mistakes import one_line, suggestion
+from moe_lightning.user_errors import one_line, suggestion
 
 _REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, ArithmeticError)
 _FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the data

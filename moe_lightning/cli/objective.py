@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.mistakes import suggestion
+from moe_lightning.user_errors import suggestion
 
 _MOST_NAMED = 12
 

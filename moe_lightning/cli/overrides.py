@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.mistakes import suggestion
+from moe_lightning.user_errors import suggestion
 
 _WRITTEN_AS_YAML = re.compile(r"([A-Za-z_][\w.]*):(?!//)\s*(.*)", re.DOTALL)
 _KEY = re.compile(r"[A-Za-z_][\w.]*")

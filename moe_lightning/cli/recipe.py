@@ -45,7 +45,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path, mesh: Mes
     }
     body: dict[str, Any] = {
         "model": dict(config["model"]),  # as it was simulated, whatever file or overrides it came from
-        "strategy": {"slots": policy.slots, **_mesh(mesh)},
+        "strategy": {"slots": policy.slots, **_mesh_of_recipe(mesh)},
         "callbacks": {
             "partial_experts_checkpoint": {
                 "every_n_steps": policy.interval_steps,
@@ -78,7 +78,7 @@ def _about(mesh: Mesh) -> str:
     return "" if mesh.is_plain else f"# Simulated with {axes} {schedule}.\n#\n"
 
 
-def _mesh(mesh: Mesh) -> dict[str, Any]:
+def _mesh_of_recipe(mesh: Mesh) -> dict[str, Any]:
     """The arguments of the strategy that lay the model over the ranks; none where data parallelism alone does."""
     axes = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp}
     chosen = {"dense": mesh.dense, "shard_size": mesh.shard_size, "mesh": axes if mesh.unit > 1 else None}

@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from moe_lightning.bounded_files import open_text
 from moe_lightning.cli.instantiation import located
 from moe_lightning.config import TARGET, shown
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import open_text
 from moe_lightning.modules.options import is_resumable
 
 _UNCHANGEABLE = ("model", "data.tokenizer", "data._target_", "optimizer._target_", "module._target_")

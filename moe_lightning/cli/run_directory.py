@@ -14,9 +14,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from moe_lightning.bounded_files import open_regular
 from moe_lightning.checkpoint.sealing import check_file
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.files import open_regular
 
 MANIFEST = "MANIFEST.json"
 """What makes a directory a whole checkpoint; named here because importing the checkpoint library costs seconds."""

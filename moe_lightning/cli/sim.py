@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moe_lightning import __version__, mistakes, plots
+from moe_lightning import __version__, plots, user_errors
 from moe_lightning.arguments import output_file
 from moe_lightning.cli.composition import CONFIG_DIR, composition_mistakes, dotted, known_keys, unknown_key
 from moe_lightning.cli.overrides import read_settings, refuse_option
@@ -32,7 +32,6 @@ from moe_lightning.cli.scenarios import given, scenario_of
 from moe_lightning.cli.vocabulary import SIM
 from moe_lightning.config import NonNegativeInt, PositiveInt, fits, require, shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.mistakes import suggestion
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.mesh_search import MeshReport, mesh_report, search_mesh
 from moe_lightning.simulate.policy import POLICIES
@@ -40,6 +39,7 @@ from moe_lightning.simulate.recommend import FailingCluster, recommend
 from moe_lightning.simulate.routing import Exponent, RoutingKind
 from moe_lightning.simulate.scenario import Report
 from moe_lightning.text_table import table
+from moe_lightning.user_errors import suggestion
 
 CONFIG_NAME = "simulate"
 
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except Exception as error:
-        return mistakes.report("moe-sim", error)
+        return user_errors.report("moe-sim", error)
 
 
 def _run(arguments: list[str]) -> int:

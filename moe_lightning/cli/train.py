@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from moe_lightning import __version__, mistakes
+from moe_lightning import __version__, user_errors
 from moe_lightning.cli.composition import (
     CONFIG_DIR,
     CONFIG_NAME,
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"moe-train: ended by {signal.Signals(number).name}{outlook}", file=sys.stderr)
         sys.exit(128 + number)
     except Exception as error:
-        sys.exit(mistakes.report("moe-train", error))
+        sys.exit(user_errors.report("moe-train", error))
     sys.exit(0)
 
 
@@ -94,7 +94,7 @@ def _run(arguments: Sequence[str]) -> None:
             failures.append(error)
             remove_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra made it before anything was checked
             if options.multirun:  # the other jobs go on, and the sweeper judges by what is raised here
-                print(f"moe-train: a job failed: {mistakes.one_line(error)}", file=sys.stderr)
+                print(f"moe-train: a job failed: {user_errors.one_line(error)}", file=sys.stderr)
                 raise
             return None  # Hydra would print a note of its own
 
@@ -180,7 +180,7 @@ def _undone_unless_trained(directory: RunDirectory) -> Iterator[_Attempt]:
         yield attempt
     except BaseException as error:
         failure = getattr(error, "failure", None)
-        is_refusal = mistakes.sentence_of(error) is not None if failure is None else failure.kind == "mistake"
+        is_refusal = user_errors.sentence_of(error) is not None if failure is None else failure.kind == "mistake"
         is_alone = attempt.kept is not None
         if attempt.earlier is not None:
             # Without this machine the others may train on, but not with what was refused.

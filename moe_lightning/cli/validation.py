@@ -11,7 +11,7 @@ from annotated_types import Interval
 from moe_lightning.cli.instantiation import check_arguments
 from moe_lightning.config import TARGET, require, shown
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.mistakes import suggestion
+from moe_lightning.user_errors import suggestion
 
 _GROUPS = ("model", "optimizer", "data", "strategy", "trainer", "module")
 COLLECTIONS = ("callbacks", "logger", "elastic")
@@ -29,7 +29,7 @@ _PLAIN: dict[str, Any] = {
 KEYS = ("run_name", *_PLAIN, *_GROUPS, *COLLECTIONS)
 """Top-level keys of moe-train."""
 
-_LONGEST_NAME = 200  # bytes of a folder's name; file systems allow 255, and moe-train appends .1, .2, ...
+_LONGEST_UNKNOWN_NAME = 200  # bytes of a folder's name; file systems allow 255, and moe-train appends .1, .2, ...
 _REFERENCE = re.compile(r"\$\{\.*([A-Za-z_]\w*)")
 
 
@@ -97,9 +97,9 @@ def check_run_name(name: object) -> None:
                 f"run_name={shown(name)} is no name of a folder below outputs: use words such as run_name=first_try, "
                 "or hydra.run.dir=FOLDER for another place"
             )
-        if not part.isprintable() or len(part.encode()) > _LONGEST_NAME:
+        if not part.isprintable() or len(part.encode()) > _LONGEST_UNKNOWN_NAME:
             raise ConfigurationError(
-                f"run_name={shown(name)} cannot name a folder: use at most {_LONGEST_NAME} printable characters"
+                f"run_name={shown(name)} cannot name a folder: use at most {_LONGEST_UNKNOWN_NAME} printable characters"
             )
 
 

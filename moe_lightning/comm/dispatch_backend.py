@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_lightning import kernels as ops
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 from moe_lightning.comm.device_plan import DevicePlan, lay_out
 from moe_lightning.comm.exchange import Meanwhile, exchange_rows
 from moe_lightning.comm.world import World

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from moe_lightning import kernels as ops
 from moe_lightning.algorithms.dispatch import plan_dispatch
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.algorithms.speeds import uneven
+from moe_lightning.arrays import IntArray
 from moe_lightning.comm.decision_check import fingerprint, require_agreement
 from moe_lightning.comm.device_plan import DevicePlanner
 from moe_lightning.comm.dispatch_backend import BackendFactory, DispatchBackend, DispatchPlan, ExchangeBackend

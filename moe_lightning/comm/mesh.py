@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_lightning.algorithms.mesh_shape import AXES, MeshShape
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 from moe_lightning.comm.world import World, with_stage
 
 

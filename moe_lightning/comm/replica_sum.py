@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.algorithms.parts import cut
+from moe_lightning.arrays import cut
 from moe_lightning.comm.exchange import PendingExchange
 from moe_lightning.comm.world import World
 from moe_lightning.state.expert_stacks import ExpertStack

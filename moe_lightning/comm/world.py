@@ -26,8 +26,8 @@ from moe_lightning.algorithms.dense_shards import Groups, RowCut
 from moe_lightning.algorithms.mesh_shape import AXES, STAGE, Axis, Layout, MeshShape
 from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.comm.nccl import background_options, first_group_options, has_failed, prepare_environment
-from moe_lightning.comm.private_folder import PrivateFolder, checked_folder, find_folder
 from moe_lightning.errors import WorldCutError
+from moe_lightning.files import PrivateFolder, checked_folder, find_folder
 
 STORE_VARIABLE = "MOE_LIGHTNING_STORE"
 """Set by a launcher of ours to the folder in which its workers meet."""

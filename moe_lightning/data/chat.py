@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from moe_lightning.bounded_files import read_text
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import read_text
 
 Turn = tuple[str, str]
 """Role and content."""

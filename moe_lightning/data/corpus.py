@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from moe_lightning.bounded_files import read_text
 from moe_lightning.data.sources import (
     TOKEN_DTYPES,
     TextFile,
@@ -37,6 +36,7 @@ from moe_lightning.data.sources import (
 )
 from moe_lightning.data.tokenization import TOKENIZER_FILE, Tokenizer, load_tokenizer, token_dtype, tokenizer_key
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import read_text
 
 _LAYOUT = 3  # raised when an entry's files change their meaning
 

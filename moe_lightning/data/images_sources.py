@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moe_lightning.bounded_files import check_regular
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import check_regular
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from moe_lightning.bounded_files import check_written, decoded, open_regular, read_bytes
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.chat import ChatFormat, chat_format
 from moe_lightning.data.packing import Packed
 from moe_lightning.data.step_data import StepDataModule
 from moe_lightning.data.tokenization import Tokenizer, load_tokenizer, tokenizer_key
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import check_written, decoded, open_regular, read_bytes
 from moe_lightning.modules.losses import IGNORED_TARGET
 
 _SAMPLE = 256

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from moe_lightning.bounded_files import check_regular, check_written, open_regular
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import check_regular, check_written, open_regular
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32")
 _TOKEN_SUFFIXES = (".bin", ".npy")

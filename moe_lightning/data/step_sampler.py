@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from moe_lightning.algorithms.pairs import IntArray
-from moe_lightning.algorithms.parts import cut
 from moe_lightning.algorithms.speeds import shares, uneven
+from moe_lightning.arrays import IntArray, cut
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 

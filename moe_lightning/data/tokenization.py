@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from moe_lightning.bounded_files import read_bytes
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import read_bytes
 
 _BYTES = 256
 TOKENIZER_FILE = "tokenizer.json"

@@ -32,7 +32,7 @@ from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.elastic.settings import ElasticSettings, ElasticTask, new_token
 from moe_lightning.errors import ConfigurationError
 
-_POLL_S = 0.01
+_ELASTIC_POLL_S = 0.01
 _MOST_REPEATS = 3  # of one crash in a row
 
 
@@ -183,7 +183,7 @@ class _Workers:
             if self._finished:
                 self._let_finish()
             self._start_due()
-            time.sleep(_POLL_S)
+            time.sleep(_ELASTIC_POLL_S)
         if not self._finished:
             raise Interrupted(signal.SIGTERM)  # all left on notice
 
@@ -214,7 +214,7 @@ class _Workers:
             worker.process.terminate()
         deadline = time.monotonic() + grace_s
         while any(w.process.poll() is None for w in self._running.values()) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            time.sleep(_ELASTIC_POLL_S)
 
     def end_on_signal(self, received: signal.Signals, grace_s: float) -> None:
         """End all that run as a signal asks."""

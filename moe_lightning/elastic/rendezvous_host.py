@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Self
 
 from moe_lightning.arguments import Parser
-from moe_lightning.comm.private_folder import PrivateFolder
 from moe_lightning.config import validated
 from moe_lightning.elastic.address import Address
 from moe_lightning.elastic.formation import RECONNECT_S
@@ -28,6 +27,7 @@ from moe_lightning.elastic.roster import Roster
 from moe_lightning.elastic.secret import create_secret
 from moe_lightning.elastic.server import ControlServer
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import PrivateFolder
 
 _LONGEST_PATH = 100  # bytes of a folder whose socket has a path that Unix sockets can have
 _BACKLOG = 1024

@@ -28,7 +28,7 @@ from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE, leave
 from moe_lightning.elastic.settings import ELASTIC_VARIABLE, ElasticSettings
 from moe_lightning.elastic.work import work
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.mistakes import report
+from moe_lightning.user_errors import report
 
 _PROGRAM, _MODULE = "elastic", "moe_lightning.elastic.run"
 

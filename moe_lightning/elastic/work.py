@@ -16,7 +16,7 @@ from moe_lightning.elastic.failure import (
 )
 from moe_lightning.elastic.lifeline import end_with_launcher, leave_process_groups
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED
-from moe_lightning.mistakes import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
+from moe_lightning.user_errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
 
 
 def work(program: str, run: Callable[[], object]) -> int:

@@ -16,7 +16,7 @@ from annotated_types import Interval
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_lightning.algorithms.pairs import FloatArray
+from moe_lightning.arrays import FloatArray
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_routing_trace

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.bounded_files import MOST_BYTES, open_text
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import MOST_BYTES, open_text
 
 _DAMAGE = (ValueError, KeyError, TypeError, OSError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
 

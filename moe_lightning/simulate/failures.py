@@ -15,9 +15,9 @@ from typing import Annotated, Literal, TextIO
 import numpy as np
 from annotated_types import Interval
 
-from moe_lightning.bounded_files import MOST_BYTES, check_regular, open_text
 from moe_lightning.config import NonNegativeInt, PositiveInt, shown, validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import MOST_BYTES, check_regular, open_text
 
 _MILLISECONDS = re.compile(r"\s*[0-9]{1,15}\s*")
 _LONGEST_LINE = 100

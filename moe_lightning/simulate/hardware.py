@@ -18,9 +18,9 @@ import numpy as np
 from annotated_types import Interval
 from numpy.typing import NDArray
 
-from moe_lightning.bounded_files import read_text
 from moe_lightning.config import Fraction, build_config, build_variant, validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import read_text
 
 Rate = Annotated[float, Interval(gt=0, le=1e20)]
 """Bytes or operations per second, or a number of bytes."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 from annotated_types import Interval
 
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 from moe_lightning.config import require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.routing_trace import read_routing_trace

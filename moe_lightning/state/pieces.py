@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from moe_lightning.algorithms.parts import cut
+from moe_lightning.arrays import cut
 from moe_lightning.errors import ConfigurationError
 
 WEIGHTS = ("weight", "master", "buffer")

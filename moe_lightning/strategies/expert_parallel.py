@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from moe_lightning import seams
 from moe_lightning.algorithms.mesh_shape import chosen_axes
-from moe_lightning.algorithms.pairs import IntArray
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadow_plan import ShadowPlan
+from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.files import SUFFIX
 from moe_lightning.checkpoint.full_state import hyper_parameters_with_objects
 from moe_lightning.checkpoint.storages import place_of

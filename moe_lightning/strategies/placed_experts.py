@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.migration import Transfer, held_states, plan_migration
-from moe_lightning.algorithms.pairs import BoolArray, IntArray
 from moe_lightning.algorithms.placement import Placement, dispatch_groups
 from moe_lightning.algorithms.shadow_plan import ShadowPlan
+from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, PlanPlace, QuotaPolicy

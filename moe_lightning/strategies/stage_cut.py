@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_lightning import seams
-from moe_lightning.algorithms.parts import cut
+from moe_lightning.arrays import cut
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.absent_block import AbsentBlock
 from moe_lightning.modules.experts import Experts

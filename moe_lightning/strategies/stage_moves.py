@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from moe_lightning.algorithms.dense_shards import Part
 from moe_lightning.algorithms.mesh_shape import stage_ranks
 from moe_lightning.algorithms.migration import held_states, plan_migration
-from moe_lightning.algorithms.pairs import BoolArray
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.repair import repair_stages
+from moe_lightning.arrays import BoolArray
 from moe_lightning.checkpoint.live_state import share_optimizers
 from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
 from moe_lightning.comm.collect import all_gather_json

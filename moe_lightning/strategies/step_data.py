@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, IterableDataset
 
 from moe_lightning import seams
-from moe_lightning.algorithms.pairs import IntArray
+from moe_lightning.arrays import IntArray
 from moe_lightning.data.accumulation import accumulation_of
 from moe_lightning.data.sampler_order import NoCommonOrderError
 from moe_lightning.data.step_loader import StepLoader, is_empty, reason_not_to_cut

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.parity_doctor import ParityDoctor
 from moe_lightning.errors import ParityError
-from moe_lightning.mistakes import sentence_of
+from moe_lightning.user_errors import sentence_of
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import CASES
 from tests.distributed.seeded_bugs import BUGS

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_lightning.comm.private_folder import PrivateFolder, checked_folder, find_folder, users_folder
 from moe_lightning.comm.world import STORE_VARIABLE, World, join_local_world
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import PrivateFolder, checked_folder, find_folder, users_folder
 from tests.distributed.harness import connect, run_ranks
 from tests.programs import run_program
 
@@ -92,7 +92,7 @@ def test_a_folder_is_its_users_alone_and_goes_with_its_maker() -> None:
 
 
 def test_the_announcement_of_a_killed_run_is_not_followed() -> None:
-    code = "import os, sys; from moe_lightning.comm.private_folder import PrivateFolder as F; f = F(); "
+    code = "import os, sys; from moe_lightning.files import PrivateFolder as F; f = F(); "
     code += "f.announce('a run'); os.utime(f.path, (0, 0)); os.kill(os.getpid(), 9)"
     assert run_program("-c", code).returncode == -9
     assert len(list(users_folder().iterdir())) == 2

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from hydra import compose, initialize_config_dir
 from omegaconf import ListConfig, OmegaConf
 
-from moe_lightning import mistakes
+from moe_lightning import user_errors
 from moe_lightning.callbacks.fault_injection import Kind
 from moe_lightning.cli import train, worker
 from moe_lightning.cli.composition import CONFIG_DIR
@@ -113,7 +113,7 @@ def _as_command(base: Any, key: str, name: str, job: Callable[[Any], None]) -> i
     try:
         job(config)
     except Exception as error:
-        return mistakes.report("moe-train", error)
+        return user_errors.report("moe-train", error)
     return 0
 
 

@@ -22,7 +22,6 @@ from moe_lightning.algorithms.checkpoint_size import (
     parameter_count,
 )
 from moe_lightning.algorithms.overhead import OverheadModel, adapt, free_k
-from moe_lightning.algorithms.parts import cut
 from moe_lightning.algorithms.selection import Selection, full_selection, parse_scopes, sequential_selection
 from moe_lightning.algorithms.sharding import (
     Module,
@@ -32,6 +31,7 @@ from moe_lightning.algorithms.sharding import (
     longest_processing_time,
     shard_checkpoint,
 )
+from moe_lightning.arrays import cut
 from moe_lightning.errors import ConfigurationError
 
 GPT_350M_16E = gpt_moe_tensors(width=1024, num_layers=24, num_experts=16)

@@ -21,7 +21,7 @@ _INTERRUPTED_IMPORT = """
 import sys
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
-        if name == "moe_lightning.mistakes":
+        if name == "moe_lightning.user_errors":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupts())
 from moe_lightning.cli.commands import moe_train

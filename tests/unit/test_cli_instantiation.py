@@ -14,7 +14,7 @@ from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.cli.instantiation import build_object, check_arguments
 from moe_lightning.cli.worker import with_one_checkpoint
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.mistakes import nearest, one_line
+from moe_lightning.user_errors import nearest, one_line
 
 HERE = "tests.unit.test_cli_instantiation"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_lightning.cli.train import main
-from moe_lightning.mistakes import report, sentence_of_memory
+from moe_lightning.user_errors import report, sentence_of_memory
 from tests.commands import WORDS, write_words
 
 TINY = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_steps=1")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.comm import private_folder
+from moe_lightning import files
 from moe_lightning.elastic.engine import ElasticEngine
 from moe_lightning.elastic.launcher_link import LauncherLink
 from moe_lightning.elastic.preemption import PreemptionWatch
@@ -224,7 +224,7 @@ def test_on_one_machine_nothing_listens_on_a_port() -> None:
 
 
 def test_what_a_killed_launcher_left_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private_folder, "_UNLOCKED_S", -1.0)
+    monkeypatch.setattr(files, "_UNLOCKED_S", -1.0)
     [folder] = run_ranks(1, leave_a_host)
     assert folder.exists()
     with RendezvousHost() as host:

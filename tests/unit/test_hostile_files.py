@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lightning import bounded_files
+from moe_lightning import files
 from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.checkpoint.loader import find_newest
@@ -284,13 +284,13 @@ def test_a_table_that_claims_more_than_it_holds(tmp_path: Path) -> None:
 
 
 def test_a_large_file_that_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_files, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "MOST_BYTES", 1 << 20)
     path = tmp_path / "text.txt"
     path.write_bytes(b"x" * (3 << 20))
-    bounded_files.check_written(path)
+    files.check_written(path)
     os.truncate(path, 7 << 20)
     with pytest.raises(OSError, match="only 3,145,728 of its 7,340,032 bytes were ever written"):
-        bounded_files.check_written(path)
+        files.check_written(path)
 
 
 def test_a_line_of_any_length_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

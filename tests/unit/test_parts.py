@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.algorithms.parts import boundary, cut
+from moe_lightning.arrays import boundary, cut
 
 
 @settings(deadline=None, max_examples=100)

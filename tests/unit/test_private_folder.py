@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.comm.private_folder import PrivateFolder
 from moe_lightning.elastic.rendezvous_host import RendezvousHost
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import PrivateFolder
 
 
 def test_a_long_folder_of_temporary_files_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from moe_lightning.bounded_files import open_regular
 from moe_lightning.callbacks.full_checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint import files, sealing
 from moe_lightning.checkpoint.files import read_file, write_file
 from moe_lightning.checkpoint.sealing import check_file
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError
+from moe_lightning.files import open_regular
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.sealed_files import SealedFiles
 from tests.distributed.harness import run_ranks

@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from moe_lightning.bounded_files import read_text
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.files import read_text
 from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.attention import keep_context
 from moe_lightning.models.huggingface.blocks import IS_TOKEN, SparseBlock, keep_padding_from_experts

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_lightning.bounded_files import read_text
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.files import read_text
 from moe_lightning.models.huggingface.quantised import FP8_SCALE, MXFP4_BLOCKS, MXFP4_SCALES, from_fp8, from_mxfp4
 
 INDEX = "model.safetensors.index.json"

@@ -1,9 +1,13 @@
-"""Tables of experts and ranks as lists of their entries.
+"""Integer arrays: tables of experts and ranks as lists of entries, contiguous parts of a range.
+
+Tables of experts and ranks as lists of their entries.
 
 Thousands of ranks with a few slots each leave a table [experts, ranks] nearly empty: what is done for every entry of
 the list instead of every cell of the table takes time and memory that grow with the slots only.
 
 Shapes: E experts, N ranks, P pairs.
+
+Contiguous parts of range(total) whose sizes differ by at most one, the larger ones first.
 """
 
 from __future__ import annotations
@@ -81,3 +85,14 @@ class Pairs:
     def on_ranks(self, values: IntArray) -> IntArray:
         """int64 [N]: int64 [P] values summed over each rank's pairs; exact below 2^53."""
         return np.bincount(self.ranks, weights=values, minlength=self.shape[1]).astype(np.int64)
+
+
+def boundary(total: int, parts: int, index: int) -> int:
+    """Where part `index` of `cut(total, parts)` begins."""
+    size, larger = divmod(total, parts)
+    return index * size + min(index, larger)
+
+
+def cut(total: int, parts: int) -> tuple[int, ...]:
+    """The boundaries [parts + 1] of all parts."""
+    return tuple(boundary(total, parts, index) for index in range(parts + 1))
