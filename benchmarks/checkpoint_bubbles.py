@@ -28,8 +28,8 @@ from moe_lightning.cli.short_training import (
     quiet_trainer,
     random_text,
 )
-from moe_lightning.comm.world import join_local_world
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
+from moe_lightning.parallel.context import join_local_world
 from moe_lightning.strategies import ExpertParallelStrategy
 from moe_lightning.text_table import table
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from moe_lightning.comm.dispatch_backend import DispatchPlan, ExchangeBackend, Trip
 from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS
-from moe_lightning.comm.exchange import exchange_rows
+from moe_lightning.parallel.exchange import exchange_rows
 
 PADDED = "padded"
 """Name in `DISPATCH_BACKENDS` once this module is imported."""

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_lightning.algorithms.performance_model import BlockCosts, Line, fit_line, mean_relative_error
-from moe_lightning.comm.collect import all_gather_json, broadcast_object
-from moe_lightning.comm.exchange import PendingExchange, all_gather_counts, exchange_rows
-from moe_lightning.comm.world import World
 from moe_lightning.modules.experts import Experts
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PendingExchange, all_gather_counts, exchange_rows
 
 _EXCHANGE_BYTES = [1 << shift for shift in range(14, 24, 2)]
 _EXPERT_ROWS = [64, 128, 256, 512, 1024, 2048]

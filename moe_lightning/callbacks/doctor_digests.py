@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.modules.tensor_parallel import Columns, PartedForward
+from moe_lightning.parallel.tensor import Columns, PartedForward
 
 Spans = Sequence[tuple[int, int]]
 """Where a rank's numbers along a dimension lie in the whole: the first place and the number of each block."""

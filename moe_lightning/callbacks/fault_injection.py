@@ -37,11 +37,11 @@ from moe_lightning.algorithms.faults import (
 )
 from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.config import validated
 from moe_lightning.elastic import fault_effects
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
 from moe_lightning.simulate.failures import cap_nodes, read_trace
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 

@@ -31,12 +31,12 @@ from moe_lightning.callbacks.own_layers import OwnLayers, together
 from moe_lightning.callbacks.own_strategy import own_strategy
 from moe_lightning.callbacks.speed_follower import SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
-from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.shadow_exchange import StepVisits
-from moe_lightning.comm.world import any_says
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import any_says
 from moe_lightning.plots import svg, time_line
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import MigrationReport

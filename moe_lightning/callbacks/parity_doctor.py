@@ -20,10 +20,10 @@ from moe_lightning.algorithms.step_record import merged
 from moe_lightning.callbacks.doctor_recorder import Recorder
 from moe_lightning.callbacks.doctor_reference import Batches, follow, one_process_loader, pristine_copy, without_dropout
 from moe_lightning.callbacks.doctor_verdict import sentence, table
-from moe_lightning.comm.collect import all_gather_json, broadcast_object
-from moe_lightning.comm.world import World
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError, ParityError
+from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 _FLOAT32, _LOWER = 1e-4, 0.05

@@ -32,8 +32,8 @@ from moe_lightning.checkpoint.settings import CheckpointSettings
 from moe_lightning.checkpoint.storage import URL
 from moe_lightning.checkpoint.storages import absolute, shared_place
 from moe_lightning.checkpoint.store import checkpoints, run_of
-from moe_lightning.comm.world import World, any_says
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
+from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery_report import RecoveryListener
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moe_lightning.comm.exchange_clock import ExchangeClock, stamp
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.parallel.context import ExchangeClock, stamp
 
 
 @dataclass(kw_only=True)

@@ -21,10 +21,10 @@ from moe_lightning.algorithms.speeds import ONE_SPEED, given_speeds, shares
 from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
-from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.config import validated
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.stage_state import StageState
 

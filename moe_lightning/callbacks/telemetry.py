@@ -28,11 +28,11 @@ from typing_extensions import override
 from moe_lightning import seams
 from moe_lightning.callbacks.placement_table import PlacementTable
 from moe_lightning.callbacks.wandb_logger import log_histograms
-from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.config import validated
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.models.size import model_size
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.parallel.context import ExchangeClock
 
 Reduction = Literal["same", "sum", "mean", "max"]
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from moe_lightning.algorithms.snapshot_windows import schedule_snapshot
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
 
 _STEPS = 5
 _RESERVE = 2.0

@@ -14,11 +14,11 @@ from moe_lightning.algorithms.inventory import SnapshotKind
 from moe_lightning.algorithms.protection import sub_shard
 from moe_lightning.algorithms.recovery_planner import Decode, Origin
 from moe_lightning.checkpoint.node_inventory import protected_tables
-from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
 from moe_lightning.checkpoint.snapshot_set import Snapshot, SnapshotSet, relocated
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.kernels import xor_parity
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
 
 Place = tuple[str, int, int]
 """(kind, writer, step) of a snapshot"""

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
 from moe_lightning.checkpoint.plain_values import load_plain, load_trusted
-from moe_lightning.comm.collect import collect_on_root
-from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, MissingCheckpointError
+from moe_lightning.parallel.collectives import collect_on_root
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.host_updates import loading
 from moe_lightning.state.row_blocks import (

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from moe_lightning.comm.collect import broadcast_object
-from moe_lightning.comm.world import World, broadcast_
+from moe_lightning.parallel.collectives import broadcast_object
+from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.state.table import State
 
 _BUCKET_ELEMENTS = 1 << 22

@@ -22,11 +22,11 @@ from moe_lightning.algorithms.recovery_planner import Expert, RecoveryPlan
 from moe_lightning.checkpoint.decoding import decode_snapshots
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
-from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
 from moe_lightning.checkpoint.snapshot_set import SnapshotSet, packed, packed_bytes_of
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
 from moe_lightning.state.pieces import Piece
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from moe_lightning.checkpoint.optimizer_shards import pack_states, shapes_of, unpack_states
-from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
 from moe_lightning.checkpoint.snapshot_index import digest_of
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 

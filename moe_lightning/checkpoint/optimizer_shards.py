@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.kernels import pack, unpack
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
 from moe_lightning.state.pieces import DTYPES, Shapes, dtype_name
 
 States = Mapping[str, Tensor]

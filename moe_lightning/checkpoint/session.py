@@ -35,9 +35,9 @@ from moe_lightning.checkpoint.storages import absolute, pause_s
 from moe_lightning.checkpoint.store import claim, run_of
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.checkpoint.window_pieces import file_group, most_frozen_pieces, window_pieces
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError, WorldCutError
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
 from moe_lightning.state.pieces import StatePiece, describe
 
 _LEAST_OBJECT_BYTES = 1 << 20

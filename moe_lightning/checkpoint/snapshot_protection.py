@@ -21,14 +21,14 @@ import torch
 from moe_lightning.algorithms.protection import ProtectionLayout, sub_shard, sub_shard_bytes
 from moe_lightning.checkpoint.arena import Arena
 from moe_lightning.checkpoint.node_inventory import copy_path, parity_path
-from moe_lightning.checkpoint.peer_buffers import PeerBuffer, PendingParcels
 from moe_lightning.checkpoint.protected_files import ProtectedFile, discard_older_sessions
 from moe_lightning.checkpoint.snapshot_index import SnapshotIndex, digest_of
 from moe_lightning.checkpoint.snapshot_set import Snapshot, packed_bytes_of, relocated
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import xor_parity
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PeerBuffer, PendingParcels
 from moe_lightning.state.pieces import Block, Location, Piece
 
 _SLACK_BYTES = 64 << 10

@@ -40,8 +40,8 @@ from moe_lightning.cli.short_training import (
     train,
     write_trace,
 )
-from moe_lightning.comm.world import World
 from moe_lightning.modules.experts import Experts
+from moe_lightning.parallel.context import World
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.hardware import Hardware, save_hardware
 from moe_lightning.simulate.policy import policy

@@ -34,7 +34,6 @@ from moe_lightning.arrays import FloatArray
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.cli.capacity import check_processes
 from moe_lightning.cli.measurement import synchronize
-from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed
 from moe_lightning.elastic.lifeline import leave
 from moe_lightning.elastic.work import work
@@ -43,6 +42,7 @@ from moe_lightning.models.gpt_config import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.modules.forced_routing import ForcedRouting
 from moe_lightning.modules.router import RouterConfig
+from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.simulate.routing import load_trace
 from moe_lightning.strategies import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import PlacedExperts

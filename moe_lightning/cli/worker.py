@@ -354,8 +354,8 @@ def _environment_plugins() -> list[Any]:
     """
     from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 
-    from moe_lightning.comm.world import STORE_VARIABLE
     from moe_lightning.elastic.settings import ELASTIC_VARIABLE
+    from moe_lightning.parallel.context import STORE_VARIABLE
 
     return [LightningEnvironment()] if {STORE_VARIABLE, ELASTIC_VARIABLE} & os.environ.keys() else []
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.quota import sharing_rounds
-from moe_lightning.comm.decision_check import require_agreement
-from moe_lightning.comm.exchange import all_gather_counts, all_gather_flat
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import upload
+from moe_lightning.parallel.collectives import require_agreement
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import all_gather_counts, all_gather_flat
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,9 +18,9 @@ from torch import Tensor
 from moe_lightning import kernels as ops
 from moe_lightning.arrays import IntArray
 from moe_lightning.comm.device_plan import DevicePlan, lay_out
-from moe_lightning.comm.exchange import Meanwhile, exchange_rows
-from moe_lightning.comm.world import World
 from moe_lightning.kernels.buffers import upload
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import Meanwhile, exchange_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

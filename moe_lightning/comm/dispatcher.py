@@ -22,14 +22,14 @@ from moe_lightning.algorithms.quota import balanced_quota, equal_quota
 from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.algorithms.speeds import uneven
 from moe_lightning.arrays import IntArray
-from moe_lightning.comm.decision_check import fingerprint, require_agreement
 from moe_lightning.comm.device_plan import DevicePlanner
 from moe_lightning.comm.dispatch_backend import BackendFactory, DispatchBackend, DispatchPlan, ExchangeBackend
-from moe_lightning.comm.exchange import all_gather_counts
 from moe_lightning.comm.symmetric import SymmetricBackend
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import upload
+from moe_lightning.parallel.collectives import fingerprint, require_agreement
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import all_gather_counts
 from moe_lightning.registry import Registry
 
 QuotaPolicy = Literal["balanced", "equal"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.migration import Transfer
-from moe_lightning.comm.exchange import PendingExchange
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PendingExchange
 from moe_lightning.state.expert_stacks import ExpertStack
 
 

@@ -10,14 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from moe_lightning.algorithms.mesh_shape import Layout
 from moe_lightning.comm.building import begin_building, set_collectives_timeout
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.cut import ConnectionCut
-from moe_lightning.comm.decision_check import check_versions
-from moe_lightning.comm.nccl import first_group_options, is_silent, prepare_environment
-from moe_lightning.comm.strangers import turn_strangers_away
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.abort import ConnectionCut, turn_strangers_away
+from moe_lightning.parallel.collectives import all_gather_json, check_versions
+from moe_lightning.parallel.context import World, first_group_options, is_silent, prepare_environment
+from moe_lightning.parallel.mesh import Layout
 
 
 def build_world(

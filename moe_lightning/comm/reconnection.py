@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from moe_lightning.comm.exchange import exchange_rows
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import exchange_rows
 
 
 def exchanged_after_abort(rank: int, size: int, folder: Path, device: torch.device, timeout: timedelta) -> bool:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_lightning.comm.exchange import all_gather_counts
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import all_gather_counts
 from moe_lightning.state.expert_stacks import ExpertStack
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

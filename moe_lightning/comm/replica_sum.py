@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
 from moe_lightning.arrays import cut
-from moe_lightning.comm.exchange import PendingExchange
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PendingExchange
 from moe_lightning.state.expert_stacks import ExpertStack
 
 _LITTLE_BYTES = 16 << 10

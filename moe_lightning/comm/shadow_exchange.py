@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning.algorithms.shadow_plan import ShadowPlan
-from moe_lightning.comm.exchange import PendingExchange
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PendingExchange
 
 
 class LayerVisits:

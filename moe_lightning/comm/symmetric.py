@@ -23,10 +23,10 @@ from typing_extensions import override
 
 from moe_lightning.comm.device_plan import DevicePlan
 from moe_lightning.comm.dispatch_backend import ExchangeBackend, Trip
-from moe_lightning.comm.exchange import Carry, Meanwhile, exchange_rows
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels.buffers import upload
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import Carry, Meanwhile, exchange_rows
 
 _MOST_RANKS = 32
 """Of torch's operation: the ranks of a warp's sum."""

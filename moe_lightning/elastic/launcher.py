@@ -17,11 +17,11 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from moe_lightning.comm.world import STORE_VARIABLE
 from moe_lightning.elastic import processes
 from moe_lightning.elastic.failure import Interrupted, RankFailure
 from moe_lightning.elastic.processes import WORKER_MODULE, Process, RanksFailed, WorkerLogs
 from moe_lightning.files import PrivateFolder
+from moe_lightning.parallel.context import STORE_VARIABLE
 
 __all__ = ["LocalLauncher", "RanksFailed"]
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from moe_lightning.comm.tcp import tune
 from moe_lightning.elastic.address import Address
 from moe_lightning.elastic.wire import Channel, Message, Refused, WireError
+from moe_lightning.parallel.abort import tune
 
 _ATTEMPT_S = 2.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)

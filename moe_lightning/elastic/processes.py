@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from typing_extensions import override
 
-from moe_lightning.comm.world import loopback_variables
 from moe_lightning.elastic.failure import FAILURE_FILE_VARIABLE, KILLED, RankFailure, read_failure
 from moe_lightning.elastic.lifeline import LAUNCHER_PID_VARIABLE
+from moe_lightning.parallel.context import loopback_variables
 
 WORKER_MODULE = "moe_lightning.cli.worker"
 """What launchers start unless told otherwise."""

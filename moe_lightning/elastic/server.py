@@ -16,11 +16,11 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
-from moe_lightning.comm.tcp import tune
 from moe_lightning.elastic.clock import OwnClock
 from moe_lightning.elastic.roster import Roster
 from moe_lightning.elastic.wire import Channel, Message, Refused, WireError
 from moe_lightning.elastic.world_store import WorldStore
+from moe_lightning.parallel.abort import tune
 
 MOST_STRANGERS = 64
 """Connections that have not proved themselves, at once."""

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lightning import kernels as ops
-from moe_lightning.comm.tensor_ranks import TensorRanks
 from moe_lightning.kernels.buffers import upload
 from moe_lightning.modules.absent_block import AbsentBlock
+from moe_lightning.parallel.tensor import TensorRanks
 
 IGNORED_TARGET = -100
 """A target that is not to be predicted, such as one of a prompt or of padding."""

@@ -20,10 +20,9 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Interval
 
-from moe_lightning.algorithms.dense_shards import hybrid_shard_size
-from moe_lightning.algorithms.mesh_shape import MeshShape
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.mesh import MeshShape, hybrid_shard_size
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.workload import Workload
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.dense_shards import Part, TensorCut
+from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.state.pieces import Block
 
 _CUT = "moe_lightning_cut"

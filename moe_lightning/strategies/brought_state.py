@@ -13,7 +13,7 @@ from moe_lightning.algorithms.repair import Repair, repair_placements, repair_st
 from moe_lightning.checkpoint.live_state import broadcast_dense, share_optimizers
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import fetch
-from moe_lightning.comm.world import World, agree
+from moe_lightning.parallel.context import World, agree
 from moe_lightning.strategies.fit_progress import FitProgress, shared_progress
 from moe_lightning.strategies.rank_state import RankState
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner

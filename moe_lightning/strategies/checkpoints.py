@@ -28,9 +28,9 @@ from moe_lightning.checkpoint.sealing import check_file
 from moe_lightning.checkpoint.storage import Place
 from moe_lightning.checkpoint.storages import place_of, storage_of
 from moe_lightning.checkpoint.store import has_manifest
-from moe_lightning.comm.collect import all_gather_json, broadcast_object
-from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
+from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
+from moe_lightning.parallel.context import World
 from moe_lightning.state.row_blocks import cuts_of
 from moe_lightning.strategies.random_state import random_state
 from moe_lightning.strategies.rank_state import RankState

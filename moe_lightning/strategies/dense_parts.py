@@ -18,13 +18,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from moe_lightning import seams
-from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World, all_reduce_, broadcast_
 from moe_lightning.fsdp_seams import end_backward
-from moe_lightning.state.row_blocks import cuts_of, is_cut, local, mark, whole_shape
-from moe_lightning.state.table import State
-from moe_lightning.strategies.fully_sharded import (
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_
+from moe_lightning.parallel.fsdp import (
     is_sharded,
     let_go_of_gathered,
     materialise,
@@ -33,6 +30,9 @@ from moe_lightning.strategies.fully_sharded import (
     sum_gradients,
     undo_shard,
 )
+from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
+from moe_lightning.state.row_blocks import cuts_of, is_cut, local, mark, whole_shape
+from moe_lightning.state.table import State
 from moe_lightning.strategies.module_checks import identical_buffers
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.row_moves import RowMoves, Rows, held_rows

@@ -28,15 +28,15 @@ from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.algorithms.recovery_planner import RecoveryPlan, without_snapshots
 from moe_lightning.algorithms.repair import Repair
 from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots
-from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.membership_world import build_world
-from moe_lightning.comm.world import World, agree, any_says
 from moe_lightning.data.accumulation import leave_schedule
 from moe_lightning.elastic.failure import PeerFailed, RunFinished, signature_of
 from moe_lightning.elastic.lifeline import take_over_terminal
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.warm_up import warm_up
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World, agree, any_says
 from moe_lightning.strategies.brought_state import (
     brought_progress,
     enter_experts,

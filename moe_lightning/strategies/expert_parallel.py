@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.algorithms.mesh_shape import chosen_axes
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.arrays import IntArray
@@ -26,8 +25,6 @@ from moe_lightning.checkpoint.files import SUFFIX
 from moe_lightning.checkpoint.full_state import hyper_parameters_with_objects
 from moe_lightning.checkpoint.storages import place_of
 from moe_lightning.comm.dispatcher import PlanPlace, QuotaPolicy
-from moe_lightning.comm.pipeline import ScheduleName
-from moe_lightning.comm.world import World
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
 from moe_lightning.data.accumulation import follow_schedule
 from moe_lightning.elastic.membership import Membership
@@ -35,6 +32,9 @@ from moe_lightning.kernels import BackendName
 from moe_lightning.modules.experts import deferred_experts
 from moe_lightning.modules.moe_layer import whole_state_dict
 from moe_lightning.modules.stream import attach_stream
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.mesh import chosen_axes
+from moe_lightning.parallel.pipeline import ScheduleName, check_for_pipeline, chosen_micro_batches
 from moe_lightning.strategies.checkpoints import Checkpoints, take_positions
 from moe_lightning.strategies.dense_shardings import dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
@@ -49,7 +49,6 @@ from moe_lightning.strategies.module_checks import (
 )
 from moe_lightning.strategies.peer_replay import replay_update
 from moe_lightning.strategies.pipeline import Context, Pipeline
-from moe_lightning.strategies.pipeline_checks import check_for_pipeline, chosen_micro_batches
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.placing import Placing
 from moe_lightning.strategies.rank_state import FIXED_GROUPS, RankState

@@ -8,10 +8,10 @@ import torch
 from torch.optim import Optimizer
 
 from moe_lightning.algorithms.placement import Placement
-from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.state.expert_stacks import stacked_states
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Members, Membership
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.leaving import drop_groups
 from moe_lightning.strategies.world_faults import is_worlds_fault, reason_of, scrub
 

@@ -13,11 +13,11 @@ from typing import Any
 import lightning.pytorch as pl
 
 from moe_lightning import seams
-from moe_lightning.comm.collect import all_gather_json, broadcast_object
-from moe_lightning.comm.world import World
 from moe_lightning.data.accumulation import follow_schedule
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
 
 _LOOPS, _LOADERS, _CALLBACKS = "loops", "loaders", "callbacks"

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.dense_shards import TensorCut
-from moe_lightning.comm.world import World, all_reduce_
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World, all_reduce_
+from moe_lightning.parallel.mesh import TensorCut
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.row_blocks import cut_of, local
 

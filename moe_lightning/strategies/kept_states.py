@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from moe_lightning.algorithms.dense_shards import Part, RowCut, TensorCut
 from moe_lightning.checkpoint.optimizer_shards import States
+from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
 from moe_lightning.state.row_blocks import joined, part_of_whole
 
 _OF = ": "  # no parameter has it in its name

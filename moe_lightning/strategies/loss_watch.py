@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.device_plan import read_later
-from moe_lightning.comm.world import World, any_says, common_store
 from moe_lightning.elastic.lifeline import write_to_terminal
 from moe_lightning.errors import NonFiniteLossError
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World, any_says, common_store
 
 StopOnNan = Literal["end", "skip"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.rank_state import RankState
 
 

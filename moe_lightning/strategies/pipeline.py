@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from moe_lightning import seams
-from moe_lightning.comm.collect import broadcast_object
-from moe_lightning.comm.mesh import Mesh
-from moe_lightning.comm.pipeline import STAGES_PER_RANK, Pipe, ScheduleName
-from moe_lightning.comm.world import World, all_reduce_, broadcast_
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import LayerStatistics, MoELayer
+from moe_lightning.parallel.collectives import broadcast_object
+from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
+from moe_lightning.parallel.fsdp import GatheringStep, gathered, is_sharded
+from moe_lightning.parallel.pipeline import STAGES_PER_RANK, Pipe, ScheduleName
 from moe_lightning.state.row_blocks import is_cut
 from moe_lightning.strategies.batch_pieces import batch_pieces, joined
-from moe_lightning.strategies.fully_sharded import GatheringStep, gathered, is_sharded
 from moe_lightning.strategies.random_state import kept_generators
 from moe_lightning.strategies.stage_cut import Left, StageCut
 from moe_lightning.strategies.stand_ins import without_traces

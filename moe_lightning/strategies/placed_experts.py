@@ -15,17 +15,16 @@ from moe_lightning.algorithms.migration import Transfer, held_states, plan_migra
 from moe_lightning.algorithms.placement import Placement, dispatch_groups
 from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.arrays import BoolArray, IntArray
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.decision_check import check_agreement, fingerprint
 from moe_lightning.comm.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.comm.expert_migration import migrate_rows, next_slots
 from moe_lightning.comm.replica_check import Difference, differing_replicas
 from moe_lightning.comm.replica_sum import ReplicaSum
 from moe_lightning.comm.shadow_exchange import LayerVisits, StepVisits
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError, ReplicasDifferError
 from moe_lightning.modules.experts import VACANT
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
+from moe_lightning.parallel.context import World
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.strategies.expert_slots import grow, in_slots, new_slots, take_rank_0_experts
 

@@ -14,11 +14,11 @@ from torch import nn
 
 from moe_lightning.algorithms.placement import Placement, parse_placements, uniform_placement
 from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, PlanPlace, QuotaPolicy
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import MOST_BYTES, check_regular, read_text
 from moe_lightning.kernels import BackendName, set_backend
 from moe_lightning.modules.moe_layer import moe_layers
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stage_state import StageState
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from moe_lightning.checkpoint.reader import CheckpointSource
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
 
 
 def kept_generators(device: torch.device) -> AbstractContextManager[None]:

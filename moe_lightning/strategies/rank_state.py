@@ -17,18 +17,18 @@ from moe_lightning.checkpoint.optimizer_shards import move_shards
 from moe_lightning.checkpoint.reader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.checkpoint.window_replay import WindowReplay, replay_of
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import Router
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.pipeline import check_for_recovery
 from moe_lightning.state.host_updates import Updates
 from moe_lightning.state.row_blocks import cuts_of, local, swap_parameters
 from moe_lightning.strategies.dense_parts import DenseParts
 from moe_lightning.strategies.dense_shardings import DENSE_SHARDINGS, DenseSharding, cut_groups
 from moe_lightning.strategies.expert_updates import require_host_updates, require_updates_by_expert
 from moe_lightning.strategies.kept_states import is_of_states, keepers_of_units, made_of, name_of, takers_of
-from moe_lightning.strategies.pipeline_checks import check_for_recovery
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.random_state import restore_random_state
 from moe_lightning.strategies.row_moves import Rows

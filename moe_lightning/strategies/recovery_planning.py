@@ -10,10 +10,10 @@ from moe_lightning.algorithms.recovery_planner import RecoveryPlan, plan_recover
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.recovery_sources import RecoverySources, storage_inventory
 from moe_lightning.checkpoint.storages import place_of
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.elastic.failure import PeerFailed
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.recovery_report import RecoveryListener
 
 

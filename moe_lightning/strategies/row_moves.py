@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_lightning.algorithms.dense_shards import Part, TensorCut
-from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
-from moe_lightning.comm.world import World
 from moe_lightning.kernels import pack, packed_bytes, unpack
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
+from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.state.row_blocks import blocks_of, local
 from moe_lightning.state.table import State
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning import seams
-from moe_lightning.comm.sequence_exchange import Sharers
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.context import ContextParallel, OtherAttention, attach_context
+from moe_lightning.parallel.sequence import ContextParallel, OtherAttention, Sharers, attach_context
 from moe_lightning.strategies.worlds import Worlds
 
 _MIXERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.Conv1d)

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.dense_shards import Part
-from moe_lightning.algorithms.mesh_shape import stage_ranks
 from moe_lightning.algorithms.migration import held_states, plan_migration
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.algorithms.repair import repair_stages
 from moe_lightning.arrays import BoolArray
 from moe_lightning.checkpoint.live_state import share_optimizers
-from moe_lightning.checkpoint.peer_buffers import PeerBuffer, exchange_parcels
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World, agree
 from moe_lightning.kernels import pack, packed_bytes, unpack
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World, agree
+from moe_lightning.parallel.exchange import PeerBuffer, exchange_parcels
+from moe_lightning.parallel.mesh import Part, stage_ranks
 from moe_lightning.state.row_blocks import cut_of, mark
 from moe_lightning.state.table import State
 from moe_lightning.strategies.dense_parts import DenseParts

@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
-from moe_lightning.comm.world import World, common_store
 from moe_lightning.elastic.clock import OwnClock
+from moe_lightning.parallel.context import World, common_store
 
 _LOOK_S = 0.2
 _ASK_S, _ASK_PER_RANK_S = 1.0, 0.01  # between two looks at what others have told

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_lightning.algorithms.mesh_shape import Axis
 from moe_lightning.data.step_sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.stream import SampleStream
+from moe_lightning.parallel.mesh import Axis
 from moe_lightning.state.row_blocks import local
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
 from moe_lightning.strategies.rank_state import RankState

@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_lightning.algorithms.dense_shards import TensorCut
-from moe_lightning.algorithms.mesh_shape import MeshShape
-from moe_lightning.comm.tensor_ranks import TensorRanks
-from moe_lightning.comm.world import World, broadcast_
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.tensor_parallel import Embedding, Parted, PartedForward, Shares, Style, undo_parts
+from moe_lightning.parallel.context import World, broadcast_
+from moe_lightning.parallel.mesh import MeshShape, TensorCut
+from moe_lightning.parallel.tensor import Embedding, Parted, PartedForward, Shares, Style, TensorRanks, undo_parts
 from moe_lightning.state.row_blocks import cut_of, local, mark, part_of_whole
 from moe_lightning.strategies.module_checks import cut_parameters
 from moe_lightning.strategies.stage_cut import StageCut

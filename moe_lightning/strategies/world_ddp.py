@@ -25,15 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from moe_lightning import seams
-from moe_lightning.comm.collect import broadcast_object
-from moe_lightning.comm.decision_check import check_versions
-from moe_lightning.comm.dense_sum import sum_over_ranks
-from moe_lightning.comm.object_collectives import carry_objects_without_pickle
-from moe_lightning.comm.world import World, all_reduce_, broadcast_, join_local_world
 from moe_lightning.elastic.lifeline import leave_process_groups_at_exit
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.elastic.settings import ElasticTask, membership_from_environment
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import broadcast_object, carry_objects_without_pickle, check_versions
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_, join_local_world
+from moe_lightning.parallel.gradient_hook import sum_over_ranks
 from moe_lightning.strategies.checkpoints import decided
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.gradient_norm import explained_norm

@@ -8,12 +8,10 @@ from typing import Protocol
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
-from moe_lightning.algorithms.dense_shards import Groups
-from moe_lightning.algorithms.mesh_shape import STAGE, Layout, MeshShape
-from moe_lightning.comm.mesh import Mesh
-from moe_lightning.comm.world import World
 from moe_lightning.elastic.membership import Members
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import Mesh, World
+from moe_lightning.parallel.mesh import STAGE, Groups, Layout, MeshShape
 
 
 class WorldListener(Protocol):

@@ -27,8 +27,8 @@ from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.store import checkpoints
-from moe_lightning.comm import exchange, sequence_exchange
 from moe_lightning.elastic.failure import RunFinished
+from moe_lightning.parallel import exchange, sequence
 from moe_lightning.state.row_blocks import is_cut, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -135,7 +135,7 @@ class Killer(pl.Callback):
         self._around(elastic, "_settle_in", version, before="recovery")
         self._around(elastic, "_move", version, before="movement")
         self._around(exchange, "_all_to_all", lambda: self._step, before="exchange")
-        self._around(sequence_exchange, "_all_to_all", lambda: self._step, before="sequence exchange")
+        self._around(sequence, "_all_to_all", lambda: self._step, before="sequence exchange")
         saver = _saver(trainer)
         if saver is not None:
             self._around(saver, "save", step, after="snapshot")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
 from tests.forks import FORKS, PATIENCE_S, fork, kill
 
 _LEAVE_S = 5.0

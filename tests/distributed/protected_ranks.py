@@ -17,8 +17,8 @@ from moe_lightning.checkpoint.node_inventory import local_inventory
 from moe_lightning.checkpoint.snapshot_protection import Protector
 from moe_lightning.checkpoint.snapshot_set import packed_bytes_of
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
 from moe_lightning.state.pieces import is_expert_key, parse_expert_key
 from tests.distributed.harness import connect
 from tests.unit.checkpoint_state import EXPERTS, LAYERS, expert_keys, state_of, whole_state

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_lightning.comm.collect import all_gather_json, collect_on_root
-from moe_lightning.comm.world import World, all_reduce_, broadcast_
+from moe_lightning.parallel.collectives import all_gather_json, collect_on_root
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from tests.distributed.harness import connect, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)

@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel import fsdp
 from moe_lightning.state.row_blocks import is_cut, local
-from moe_lightning.strategies import expert_parallel, fully_sharded
+from moe_lightning.strategies import expert_parallel
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.row_moves import held_rows
 from tests.distributed.harness import run_ranks
@@ -75,7 +76,7 @@ def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, 
 
 def test_units_that_are_gathered_ahead_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs."""
-    monkeypatch.setattr(fully_sharded, "_gathers_ahead", lambda device: True)
+    monkeypatch.setattr(fsdp, "_gathers_ahead", lambda device: True)
     assert_same_training(reference("plain"), run(2, strategy={"dense": "fsdp"}))
 
 

@@ -11,10 +11,10 @@ import torch
 
 from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.shadow_plan import ShadowPlan
-from moe_lightning.comm import decision_check
-from moe_lightning.comm.decision_check import check_versions, fingerprint, require_agreement
 from moe_lightning.comm.dispatcher import Dispatcher
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel import collectives
+from moe_lightning.parallel.collectives import check_versions, fingerprint, require_agreement
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule
@@ -94,9 +94,9 @@ def test_no_expert_moves_to_where_not_all_ranks_want_it() -> None:
 
 
 def meet_with(rank: int, world_size: int, name: str, version: str, others_go_on: bool) -> tuple[str, list[str]]:
-    own = decision_check.versions()
+    own = collectives.versions()
     if rank == 1:
-        decision_check.versions = lambda: own | {name: version}  # type: ignore[assignment]
+        collectives.versions = lambda: own | {name: version}  # type: ignore[assignment]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -112,7 +112,7 @@ OTHERS = [("moe-lightning", "0.0.9"), ("Python", "3.99.1"), ("NumPy", "1.26.0"),
 @pytest.mark.parametrize(("name", "version"), OTHERS)
 def test_another_version_is_refused_on_all_ranks(name: str, version: str) -> None:
     first, second, third = run_ranks(3, meet_with, name, version, False)
-    ours = decision_check.versions()[name]
+    ours = collectives.versions()[name]
     sentence = f"rank 1 has {name} {version} where rank 0 has {ours}, and would plan otherwise: install the same on all"
     assert first == second == third == (sentence, [])
 
@@ -134,7 +134,7 @@ def test_another_patch_is_warned_of() -> None:
 
 
 def test_the_same_version_is_not_worth_a_word() -> None:
-    assert run_ranks(2, meet_with, "torch", decision_check.versions()["torch"], False) == [("", [])] * 2
+    assert run_ranks(2, meet_with, "torch", collectives.versions()["torch"], False) == [("", [])] * 2
 
 
 # ---------------------------------------------------------------------- hashes

@@ -13,9 +13,9 @@ from benchmarks.padded_dispatch import PADDED
 from moe_lightning.algorithms.placement import Placement, uniform_placement
 from moe_lightning.algorithms.shadow_plan import ShadowPlan
 from moe_lightning.comm.dispatcher import Dispatcher
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.moe_layer import MoELayer
+from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.test_dispatch import D_MODEL, random_case
 from tests.distributed.test_transports import as_on_a_device

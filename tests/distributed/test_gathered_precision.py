@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies import fully_sharded
+from moe_lightning.parallel import fsdp
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import ACCUMULATED, CASES, assert_replicas_identical
 from tests.distributed.training import train
@@ -44,9 +44,9 @@ class Gathered(pl.Callback):
 
 def both(rank: int, world_size: int, *, strategy: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
     """A training with weights gathered in float32, and as they are gathered by themselves."""
-    own, results = fully_sharded._autocasts, []
+    own, results = fsdp._autocasts, []
     for autocasts in (lambda module: False, own):
-        fully_sharded._autocasts = autocasts
+        fsdp._autocasts = autocasts
         seen = Gathered()
         result = train(rank, world_size, strategy=strategy, callbacks=[seen], **options)
         results.append(result | {"computed": seen.computed, "kept": seen.kept})
@@ -87,8 +87,8 @@ def test_gathered_in_bfloat16_the_training_is_the_same_to_the_bit(
 
 def test_a_layer_outside_of_autocast_is_refused_in_a_sentence() -> None:
     layer = nn.Linear(2, 2).bfloat16()
-    fully_sharded._require_autocast(layer.float(), ())
+    fsdp._require_autocast(layer.float(), ())
     with torch.autocast("cpu"):
-        fully_sharded._require_autocast(layer.bfloat16(), ())
+        fsdp._require_autocast(layer.bfloat16(), ())
     with pytest.raises(ConfigurationError, match=r"outside of autocast.* call it inside of"):
-        fully_sharded._require_autocast(layer, ())
+        fsdp._require_autocast(layer, ())

@@ -13,9 +13,9 @@ from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, ar
 from moe_lightning.algorithms.recovery_planner import Origin, RankInventory, plan_recovery
 from moe_lightning.checkpoint.memory_recovery import fetch
 from moe_lightning.checkpoint.node_inventory import local_inventory
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.protected_ranks import (
     ALL,

@@ -23,9 +23,9 @@ from moe_lightning.checkpoint.node_inventory import COPIES, PARITIES, copy_path,
 from moe_lightning.checkpoint.protected_files import ProtectedFile
 from moe_lightning.checkpoint.snapshot_protection import Protector
 from moe_lightning.checkpoint.snapshotter import Snapshotter
-from moe_lightning.comm.collect import all_gather_json
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.protected_ranks import (
     ALL,

@@ -15,7 +15,7 @@ import pytest
 
 from moe_lightning.algorithms.protection import ProtectionLayout, aec_layout, arc_layout
 from moe_lightning.checkpoint.snapshot_protection import Protector
-from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.parallel.collectives import all_gather_json
 from tests.distributed.harness import RankFailure, connect, run_ranks
 from tests.distributed.protected_ranks import node_arenas, recover, snapshot, snapshotter_of
 

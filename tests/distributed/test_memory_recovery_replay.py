@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_lightning.algorithms.recovery_planner import RankInventory, plan_recovery
 from moe_lightning.checkpoint.optimizer_replay import AdamWReplay, verify_replays
 from moe_lightning.checkpoint.optimizer_shards import move_shards
-from moe_lightning.comm.collect import all_gather_json
+from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies.dense_shardings import DenseOptimizerShards
 from tests.distributed.harness import connect, run_ranks
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_lightning.algorithms.mesh_shape import MeshShape
 from moe_lightning.algorithms.placement import uniform_placement
-from moe_lightning.comm.collect import all_gather_json
 from moe_lightning.comm.dispatcher import Dispatcher
-from moe_lightning.comm.mesh import Mesh
-from moe_lightning.comm.world import World, all_reduce_, broadcast_
 from moe_lightning.modules.moe_layer import MoELayer
 from moe_lightning.modules.router import RouterConfig
+from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import Mesh, World, all_reduce_, broadcast_
+from moe_lightning.parallel.mesh import MeshShape
 from tests.distributed.harness import connect, run_ranks
 
 TIMEOUT = timedelta(seconds=60)

@@ -17,12 +17,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed import distributed_c10d as c10d
 
 from moe_lightning import ExpertParallelStrategy
-from moe_lightning.comm.codec import MAX_BYTES
-from moe_lightning.comm.collect import all_gather_json, broadcast_object
-from moe_lightning.comm.decision_check import check_versions
-from moe_lightning.comm.object_collectives import carry_objects_without_pickle
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError, ForeignMessageError
+from moe_lightning.parallel.collectives import (
+    MAX_BYTES,
+    all_gather_json,
+    broadcast_object,
+    carry_objects_without_pickle,
+    check_versions,
+)
+from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 from tests.unit.test_codec import Weapon

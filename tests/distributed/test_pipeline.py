@@ -19,11 +19,11 @@ from torchmetrics import MeanMetric
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
-from moe_lightning.comm import exchange
 from moe_lightning.data.step_loader import StepLoader
 from moe_lightning.data.step_sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.modules.stream import StreamDropout
+from moe_lightning.parallel import exchange
 from tests.distributed.harness import run_ranks
 from tests.distributed.mesh_checkpoints import assert_read_to_the_bit, write
 from tests.distributed.same_training import CASES as KNOWN

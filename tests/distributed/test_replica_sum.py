@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.comm import replica_sum
 from moe_lightning.comm.replica_sum import ReplicaSum
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
 from moe_lightning.state.expert_stacks import ExpertStack
 from tests.distributed.harness import connect, run_ranks
 from tests.parameters import slow

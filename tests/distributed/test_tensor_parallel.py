@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
-from moe_lightning.algorithms.mesh_shape import MeshShape
 from moe_lightning.callbacks.partial_experts_checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.telemetry import Telemetry
-from moe_lightning.comm.tensor_ranks import TensorRanks
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.tensor_parallel import Columns, Gathered, Parted, PartedForward, Plan, Rows
+from moe_lightning.parallel.mesh import MeshShape
+from moe_lightning.parallel.tensor import Columns, Gathered, Parted, PartedForward, Plan, Rows, TensorRanks
 from moe_lightning.state.row_blocks import cut_of
 from moe_lightning.strategies import expert_parallel
 from moe_lightning.strategies.tensor_parts import check_parts

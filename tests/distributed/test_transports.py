@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_lightning.algorithms.placement import uniform_placement
 from moe_lightning.comm import symmetric
 from moe_lightning.comm.dispatcher import DISPATCH_BACKENDS, Dispatcher
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.test_dispatch import random_case
 from tests.documented import ROOT, blocks

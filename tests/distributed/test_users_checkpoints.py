@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from moe_lightning.comm.object_collectives import carry_objects_without_pickle
+from moe_lightning.parallel.collectives import carry_objects_without_pickle
 from tests.distributed.harness import run_ranks
 from tests.unit.test_codec import Weapon
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_lightning.comm.world import STORE_VARIABLE, World, join_local_world
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import PrivateFolder, checked_folder, find_folder, users_folder
+from moe_lightning.parallel.context import STORE_VARIABLE, World, join_local_world
 from tests.distributed.harness import connect, run_ranks
 from tests.programs import run_program
 

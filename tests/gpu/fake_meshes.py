@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig
-from moe_lightning.comm import codec
+from moe_lightning.parallel import collectives
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 from tests.gpu.fake_comms import meet_on_the_device
 from tests.gpu.fake_device import OnDevice, set_up
@@ -26,7 +26,7 @@ def run(rank: int, ranks: int, strategy: dict[str, Any]) -> dict[str, list[float
     expected = fit(rank, ranks, strategy, "cpu")
     on_the_device()
     torch.utils.swap_tensors = _swapped
-    codec._WRITERS[OnDevice] = codec._WRITERS[Tensor]  # it knows no subclasses
+    collectives._WRITERS[OnDevice] = collectives._WRITERS[Tensor]  # it knows no subclasses
     meet_on_the_device(rank, ranks)
     losses = fit(rank, ranks, strategy, FakeAccelerator())
     assert_no_races()

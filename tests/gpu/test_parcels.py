@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch
 
-from moe_lightning.checkpoint.peer_buffers import PeerBuffer, PendingParcels
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.exchange import PeerBuffer, PendingParcels
 from tests.distributed.harness import run_ranks
 
 

@@ -21,8 +21,8 @@ from moe_lightning.checkpoint.node_inventory import local_inventory
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.store import checkpoints
 from moe_lightning.checkpoint.triple_buffer import NO_STEP, Status, TripleBuffer, newest_common
-from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.parallel.context import World
 from tests.programs import run_program
 from tests.unit.checkpoint_state import Node, expert_keys, node, whole_state
 

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.comm.codec import MAGIC, MAX_DEPTH, decode, encode
 from moe_lightning.errors import ConfigurationError, ForeignMessageError
+from moe_lightning.parallel.collectives import MAGIC, MAX_DEPTH, decode, encode
 
 
 def same(a: Any, b: Any) -> bool:
@@ -156,7 +156,7 @@ def test_what_holds_itself_is_refused() -> None:
 
 
 def test_too_large_an_object_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lightning.comm.codec.MAX_BYTES", 1000)
+    monkeypatch.setattr("moe_lightning.parallel.collectives.MAX_BYTES", 1000)
     encode(torch.zeros(200))
     with pytest.raises(ConfigurationError, match="send large data as tensors"):
         encode(torch.zeros(300))

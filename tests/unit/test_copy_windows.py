@@ -13,9 +13,8 @@ import torch
 
 from moe_lightning.checkpoint import copy_windows
 from moe_lightning.checkpoint.copy_windows import CopyWindows, Window
-from moe_lightning.comm import exchange_clock
-from moe_lightning.comm.exchange_clock import ExchangeClock
-from moe_lightning.comm.world import World
+from moe_lightning.parallel import context
+from moe_lightning.parallel.context import ExchangeClock, World
 
 ALL = frozenset(Window)
 FREE = {Window.BUBBLE, Window.IDLE}
@@ -29,7 +28,7 @@ class HandClock:
         self.now = 0.0
         stub = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(copy_windows, "time", stub)
-        monkeypatch.setattr(exchange_clock, "time", stub)
+        monkeypatch.setattr(context, "time", stub)
 
     def __call__(self, seconds: float) -> None:
         self.now += seconds

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from moe_lightning.comm.cut import ConnectionCut
+from moe_lightning.parallel.abort import ConnectionCut
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.algorithms.dense_shards import Part
 from moe_lightning.algorithms.placement import Placement
 from moe_lightning.checkpoint.full_state import (
     full_model_state,
@@ -18,8 +17,9 @@ from moe_lightning.checkpoint.full_state import (
     load_local_optimizer_state,
     local_model_state,
 )
-from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.mesh import Part
 from moe_lightning.state.expert_stacks import ExpertStack
 from moe_lightning.state.table import State
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.gradient_norm import global_gradient_norm, scale_gradients
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_lightning.comm.world import World
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies import leaving
 
 

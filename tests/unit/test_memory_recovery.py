@@ -18,8 +18,8 @@ from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.memory_checkpoint import MemoryCheckpoint
 from moe_lightning.checkpoint.memory_recovery import DamagedSnapshots, fetch
 from moe_lightning.checkpoint.node_inventory import local_inventory
-from moe_lightning.comm.world import World
 from moe_lightning.errors import CheckpointError
+from moe_lightning.parallel.context import World
 from moe_lightning.state.pieces import is_expert_key
 from tests.unit.checkpoint_state import EXPERTS, LAYERS, node, whole_state
 

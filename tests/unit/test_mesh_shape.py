@@ -7,8 +7,8 @@ from itertools import chain, combinations, product
 import pytest
 import torch
 
-from moe_lightning.algorithms.mesh_shape import AXES, STAGE, Axis, MeshShape, chosen_axes, stage_ranks
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.mesh import AXES, STAGE, Axis, MeshShape, chosen_axes, stage_ranks
 
 SHAPES = [MeshShape(pp=pp, dp=dp, cp=cp, tp=tp) for pp, dp, cp, tp in product((1, 2, 3), (1, 2), (1, 2), (1, 3))]
 SOME_AXES: list[tuple[Axis, ...]] = list(chain.from_iterable(combinations(AXES, n) for n in range(5)))

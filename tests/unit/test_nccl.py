@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from moe_lightning.comm import building, nccl
-from moe_lightning.comm.cut import ConnectionCut
-from moe_lightning.comm.world import World
+from moe_lightning.comm import building
 from moe_lightning.errors import WorldCutError
+from moe_lightning.parallel import context
+from moe_lightning.parallel.abort import ConnectionCut
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -60,10 +61,10 @@ class Group:
 
 def test_communicators_are_aborted_in_one_bracket_and_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[str] = []
-    nccl.abort_together([Group(calls, refusal="gone already"), Group(calls)], GPU)  # type: ignore[list-item]
+    context.abort_together([Group(calls, refusal="gone already"), Group(calls)], GPU)  # type: ignore[list-item]
     assert calls == ["start", "abort", "abort", "end"]
     assert "gone already" in caplog.text
-    nccl.abort_together([], GPU)
+    context.abort_together([], GPU)
 
 
 def test_groups_of_a_world_that_broke_while_they_were_built_are_aborted_too() -> None:
@@ -80,8 +81,8 @@ def test_groups_of_a_world_that_broke_while_they_were_built_are_aborted_too() ->
 def test_what_ends_a_groups_collectives_is_asked_of_the_group() -> None:
     """The backend's name may be that of several, as "cpu:gloo,cuda:nccl"."""
     groups: list[Any] = [Group([]), Group([], kind="gloo")]
-    assert [nccl.is_silent(group, GPU) for group in groups] == [True, False]
-    assert not nccl.is_silent(groups[0], CPU)
+    assert [context.is_silent(group, GPU) for group in groups] == [True, False]
+    assert not context.is_silent(groups[0], CPU)
 
 
 def test_groups_on_other_devices_get_their_timeout_too() -> None:
@@ -95,25 +96,25 @@ def test_what_users_set_for_nccl_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_LAUNCH_ORDER_IMPLICIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.setenv(name, "to be undone")
         monkeypatch.delenv(name)
-    nccl.prepare_environment(is_elastic=False)
+    context.prepare_environment(is_elastic=False)
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
-    nccl.prepare_environment(is_elastic=True)
+    context.prepare_environment(is_elastic=True)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
-    nccl.prepare_environment(is_elastic=True)
+    context.prepare_environment(is_elastic=True)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
 
 
 def test_only_groups_on_gpus_get_options() -> None:
-    assert nccl.first_group_options(CPU) == nccl.background_options(CPU, MINUTE) == {}
-    assert nccl.first_group_options(GPU) == {"device_id": GPU}
+    assert context.first_group_options(CPU) == context.background_options(CPU, MINUTE) == {}
+    assert context.first_group_options(GPU) == {"device_id": GPU}
 
 
 def test_the_background_group_has_the_timeout_that_torch_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     own = SimpleNamespace(Options=SimpleNamespace)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", own, raising=False)
-    options = nccl.background_options(GPU, MINUTE)["pg_options"]
+    options = context.background_options(GPU, MINUTE)["pg_options"]
     assert options.is_high_priority_stream
     assert options._timeout == MINUTE
 
@@ -121,7 +122,7 @@ def test_the_background_group_has_the_timeout_that_torch_compares(monkeypatch: p
 @pytest.mark.parametrize("error", Error)
 def test_an_error_that_nccl_notes_without_a_word_is_heard(error: Error) -> None:
     group: Any = Group([], error)
-    assert nccl.has_failed(group, GPU) is (error is Error.COMM_ERROR)
+    assert context.has_failed(group, GPU) is (error is Error.COMM_ERROR)
     world = World(rank=0, size=2, device=torch.device("cuda", 0), dense=group)
     if error is Error.SUCCESS:
         world.require_whole()

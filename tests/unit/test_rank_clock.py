@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_lightning.callbacks.rank_clock import RankClock
-from moe_lightning.comm.exchange_clock import ExchangeClock
 from moe_lightning.modules.moe_layer import MoELayer, moe_layers
+from moe_lightning.parallel.context import ExchangeClock
 
 
 class Ticks:

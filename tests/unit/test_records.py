@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import api, filesystem, metadata, planner, storage
 
-from moe_lightning.comm.codec import MAGIC, decode, encode
 from moe_lightning.errors import ConfigurationError, ForeignMessageError
+from moe_lightning.parallel.collectives import MAGIC, decode, encode
 
 INDEX = metadata.MetadataIndex("layer.weight", torch.Size([0, 4]), 1)
 PROPERTIES = metadata.TensorProperties(dtype=torch.bfloat16, requires_grad=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_lightning.algorithms.dense_shards import RowCut
 from moe_lightning.algorithms.inventory import RankInventory
 from moe_lightning.checkpoint.recovery_sources import RecoverySources
-from moe_lightning.comm.world import World
 from moe_lightning.elastic.failure import PeerFailed
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.mesh import RowCut
 from moe_lightning.strategies.recovery_planning import RecoveryPlanner
 
 NAMES = RowCut.among(((0, 1),), 0).names()

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from moe_lightning.comm.cut import ConnectionCut
-from moe_lightning.comm.strangers import turn_strangers_away
+from moe_lightning.parallel.abort import ConnectionCut, turn_strangers_away
 from tests.leftovers import listening
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")

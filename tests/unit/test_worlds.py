@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_lightning.algorithms.mesh_shape import MeshShape
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World
+from moe_lightning.parallel.mesh import MeshShape
 from moe_lightning.strategies.worlds import Worlds
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.modules.context import ContextParallel
+from moe_lightning.parallel.sequence import ContextParallel
 
 _DOCUMENTS = "documents"
 """Keyword of the model's forward pass that reaches `_attention`."""

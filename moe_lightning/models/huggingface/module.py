@@ -24,10 +24,10 @@ from moe_lightning.models.huggingface.tensor_plan import plan_of
 from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.models.upcycling import DENSE_FAMILIES, UpcycledArchitecture, UpcyclingConfig
 from moe_lightning.modules.adapters import AdapterConfig
-from moe_lightning.modules.context import ContextParallel
 from moe_lightning.modules.options import option, options_of
 from moe_lightning.modules.router import RouterConfig
-from moe_lightning.modules.tensor_parallel import Plan
+from moe_lightning.parallel.sequence import ContextParallel
+from moe_lightning.parallel.tensor import Plan
 
 _UPCYCLED = {"gpt2": "recipes=upcycle_gpt2", "swinv2": "model=swinv2_upcycled data=images"}
 _DENSE = {

@@ -8,7 +8,7 @@ from torch import nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.huggingface.blocks import SparseBlock
-from moe_lightning.modules.tensor_parallel import (
+from moe_lightning.parallel.tensor import (
     Columns,
     Embedding,
     Gathered,

@@ -1,4 +1,5 @@
-"""Dense parameters, gradients and moments cut by rows over ranks (FSDP; with several copies hybrid FSDP), by torch's
+"""Fully sharded dense parameters by torch's `fully_shard`.
+
 fully_shard, in a way that gradients are sums and that it can be undone in the same process.
 
 Units, which are gathered together, are the elements of ModuleLists, as of a transformer's blocks, and what is left:
@@ -23,7 +24,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from moe_lightning.comm.world import World
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.fsdp_seams import (
     begin_by_hand,
@@ -33,6 +33,7 @@ from moe_lightning.fsdp_seams import (
     sharded_modules,
     undo_fully_shard,
 )
+from moe_lightning.parallel.context import World
 from moe_lightning.seams import trainer_of, tree_map
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")

@@ -1,31 +1,67 @@
-"""Cuts the connections of process groups, so that collectives blocked on a dead or stopped peer raise at once.
+"""Abort of process groups: collectives that wait for a dead or stopped peer raise at once.
+
+TCP for small messages that somebody waits for, also where packets are lost.
+
+Cuts the connections of process groups, so that collectives blocked on a dead or stopped peer raise at once.
 
 gloo's own abort and shutdown do nothing, and a peer of a stopped process never sees an error. Shutting a *connected*
 TCP socket down wakes every operation that waits on it, from any thread, whoever called it (DDP's reducer, third-party
 code). Only reading is shut down: gloo then fails all that is under way on the connection and closes it, while a write
 that failed as an answer to the peer's last word would be forgotten together with whoever waits for it. Listening
 sockets must be left alone: gloo aborts the process when accept fails. NCCL groups are aborted through their own call.
+
+Closes the ports of gloo once the groups are built: it knows no password, and keeps whatever connects to it.
+
+gloo has no call for that, and aborts the process when its listener fails. So the listener is left as it is, and the
+kernel drops what comes to it: a socket filter on a listening socket sees every packet that would open a connection,
+and connections that it has already made do not pass it. Linux only; elsewhere the ports stay open.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import secrets
 import socket
 import stat
+import struct
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch.distributed import ProcessGroup
 
-from moe_lightning.comm.nccl import abort_together
-from moe_lightning.comm.tcp import tune
+from moe_lightning.parallel.context import abort_together
+
+# <linux/tcp.h>
+_THIN_LINEAR_TIMEOUTS = 16  # a lost small segment is sent again at once and again, without backing off
+_RTO_MIN_US, _DELACK_MAX_US = 45, 46  # since Linux 6.15
+_SEND_AGAIN_US = 60_000
+"""How long after the usual round trip a segment without an answer is sent again: Linux waits 200 ms, its answers come
+within 40 ms or with what the other end says next."""
+_ANSWER_US = 40_000
+
+
+def tune(connection: socket.socket) -> None:
+    """Let small messages pass at once, and what is lost of them soon; options that the system does not know are left
+    out."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform != "linux":
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
+    with suppress(OSError):  # an older kernel
+        connection.setsockopt(socket.IPPROTO_TCP, _RTO_MIN_US, _SEND_AGAIN_US)
+        connection.setsockopt(socket.IPPROTO_TCP, _DELACK_MAX_US, _ANSWER_US)
+
 
 Address = tuple[str, int]
 
@@ -219,3 +255,53 @@ def _ends(found: socket.socket) -> tuple[Address, Address] | None:
 def _address(name: Any) -> Address:
     """(host, port); an IPv4 address in IPv6 dress is written as IPv4, as the other end may see it."""
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
+
+
+_SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K: keep 0 bytes of the packet
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+def turn_strangers_away(connections: Collection[Connection]) -> int:
+    """Let nobody connect any more to what listens for the same groups, and end what others have connected by now.
+
+    Args:
+        connections: all between this process and its peers; of one group at least one.
+
+    Returns:
+        Number of listeners that were closed so; 0 where it cannot be done, or groups connect only when they are used.
+    """
+    if sys.platform != "linux" or os.environ.get(_LAZY, "0").lower() not in ("", "0", "false", "n", "no", "off"):
+        return 0
+    ours = {connection.descriptor for connection in connections}
+    closed = 0
+    for watched in _watched_together():
+        for descriptor in watched - ours if watched & ours else ():
+            found = duplicate(descriptor)
+            if found is None:
+                continue
+            with closing(found):
+                if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    _drop_all(found)
+                    closed += 1
+                elif found.family in (socket.AF_INET, socket.AF_INET6):
+                    with suppress(OSError):  # it has ended by itself
+                        found.shutdown(socket.SHUT_RDWR)
+    return closed
+
+
+def _watched_together() -> Iterator[set[int]]:
+    """The descriptors that are waited for together: a listener of gloo's and the connections of its groups are."""
+    for entry in Path("/proc/self/fdinfo").iterdir():
+        try:
+            if os.readlink(f"/proc/self/fd/{entry.name}") == "anon_inode:[eventpoll]":
+                lines = entry.read_text().splitlines()
+                yield {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+        except OSError:
+            continue  # it was closed meanwhile
+
+
+def _drop_all(listener: socket.socket) -> None:
+    instructions = ctypes.create_string_buffer(_DROP, len(_DROP))
+    program = struct.pack("HP", 1, ctypes.addressof(instructions))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)

@@ -1,33 +1,195 @@
-"""One membership of ranks and the three process groups that everything runs on.
+"""Process groups of one world of ranks, and the coordinates of a rank along each axis of the mesh.
+
+What NCCL needs and gloo does not: settings before its first group, and groups that fail or end without a word.
+
+None of it has run on a GPU.
+
+How long a rank's token exchanges or waits for other stages take, and whether one is under way.
+
+One membership of ranks and the three process groups that everything runs on.
 
 Dense gradients and what the ranks agree on run on the *dense* group, token dispatch and combine on the *compute* group,
 everything that may overlap with it (replica sums, shadows, migrations) on the *background* group. All span the whole
 world: ranks that have nothing to say to each other exchange zero rows, so a change of placement or of dispatch groups
 never builds a group.
+
+Where a rank stands in its run: another coordinate for each purpose, over one mesh of ranks.
+
+What a rank computes on (its slice of the batch), whom it exchanges tokens with, what it writes into a checkpoint and
+whom it fails with are four questions. With data parallelism alone the rank in the world answers all of them.
 """
 
 from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
-from moe_lightning.algorithms.dense_shards import Groups, RowCut
-from moe_lightning.algorithms.mesh_shape import AXES, STAGE, Axis, Layout, MeshShape
-from moe_lightning.comm.exchange_clock import ExchangeClock
-from moe_lightning.comm.nccl import background_options, first_group_options, has_failed, prepare_environment
+from moe_lightning.arrays import IntArray
 from moe_lightning.errors import WorldCutError
 from moe_lightning.files import PrivateFolder, checked_folder, find_folder
+from moe_lightning.parallel.mesh import AXES, STAGE, Axis, Groups, Layout, MeshShape, RowCut
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_environment(*, is_elastic: bool) -> None:
+    """Say what NCCL and torch's part of it read before their first group; what a user has set stays.
+
+    Args:
+        is_elastic: ranks outlive their world.
+    """
+    # Three communicators run side by side, and their kernels must start in one order on all ranks.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if is_elastic:  # torch's watchdog would end a survivor whose groups we are about to abort
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+def first_group_options(device: torch.device) -> dict[str, Any]:
+    """For `init_process_group`: communicators are made at once, while those who build them are watched."""
+    return {"device_id": device} if device.type == "cuda" else {}
+
+
+def background_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
+    """For `new_group` of a group whose transfers overlap with others: theirs are short, and go first."""
+    if device.type != "cuda":
+        return {}
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns where it is another than the group's
+    return {"pg_options": options}
+
+
+def is_silent(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a group's collectives of a device's tensors run on the device, as NCCL's: only aborting the group ends
+    one whose peer is gone, and then it raises nothing. gloo's run on sockets of this process, on GPUs too.
+    """
+    return device.type != "cpu" and group._get_backend(device).name() != "gloo"
+
+
+def has_failed(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a group has met an error that it notes and does not raise, as NCCL's."""
+    state = getattr(group._get_backend(device), "get_error", None)  # only NCCL can say
+    return state is not None and state().name != "SUCCESS"
+
+
+def abort_together(groups: Sequence[ProcessGroup], device: torch.device) -> None:
+    """Abort communicators of a device in one bracket: one by one, each may wait for the others."""
+    if not groups:
+        return
+    backend: Any = groups[0]._get_backend(device)
+    backend._group_start()
+    try:
+        for group in groups:
+            try:
+                group.abort()
+            except RuntimeError as error:
+                logger.warning("a process group could not be aborted: %s", error)
+    finally:
+        backend._group_end()
+
+
+def stamp(device: torch.device) -> Any:
+    """Now: seconds of the host on the CPU, else an event on the device's present stream."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device=device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+class ExchangeClock:
+    """Adds up the seconds of this rank's exchanges on the compute group, waits for slower peers and what the process
+    does meanwhile included. It counts nothing, and costs nothing, before `watch`.
+
+    On a GPU a host call returns before its exchange begins, so the device's own events are timed.
+
+    Attributes:
+        listener: called on the host with True as an exchange begins and with False as it ends; None: nobody.
+    """
+
+    def __init__(self) -> None:
+        self._is_watched = False
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._seconds = 0.0
+        self._on_device: deque[tuple[Any, Any]] = deque()  # began, ended
+        self.listener: Callable[[bool], None] | None = None
+
+    def __reduce__(self) -> tuple[type[ExchangeClock], tuple[()]]:
+        """Models that know their world are copied and pickled; a copy counts for itself, from nothing."""
+        return ExchangeClock, ()
+
+    def watch(self) -> None:
+        """Count from now on."""
+        self._is_watched = True
+
+    @contextmanager
+    def exchange(self, device: torch.device) -> Iterator[None]:
+        """Around one exchange of tensors on that device."""
+        self._tell(True)
+        try:
+            with self._timed(device) if self._is_watched else nullcontext():
+                yield
+        finally:
+            self._tell(False)
+
+    def _tell(self, begins: bool) -> None:
+        if self.listener is not None:
+            self.listener(begins)
+
+    @contextmanager
+    def _timed(self, device: torch.device) -> Iterator[None]:
+        with self._lock:
+            self._under_way += 1
+        began = stamp(device)
+        try:
+            yield
+        finally:
+            ended = stamp(device)
+            with self._lock:
+                self._under_way -= 1
+                if device.type != "cpu":
+                    self._on_device.append((began, ended))
+                else:
+                    self._seconds += ended - began
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an exchange is under way now."""
+        with self._lock:
+            self._collect()
+            return self._under_way > 0 or any(began.query() for began, _ in self._on_device)
+
+    @property
+    def seconds(self) -> float:
+        """Of all exchanges that have ended."""
+        with self._lock:
+            self._collect()
+            return self._seconds
+
+    def _collect(self) -> None:
+        """Move what the device has finished into the sum."""
+        while self._on_device and self._on_device[0][1].query():
+            began, ended = self._on_device.popleft()
+            self._seconds += began.elapsed_time(ended) / 1e3
+
 
 STORE_VARIABLE = "MOE_LIGHTNING_STORE"
 """Set by a launcher of ours to the folder in which its workers meet."""
@@ -309,3 +471,84 @@ def all_reduce_(tensor: torch.Tensor, world: World) -> None:
     """Sum a tensor over all ranks in place."""
     if world.is_connected:
         dist.all_reduce(tensor, group=world.dense)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """All ranks of a run, and this rank's place among them.
+
+    Attributes:
+        shape: ranks along each axis.
+        whole: all ranks: they agree, prepare and commit together, and `whole.rank` is who writes.
+        world: the ranks of this rank's stage, among which experts are dispatched; `world.rank` counts in dispatch.
+        node_of: failure domain of each rank of the whole, [whole.size]; numbered from 0.
+    """
+
+    shape: MeshShape
+    whole: World
+    world: World
+    node_of: tuple[int, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.node_of) == self.shape.num_ranks == self.whole.size
+
+    @classmethod
+    def of(cls, world: World, node_of: tuple[int, ...]) -> Mesh:
+        """As the world's groups were built."""
+        shape = world.shape or MeshShape(dp=world.size)
+        return cls(shape=shape, whole=world, world=world.stage or world, node_of=node_of)
+
+    @classmethod
+    def build(cls, whole: World, shape: MeshShape, node_of: tuple[int, ...], timeout: timedelta) -> Mesh:
+        """Build the groups of the stages; collective over the whole, which is torch's default group."""
+        return cls.of(replace(with_stage(whole, shape, timeout) if shape.pp > 1 else whole, shape=shape), node_of)
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return self.shape.index(self.whole.rank, "pp")
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the global batch is this rank's; ranks along the other axes share it."""
+        return self.shape.index(self.whole.rank, "dp")
+
+    @property
+    def data_size(self) -> int:
+        """Slices of the global batch."""
+        return self.shape.dp
+
+    def speeds_of_slices(self, speeds: IntArray) -> IntArray:
+        """Of each slice of the global batch, int64 [data_size], from those of the ranks of a stage: it is as fast as
+        the slowest that computes it.
+        """
+        slowest: IntArray = speeds.reshape(self.data_size, -1).min(axis=1)
+        return slowest
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that compute the loss of the same samples: each counts for one of as many equal shares."""
+        return self.shape.cp * self.shape.tp
+
+    @property
+    def node_peers(self) -> tuple[int, ...]:
+        """The ranks of the whole that fail together with this one, ascending."""
+        mine = self.node_of[self.whole.rank]
+        return tuple(rank for rank, node in enumerate(self.node_of) if node == mine)
+
+    @cached_property
+    def pipe(self) -> World:
+        """The ranks that hold the other stages for this rank's samples, by stage."""
+        whole, group = self.whole, self.whole.axis_groups.get("pp")
+        place = {"rank": self.stage, "size": self.shape.pp, "device": whole.device, "bubbles": whole.bubbles}
+        return World(**place, dense=group, background=group)  # type: ignore[arg-type]
+
+    @cached_property
+    def devices(self) -> DeviceMesh:
+        """torch's view of the mesh, for its parallel parts; collective over the whole the first time."""
+        layout = torch.arange(self.whole.size).view(self.shape.sizes)
+        return DeviceMesh(self.whole.device.type, layout, mesh_dim_names=AXES)
+
+    def close(self) -> None:
+        """Give back the groups made for this mesh and its worlds; the default group belongs to who made it."""
+        self.whole.close()
